@@ -1,0 +1,33 @@
+"""What a user did wrong, said in four parts: who, what is, what does not fit, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardingError(ValueError):
+    """A mistake in an annotation, a mesh or an input.
+
+    ``who`` names the argument or node by path, ``what`` says what it is (shape, sharding, sizes), ``problem`` what
+    does not fit, ``remedy`` what to type instead.
+    """
+
+    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
+        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
+        super().__init__(f"{who}: {what}\n  {problem}\n  {remedy}")
+
+    @staticmethod
+    def all_of(errors: list[ShardingError]) -> ShardingError:
+        """One error for several of one kind; the first speaks for the type, all are printed."""
+        if len(errors) == 1:
+            return errors[0]
+        joined = ShardingError(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
+        joined.args = ("\n".join([f"{len(errors)} problems:", *(str(error) for error in errors)]),)
+        return joined
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A sentence with the near matches of a name, or the empty string."""
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else ""

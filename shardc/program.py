@@ -1,0 +1,238 @@
+"""The program: a torch.fx graph over global values, and typed access to every fact about its nodes.
+
+Only this file reads or writes ``node.meta``. A node's arguments hold numbers, strings, tuples and nodes alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from shardc.annotations import Pin
+from shardc.mesh import Mesh
+from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
+from shardc.sharding import Sharding, TensorType
+
+Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
+LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
+
+Types = TensorType | tuple[TensorType | None, ...] | None
+Shardings = Sharding | tuple[Sharding | None, ...] | None
+Value = tuple[fx.Node, int]  # a node and the index of one of its results
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a node comes from in the user's model: module path, ``file.py:line``, phase."""
+
+    module: str = ""
+    location: str = ""
+    phase: Literal["forward", "backward", "update"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
+
+    ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "input", "tangent", "random"]
+    type: TensorType
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An element of the output node's one tuple argument, in order.
+
+    ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
+    step.
+    """
+
+    name: str
+    kind: Literal["output", "gradient", "buffer"]
+
+
+@dataclass(slots=True)
+class Program:
+    """A graph with its inputs, outputs, mesh and level. Passes take one and return another.
+
+    ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
+    local shapes in every type; shardings are then those of the value that the shard is part of.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    mesh: Mesh | None = None
+    level: Level = "captured"
+    pins: tuple[Pin, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def copy(self, level: Level | None = None) -> Program:
+        """A copy whose graph may be changed without touching this one."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, mapping)
+        graph.output(output)
+        for old, new in mapping.items():
+            new.meta = dict(old.meta)
+        copied = next(reversed(graph.nodes))
+        copied.meta = dict(self.output_node.meta)
+        return replace(self, graph=graph, level=level or self.level)
+
+    # The graph's ends.
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """The placeholders, parallel to ``inputs``."""
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
+        return next(reversed(self.graph.nodes))
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """What the program returns, parallel to ``outputs``."""
+        return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def calls(self) -> Iterator[fx.Node]:
+        """Every op, getitem apart."""
+        return (node for node in self.graph.nodes if node.op == "call_function" and not is_getitem(node))
+
+    # Facts about nodes.
+
+    def types(self, node: fx.Node) -> tuple[TensorType | None, ...]:
+        """The types of a node's results."""
+        found: Types = node.meta.get("type")
+        return found if isinstance(found, tuple) else (found,)
+
+    def type(self, node: fx.Node) -> TensorType:
+        """The type of a node with one result."""
+        found = node.meta["type"]
+        assert isinstance(found, TensorType), (node, found)
+        return found
+
+    def set_type(self, node: fx.Node, type_: Types) -> None:
+        """Say a node's type: a tuple when the op returns several results."""
+        node.meta["type"] = type_
+
+    def has_many(self, node: fx.Node) -> bool:
+        """Whether the op returns a tuple or list."""
+        return isinstance(node.meta.get("type"), tuple)
+
+    def value(self, node: fx.Node) -> Value:
+        """The value that a node stands for: a getitem is a result of its producer."""
+        if is_getitem(node):
+            producer, index = node.args
+            assert isinstance(producer, fx.Node) and isinstance(index, int)
+            return producer, index
+        return node, 0
+
+    def sharding(self, node: fx.Node) -> Sharding:
+        """The sharding of a node with one result (or of a getitem)."""
+        producer, index = self.value(node)
+        found: Shardings = producer.meta["sharding"]
+        result = found[index] if isinstance(found, tuple) else found
+        assert result is not None, node
+        return result
+
+    def shardings(self, node: fx.Node) -> tuple[Sharding | None, ...]:
+        """The shardings of a node's results; empty before propagate."""
+        found: Shardings = node.meta.get("sharding")
+        return found if isinstance(found, tuple) else () if found is None else (found,)
+
+    def set_sharding(self, node: fx.Node, sharding: Shardings) -> None:
+        """Say a node's sharding: a tuple when the op returns several results."""
+        node.meta["sharding"] = sharding
+
+    def source(self, node: fx.Node) -> Source:
+        """Where the node comes from."""
+        found: Source = node.meta.get("source", Source())
+        return found
+
+    def set_source(self, node: fx.Node, source: Source) -> None:
+        """Say where the node comes from."""
+        node.meta["source"] = source
+
+    def cause(self, node: fx.Node) -> str:
+        """Why a reshard or a collective is there; the annotations that reached a value."""
+        return str(node.meta.get("cause", ""))
+
+    def set_cause(self, node: fx.Node, cause: str) -> None:
+        """Say why the node is there."""
+        node.meta["cause"] = cause
+
+    # Rules.
+
+    def call(self, node: fx.Node) -> Call:
+        """The node's call, with types for nodes."""
+        return Call(
+            self._with_types(node.args), self._with_types(node.kwargs),
+            tuple(operand and self.types(self.value(operand)[0])[self.value(operand)[1]] for operand in operands(node)),
+            self.types(node),
+        )
+
+    def rule(self, node: fx.Node) -> Rule:
+        """The node's rule, bound to its shapes; the fallback where the table has none. Bound once."""
+        if "rule" not in node.meta:
+            found = op_rule(node.target)
+            call = self.call(node)
+            node.meta["rule"] = found.bind(call) if found else replicated_rule(call)
+        bound: Rule = node.meta["rule"]
+        return bound
+
+    def forget_rule(self, node: fx.Node) -> None:
+        """Bind the rule anew: the node's arguments or types were changed."""
+        node.meta.pop("rule", None)
+
+    def _with_types(self, argument: Any) -> Any:
+        return fx.map_arg(argument, lambda node: self.types(self.value(node)[0])[self.value(node)[1]])
+
+    # Building.
+
+    def insert(self, target: Callable[..., Any], args: tuple[Any, ...], type_: Types, like: fx.Node,
+               kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:
+        """Insert a call at the graph's insertion point, with the source of ``like``."""
+        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
+        self.set_type(node, type_)
+        self.set_source(node, self.source(like))
+        return node
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one result of an op that has several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return tuple(node.all_input_nodes)
+    found: list[fx.Node | None] = []
+    for i, argument in enumerate(schema.arguments):
+        if "Tensor" not in str(argument.type):
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        entries = given if isinstance(given, (list, tuple)) else [given]
+        found.extend(entry if isinstance(entry, fx.Node) else None for entry in entries)
+    return tuple(found)
+
+
+def op_rule(target: Any) -> OpRule | None:
+    """The table's entry for an op; every pointwise op has one."""
+    found = RULES.get(target)
+    if found is None and isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        found = RULES[target] = OpRule(pointwise_rule)
+    return found

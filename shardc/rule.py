@@ -1,0 +1,306 @@
+"""The rule of an op: which factors its operands' and results' dims share, and what each factor allows.
+
+A rule reads like an einsum over *factors*: ``"m k, k n -> m n"``. A factor that stands in operands only is *reduced*:
+cutting it leaves a partial result. A factor named in ``whole`` must not be cut. Every other factor is *free*: it may
+be cut on every tensor that has it, with no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.mesh import Axes, AxisPart
+from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
+
+Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op: its arguments with a TensorType for every tensor, and the tensors apart.
+
+    ``operands`` follow the op's schema: one entry for each tensor argument (a list argument adds one for each
+    element), None where an optional tensor is absent. ``results`` likewise.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[TensorType | None, ...]
+    results: tuple[TensorType | None, ...]
+
+    @property
+    def operand(self) -> TensorType:
+        """The first operand."""
+        assert self.operands[0] is not None
+        return self.operands[0]
+
+    @property
+    def result(self) -> TensorType:
+        """The first result."""
+        assert self.results[0] is not None
+        return self.results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule bound to one call: factors for every dim, and the size of every factor.
+
+    ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results combine.
+    ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of one group
+    and on none outside it. ``is_fallback``: the op has no rule of its own, all is gathered.
+    """
+
+    operands: tuple[Dims | None, ...]
+    results: tuple[Dims | None, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    reduce: ReduceOp = "sum"
+    linear: tuple[frozenset[int], ...] = ()
+    is_fallback: bool = False
+
+    def has(self, factor: str, dims: Dims | None) -> bool:
+        """Whether a tensor has the factor."""
+        return dims is not None and any(factor in dim for dim in dims)
+
+    def is_reduced(self, factor: str) -> bool:
+        """Whether cutting the factor leaves a partial result."""
+        return factor not in self.whole and not any(self.has(factor, dims) for dims in self.results)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Every factor, in order of first appearance."""
+        return tuple(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What the table holds for an op: how to bind its rule to a call, and how to make its arguments local.
+
+    ``local(call)`` is given the call in *local* types and returns its ``(args, kwargs)``, where a size, a start or a
+    count that the op names must become one rank's.
+    """
+
+    bind: Callable[[Call], Rule]
+    local: Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+
+
+RULES: dict[Any, OpRule] = {}
+
+
+def rule(op: Any, spec: str | Callable[[Call], Rule], *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum",
+         sizes: int | None = None, local: Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
+         ) -> None:
+    """Enter an op's rule in the table.
+
+    ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
+    a dim no one shares, ``...`` the leading dims, ``_`` a tensor that is not looked at. ``linear="0 1"`` lists groups
+    of operands, ``"01"`` one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that
+    ``args[1]`` is the shape of the first result, which becomes local.
+    """
+    assert op not in RULES, f"{op} has two rules"
+    bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
+    RULES[op] = OpRule(bind, _local_sizes(sizes) if sizes is not None else local)
+
+
+def make_rule(spec: str, call: Call, *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum",
+              sizes: Mapping[str, int] | None = None) -> Rule:
+    """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open."""
+    left, _, right = spec.partition("->")
+    known = dict(sizes or {})
+    fresh = _Fresh()
+    operands = _bind_side(left, call.operands, known, fresh)
+    results = _bind_side(right, call.results, known, fresh)
+    return Rule(operands, results, known, frozenset(whole.split()), reduce, _groups(linear))
+
+
+def replicated_rule(call: Call) -> Rule:
+    """The fallback: every operand whole, every result whole."""
+    sizes: dict[str, int] = {}
+
+    def dims(tensor: TensorType | None) -> Dims | None:
+        if tensor is None:
+            return None
+        names = [f"w{len(sizes) + i}" for i in range(len(tensor.shape))]
+        sizes.update(zip(names, tensor.shape, strict=True))
+        return tuple((name,) for name in names)
+
+    operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
+    return Rule(operands, results, sizes, frozenset(sizes), is_fallback=True)
+
+
+def pointwise_rule(call: Call, linear: str = "") -> Rule:
+    """Dims shared from the right, with broadcasting: an operand's dim of size 1 is shared only with its like."""
+    shape = call.result.shape
+    names = [f"d{i}" for i in range(len(shape))]
+
+    def dims(tensor: TensorType | None) -> Dims | None:
+        if tensor is None:
+            return None
+        lead = len(shape) - len(tensor.shape)
+        return tuple((names[lead + i],) if size == shape[lead + i] else () for i, size in enumerate(tensor.shape))
+
+    operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
+    return Rule(operands, results, dict(zip(names, shape, strict=True)), linear=_groups(linear))
+
+
+class _Fresh:
+    """Names for factors that one tensor has alone."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        return f"_{self.count}"
+
+
+def _bind_text(spec: str, linear: str, whole: str, reduce: ReduceOp) -> Callable[[Call], Rule]:
+    return lambda call: make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
+
+
+def _local_sizes(arg: int) -> Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def local(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (*call.args[:arg], list(call.result.shape), *call.args[arg + 1 :]), dict(call.kwargs)
+
+    return local
+
+
+def _groups(linear: str) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
+
+
+def _bind_side(text: str, tensors: Sequence[TensorType | None], sizes: dict[str, int], fresh: _Fresh,
+               ) -> tuple[Dims | None, ...]:
+    specs = [spec.strip() for spec in text.split(",")]
+    assert len(specs) >= len(tensors), (text, tensors)
+    return tuple(
+        None if tensor is None or spec == "_" else _bind_tensor(spec, tensor.shape, sizes, fresh)
+        for spec, tensor in zip(specs, tensors, strict=False)
+    )
+
+
+def _bind_tensor(spec: str, shape: tuple[int, ...], sizes: dict[str, int], fresh: _Fresh) -> Dims:
+    dims = _expand_leading(_parse_dims(spec), len(shape))
+    assert len(dims) == len(shape), (spec, shape)
+    bound: list[tuple[str, ...]] = []
+    for factors, size in zip(dims, shape, strict=True):
+        if factors == ("1",):
+            factors = (fresh(),)
+        for factor in [factor for factor in factors if factor not in sizes][:1]:
+            known = math.prod(sizes[other] for other in factors if other in sizes)
+            sizes[factor] = size // known
+        assert math.prod(sizes[factor] for factor in factors) == size, (spec, shape, sizes)
+        bound.append(factors)
+    return tuple(bound)
+
+
+def _parse_dims(spec: str) -> list[tuple[str, ...]]:
+    dims: list[tuple[str, ...]] = []
+    for outside, inside in _parenthesised(spec):
+        dims.extend((name,) for name in outside.split())
+        if inside is not None:
+            dims.append(tuple(inside.split()))
+    return dims
+
+
+def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
+    pieces: list[tuple[str, str | None]] = []
+    while "(" in spec:
+        outside, _, rest = spec.partition("(")
+        inside, _, spec = rest.partition(")")
+        pieces.append((outside, inside))
+    return [*pieces, (spec, None)]
+
+
+def _expand_leading(dims: list[tuple[str, ...]], ndim: int) -> list[tuple[str, ...]]:
+    """``...`` as named leading dims, counted from the right so that all tensors of a call agree."""
+    if ("...",) not in dims:
+        return dims
+    i = dims.index(("...",))
+    count = ndim - (len(dims) - 1)
+    return [*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :]]
+
+
+# Splitting a dim's axes among its factors, and joining them again.
+
+
+def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[Axes, ...]:
+    """How a dim's cuts fall on its factors, major first: the leading axes that each factor can take.
+
+    The dim is a row of digits, each an axis part or a whole rest; each factor takes digits from the front until they
+    make up its size. A cut that falls across two factors is split into parts of its axis: 8 elements cut by ``tp`` of
+    size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with the factors are left out,
+    with all that follow them.
+    """
+    digits: list[tuple[int, AxisPart | None]] = []
+    for sub, axes in dim.subdims(size):
+        digits += [(part.size, part) for part in axes]
+        if sub % num_shards(axes):
+            break
+        digits += [(sub // num_shards(axes), None)] * (sub > num_shards(axes))
+    last = len(factor_sizes) - 1
+    return tuple(_take_digits(digits, factor, i == last) for i, factor in enumerate(factor_sizes))
+
+
+def _take_digits(digits: list[tuple[int, AxisPart | None]], room: int, is_last: bool) -> Axes:
+    cuts: list[AxisPart] = []
+    has_whole = False
+    while digits and (room > 1 or (is_last and digits[0][0] == 1)):
+        size, part = digits.pop(0)
+        if size > room and size % room == 0:
+            digits.insert(0, (size // room, part and part.minor(size // room)))
+            size, part = room, part and part.major(room)
+        if room % size or (part is not None and has_whole):
+            digits.clear()
+            break
+        if part is None:
+            has_whole = True
+        else:
+            cuts.append(part)
+        room //= size
+    return tuple(cuts)
+
+
+def join_dim(factors: Sequence[tuple[int, Axes]]) -> DimSharding:
+    """One dim of several factors, each cut as given, major first."""
+    digits: list[tuple[int, Axes]] = []
+    for size, axes in factors:
+        if digits and not axes:
+            digits[-1] = (digits[-1][0] * size, digits[-1][1])
+        elif digits and digits[-1][0] == num_shards(digits[-1][1]):
+            digits[-1] = (digits[-1][0] * size, _merge_parts(digits[-1][1] + axes))
+        else:
+            digits.append((size, axes))
+    if not digits:
+        return WHOLE
+    return DimSharding(digits[0][1], tuple(digits[1:]))
+
+
+def _merge_parts(axes: Axes) -> Axes:
+    merged: list[Any] = []
+    for part in axes:
+        last = merged[-1] if merged else None
+        if last is not None and last.name == part.name and last.pre * last.size == part.pre:
+            merged[-1] = type(part)(part.name, last.pre, last.size * part.size)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def factor_axes(dims: Dims, sharding: Sharding, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """How a tensor's sharding cuts the factors of its dims; only factors that are cut appear."""
+    cuts: dict[str, Axes] = {}
+    for factors, dim, size in zip(dims, sharding.dims, shape, strict=True):
+        if factors and dim is not WHOLE:
+            taken = split_dim(dim, size, [sizes[factor] for factor in factors])
+            cuts.update({factor: axes for factor, axes in zip(factors, taken, strict=True) if axes})
+    return cuts
+
+
+def dims_sharding(dims: Dims, cuts: Mapping[str, Axes], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
+    """The dims of a tensor when its factors are cut as given."""
+    return tuple(join_dim([(sizes[factor], cuts.get(factor, ())) for factor in factors]) for factors in dims)
+
