@@ -219,7 +219,7 @@ def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return tuple(node.all_input_nodes)
+        return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
     found: list[fx.Node | None] = []
     for i, argument in enumerate(schema.arguments):
         if "Tensor" not in str(argument.type):
