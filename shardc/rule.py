@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardc.mesh import Axes, AxisPart
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
+Groups = tuple[frozenset[int], ...]  # sets of operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Call:
 class Rule:
     """A rule bound to one call: factors for every dim, and the size of every factor.
 
-    ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results combine.
+    A dim without factors is never cut; a tensor whose dims are None is not looked at, and equal on all ranks if it is
+    a result. ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results combine.
     ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of one group
     and on none outside it. ``is_fallback``: the op has no rule of its own, all is gathered.
     """
@@ -58,7 +61,7 @@ class Rule:
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
     reduce: ReduceOp = "sum"
-    linear: tuple[frozenset[int], ...] = ()
+    linear: Groups = ()
     is_fallback: bool = False
 
     def has(self, factor: str, dims: Dims | None) -> bool:
@@ -66,8 +69,21 @@ class Rule:
         return dims is not None and any(factor in dim for dim in dims)
 
     def is_reduced(self, factor: str) -> bool:
-        """Whether cutting the factor leaves a partial result."""
+        """Whether no result has the factor, so that cutting it leaves every result partial."""
         return factor not in self.whole and not any(self.has(factor, dims) for dims in self.results)
+
+    def is_partial(self, factor: str, result: int) -> bool:
+        """Whether cutting the factor leaves this result partial: operands have it and the result has not.
+
+        Of the results of ``layer_norm_backward`` over ``b d``, the input's gradient has ``b``, the weight's has not.
+        """
+        dims = self.results[result]
+        return (
+            factor not in self.whole
+            and dims is not None
+            and not self.has(factor, dims)
+            and any(self.has(factor, operand) for operand in self.operands)
+        )
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -96,24 +112,30 @@ def rule(op: Any, spec: str | Callable[[Call], Rule], *, linear: str = "", whole
     """Enter an op's rule in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
-    a dim no one shares, ``...`` the leading dims, ``_`` a tensor that is not looked at. ``linear="0 1"`` lists groups
-    of operands, ``"01"`` one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that
-    ``args[1]`` is the shape of the first result, which becomes local.
+    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor that is not looked at; a dim of size 1 has no part
+    in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"`` one group
+    of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape of the first
+    result, which becomes local.
     """
     assert op not in RULES, f"{op} has two rules"
     bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
     RULES[op] = OpRule(bind, _local_sizes(sizes) if sizes is not None else local)
 
 
-def make_rule(spec: str, call: Call, *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum",
+def make_rule(spec: str, call: Call, *, linear: str | Groups = "", whole: str = "", reduce: ReduceOp = "sum",
               sizes: Mapping[str, int] | None = None) -> Rule:
-    """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open."""
+    """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
+
+    A group of ``linear`` that names an absent operand (a number in its place) is dropped: ``x + 2`` is not linear.
+    """
     left, _, right = spec.partition("->")
-    known = dict(sizes or {})
-    fresh = _Fresh()
-    operands = _bind_side(left, call.operands, known, fresh)
-    results = _bind_side(right, call.results, known, fresh)
-    return Rule(operands, results, known, frozenset(whole.split()), reduce, _groups(linear))
+    operands, results = _parse_side(left, call.operands), _parse_side(right, call.results)
+    known = _factor_sizes([*zip(operands, call.operands, strict=True), *zip(results, call.results, strict=True)], sizes)
+    return Rule(
+        tuple(_bind_tensor(dims, tensor, known) for dims, tensor in zip(operands, call.operands, strict=True)),
+        tuple(_bind_tensor(dims, tensor, known) for dims, tensor in zip(results, call.results, strict=True)),
+        known, frozenset(whole.split()), reduce, present_groups(linear, call),
+    )
 
 
 def replicated_rule(call: Call) -> Rule:
@@ -131,8 +153,11 @@ def replicated_rule(call: Call) -> Rule:
     return Rule(operands, results, sizes, frozenset(sizes), is_fallback=True)
 
 
-def pointwise_rule(call: Call, linear: str = "") -> Rule:
-    """Dims shared from the right, with broadcasting: an operand's dim of size 1 is shared only with its like."""
+def pointwise_rule(call: Call, linear: str | Groups = "") -> Rule:
+    """Dims shared from the right, with broadcasting: an operand's dim of size 1 is shared only with its like.
+
+    A linear group whose operands are all smaller than the result is dropped: it would enlarge what is reduced.
+    """
     shape = call.result.shape
     names = [f"d{i}" for i in range(len(shape))]
 
@@ -143,18 +168,15 @@ def pointwise_rule(call: Call, linear: str = "") -> Rule:
         return tuple((names[lead + i],) if size == shape[lead + i] else () for i, size in enumerate(tensor.shape))
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
-    return Rule(operands, results, dict(zip(names, shape, strict=True)), linear=_groups(linear))
+    large = {i for i, operand in enumerate(call.operands) if operand is not None and operand.shape == shape}
+    groups = tuple(group for group in present_groups(linear, call) if group & large)
+    return Rule(operands, results, dict(zip(names, shape, strict=True)), linear=groups)
 
 
-class _Fresh:
-    """Names for factors that one tensor has alone."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> str:
-        self.count += 1
-        return f"_{self.count}"
+def present_groups(linear: str | Groups, call: Call) -> Groups:
+    """The groups of operands of which none is absent."""
+    groups = linear if isinstance(linear, tuple) else _parse_groups(linear)
+    return tuple(group for group in groups if all(call.operands[i] is not None for i in group))
 
 
 def _bind_text(spec: str, linear: str, whole: str, reduce: ReduceOp) -> Callable[[Call], Rule]:
@@ -168,42 +190,59 @@ def _local_sizes(arg: int) -> Callable[[Call], tuple[tuple[Any, ...], dict[str, 
     return local
 
 
-def _groups(linear: str) -> tuple[frozenset[int], ...]:
+def _parse_groups(linear: str) -> Groups:
     return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
 
 
-def _bind_side(text: str, tensors: Sequence[TensorType | None], sizes: dict[str, int], fresh: _Fresh,
-               ) -> tuple[Dims | None, ...]:
+def _parse_side(text: str, tensors: Sequence[TensorType | None]) -> list[Dims | None]:
     specs = [spec.strip() for spec in text.split(",")]
     assert len(specs) >= len(tensors), (text, tensors)
-    return tuple(
-        None if tensor is None or spec == "_" else _bind_tensor(spec, tensor.shape, sizes, fresh)
+    return [
+        None if tensor is None or spec == "_" else _expand_leading(_parse_dims(spec), len(tensor.shape))
         for spec, tensor in zip(specs, tensors, strict=False)
-    )
+    ]
 
 
-def _bind_tensor(spec: str, shape: tuple[int, ...], sizes: dict[str, int], fresh: _Fresh) -> Dims:
-    dims = _expand_leading(_parse_dims(spec), len(shape))
-    assert len(dims) == len(shape), (spec, shape)
-    bound: list[tuple[str, ...]] = []
-    for factors, size in zip(dims, shape, strict=True):
-        if factors == ("1",):
-            factors = (fresh(),)
+def _factor_sizes(tensors: Sequence[tuple[Dims | None, TensorType | None]], given: Mapping[str, int] | None,
+                  ) -> dict[str, int]:
+    """Sizes of factors that have a dim to themselves, then of the one factor that a dim of several leaves open."""
+    pairs = [
+        (factors, size)
+        for dims, tensor in tensors if dims is not None and tensor is not None
+        for factors, size in zip(dims, tensor.shape, strict=True)
+    ]
+    sizes: dict[str, int] = {}
+    for (factor,), size in [pair for pair in pairs if len(pair[0]) == 1]:
+        sizes[factor] = size if sizes.get(factor, 1) == 1 else sizes[factor]
+    sizes.update(given or {})
+    for factors, size in pairs:
         for factor in [factor for factor in factors if factor not in sizes][:1]:
-            known = math.prod(sizes[other] for other in factors if other in sizes)
-            sizes[factor] = size // known
-        assert math.prod(sizes[factor] for factor in factors) == size, (spec, shape, sizes)
-        bound.append(factors)
-    return tuple(bound)
+            sizes[factor] = size // math.prod(sizes[other] for other in factors if other != factor)
+    return sizes
 
 
-def _parse_dims(spec: str) -> list[tuple[str, ...]]:
+def _bind_tensor(dims: Dims | None, tensor: TensorType | None, sizes: Mapping[str, int]) -> Dims | None:
+    if dims is None or tensor is None:
+        return None
+    return tuple(_bind_dim(factors, size, sizes) for factors, size in zip(dims, tensor.shape, strict=True))
+
+
+def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    product = math.prod(sizes[factor] for factor in factors)
+    if not factors or (size == 1 and product != 1):
+        return ()
+    assert product == size, (factors, size, sizes)
+    return factors
+
+
+@lru_cache(maxsize=4096)
+def _parse_dims(spec: str) -> Dims:
     dims: list[tuple[str, ...]] = []
     for outside, inside in _parenthesised(spec):
-        dims.extend((name,) for name in outside.split())
+        dims.extend(() if name == "1" else (name,) for name in outside.split())
         if inside is not None:
             dims.append(tuple(inside.split()))
-    return dims
+    return tuple(dims)
 
 
 def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
@@ -215,13 +254,13 @@ def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
     return [*pieces, (spec, None)]
 
 
-def _expand_leading(dims: list[tuple[str, ...]], ndim: int) -> list[tuple[str, ...]]:
+def _expand_leading(dims: Dims, ndim: int) -> Dims:
     """``...`` as named leading dims, counted from the right so that all tensors of a call agree."""
     if ("...",) not in dims:
         return dims
     i = dims.index(("...",))
     count = ndim - (len(dims) - 1)
-    return [*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :]]
+    return (*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :])
 
 
 # Splitting a dim's axes among its factors, and joining them again.
