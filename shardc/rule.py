@@ -46,6 +46,9 @@ class Call:
         return self.results[0]
 
 
+Local = Callable[[Call, Call], dict[int, Any]]  # a call and one rank's, to the arguments that differ, by position
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule bound to one call: factors for every dim, and the size of every factor.
@@ -95,20 +98,20 @@ class Rule:
 class OpRule:
     """What the table holds for an op: how to bind its rule to a call, and how to make its arguments local.
 
-    ``local(call)`` is given the call in *local* types and returns its ``(args, kwargs)``, where a size, a start or a
-    count that the op names must become one rank's.
+    ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
+    differ on a rank, by position: a size, a start or a count that the op names. A position may be one past the last
+    argument given.
     """
 
     bind: Callable[[Call], Rule]
-    local: Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    local: Local | None = None
 
 
 RULES: dict[Any, OpRule] = {}
 
 
 def rule(op: Any, spec: str | Callable[[Call], Rule], *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum",
-         sizes: int | None = None, local: Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
-         ) -> None:
+         sizes: int | None = None, local: Local | None = None) -> None:
     """Enter an op's rule in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
@@ -183,11 +186,8 @@ def _bind_text(spec: str, linear: str, whole: str, reduce: ReduceOp) -> Callable
     return lambda call: make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
 
 
-def _local_sizes(arg: int) -> Callable[[Call], tuple[tuple[Any, ...], dict[str, Any]]]:
-    def local(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (*call.args[:arg], list(call.result.shape), *call.args[arg + 1 :]), dict(call.kwargs)
-
-    return local
+def _local_sizes(arg: int) -> Local:
+    return lambda call, shard: {arg: list(shard.result.shape)}
 
 
 def _parse_groups(linear: str) -> Groups:
