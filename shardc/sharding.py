@@ -306,12 +306,13 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
         if size % entry.count:
             raise ShardingError("", f"size {size}", f"{size} does not split in {entry.count} equal blocks",
                                 f"use a block count that divides {size}")
-        return DimSharding((), ((size // entry.count, tuple(_part(axis, mesh) for axis in entry.axes)),))
+        return DimSharding((), ((size // entry.count, tuple(parse_part(axis, mesh) for axis in entry.axes)),))
     names = (entry,) if isinstance(entry, str) else entry
-    return DimSharding(tuple(_part(name, mesh) for name in names))
+    return DimSharding(tuple(parse_part(name, mesh) for name in names))
 
 
-def _part(text: str, mesh: Mesh) -> AxisPart:
+def parse_part(text: str, mesh: Mesh) -> AxisPart:
+    """An axis or a part of one as printed: ``tp``, ``tp:(2)2``."""
     name, _, rest = text.partition(":")
     if not rest:
         return mesh.axis(name)
