@@ -6,7 +6,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,6 +33,19 @@ class Source:
     module: str = ""
     location: str = ""
     phase: Literal["forward", "backward", "update"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
+
+    ``rank`` is 0 for an annotated input or value, 1 for a parameter; on conflict the lower wins.
+    """
+
+    annotation: str
+    rank: int
+    via: str = ""
+    before: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +169,20 @@ class Program:
         """Say a node's sharding: a tuple when the op returns several results."""
         node.meta["sharding"] = sharding
 
+    def origin(self, node: fx.Node) -> Mapping[str, Origin]:
+        """For each axis that cuts a node's value, why."""
+        producer, index = self.value(node)
+        return self.origins(producer)[index]
+
+    def origins(self, node: fx.Node) -> tuple[Mapping[str, Origin], ...]:
+        """For each result of a node, for each axis that cuts it, why."""
+        found: tuple[Mapping[str, Origin], ...] = node.meta.get("origins", ())
+        return found or ({},) * len(self.types(node))
+
+    def set_origins(self, node: fx.Node, origins: tuple[Mapping[str, Origin], ...]) -> None:
+        """Say why each axis cuts each of a node's results."""
+        node.meta["origins"] = origins
+
     def source(self, node: fx.Node) -> Source:
         """Where the node comes from."""
         found: Source = node.meta.get("source", Source())
@@ -209,6 +236,40 @@ class Program:
         self.set_source(node, self.source(like))
         return node
 
+    def emit(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """Insert a call whose type is found by running it on meta tensors."""
+        return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
+
+    def infer(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Types:
+        """The type of a call whose arguments hold typed nodes."""
+
+        def meta(node: fx.Node) -> torch.Tensor:
+            producer, index = self.value(node)
+            type_ = self.types(producer)[index]
+            assert type_ is not None, node
+            return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+
+        with_device = {"device": "meta"} if takes_device(target) else {}
+        result = target(*fx.map_arg(args, meta), **(fx.map_arg(dict(kwargs), meta) | with_device))
+        return _types_of(result)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let ``new`` stand where ``old`` stood, and erase ``old``."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+
+def _types_of(result: Any) -> Types:
+    if isinstance(result, (tuple, list)):
+        return tuple(None if item is None else TensorType(tuple(item.shape), item.dtype) for item in result)
+    return TensorType(tuple(result.shape), result.dtype)
+
+
+def takes_device(target: Any) -> bool:
+    """Whether an op makes a tensor on a device that it is told."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
 
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node picks one result of an op that has several."""
@@ -228,6 +289,32 @@ def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
         entries = given if isinstance(given, (list, tuple)) else [given]
         found.extend(entry if isinstance(entry, fx.Node) else None for entry in entries)
     return tuple(found)
+
+
+def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
+    """Give a call other tensor arguments, in the order of ``operands``."""
+    left = iter(new)
+
+    def replaced(entry: Any) -> Any:
+        fresh = next(left)
+        return entry if fresh is None else fresh
+
+    def one(given: Any) -> Any:
+        return type(given)(map(replaced, given)) if isinstance(given, (list, tuple)) else replaced(given)
+
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        node.args = tuple(replaced(entry) if isinstance(entry, fx.Node) else entry for entry in node.args)
+        return
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for i, argument in enumerate(schema.arguments):
+        if "Tensor" in str(argument.type):
+            if i < len(args):
+                args[i] = one(args[i])
+            else:
+                kwargs[argument.name] = one(kwargs.get(argument.name))
+    node.args = tuple(args)
+    node.kwargs = {name: value for name, value in kwargs.items() if value is not None or name in node.kwargs}
 
 
 def op_rule(target: Any) -> OpRule | None:

@@ -1,0 +1,287 @@
+"""insert_reshards: annotated -> agreed. A visible reshard wherever what a value has is not what an op wants.
+
+Each op gives its axes to its factors, so that one axis cuts one factor on all of its tensors; an operand that lies
+otherwise is resharded, and a result over whose cut factors nothing was summed yet is partial::
+
+    y: f32[8@dp, 64] = dot(x, w, "a b, b c -> a c")      # x: f32[8@dp, 256@tp], w: f32[256@tp, 64]
+        ->
+    y: f32[8@dp, 64]{sum tp} = dot(x, w, "a b, b c -> a c")
+    r: f32[8@dp, 64] = reshard(y)
+
+A partial sum is not reduced where it is made but where an op needs it, if every op up to there is linear in it and
+none makes it larger.
+
+Invariants: every operand of every op lies as its factors are cut; only a reshard changes a sharding; a value is
+resharded to one target once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.collective import reshard
+from shardc.mesh import Axes, AxisPart
+from shardc.program import Origin, Output, Program, Value, is_getitem, operands, set_operands
+from shardc.rule import Dims, Rule, dims_sharding, factor_axes
+from shardc.sharding import ReduceOp, Sharding, TensorType, num_shards
+
+Partial = tuple[tuple[AxisPart, ReduceOp], ...]
+
+
+def insert_reshards(program: Program) -> Program:
+    """The program with a reshard between every producer and consumer that differ."""
+    program = program.copy(level="agreed")
+    _Rewriter(program, _decide(program)).run()
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An axis run that wants to cut a factor: because a tensor of ``nbytes`` lies so, of an origin of ``rank``."""
+
+    factor: str
+    axes: Axes
+    rank: int
+    nbytes: int
+
+
+def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> dict[str, Axes]:
+    """Which axes cut which factor, when an axis may cut one factor only.
+
+    The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
+    keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
+    """
+    order = {factor: i for i, factor in enumerate(rule.sizes)}
+    cuts: dict[str, Axes] = {}
+    used: list[AxisPart] = list(taken)
+    for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
+        if claim.factor in rule.whole:
+            continue
+        have = cuts.get(claim.factor, ())
+        if claim.axes[: len(have)] != have:
+            continue
+        for part in claim.axes[len(have) :]:
+            size = rule.sizes[claim.factor]
+            if any(part.overlaps(other) for other in used) or size % num_shards((*have, part)):
+                break
+            have = (*have, part)
+            used.append(part)
+        if have:
+            cuts[claim.factor] = have
+    return cuts
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What was decided: for each op the shardings its operands must have and its results have.
+
+    ``delayed``: values whose partial sum rides on; every other partial value is reduced where it is made.
+    """
+
+    program: Program
+    delayed: set[Value]
+    wanted: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
+    made: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
+    wished: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
+    lies: dict[Value, Sharding] = field(default_factory=dict)
+    broken: set[Value] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Go through the program once, forward."""
+        for node in self.program.placeholders:
+            self.wished[node] = self.program.shardings(node)
+            self.lies[node, 0] = self.program.sharding(node)
+        for node in self.program.calls:
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        rule = self.program.rule(node)
+        self.wished[node] = self.program.shardings(node)
+        given = [operand and self.program.value(operand) for operand in operands(node)]
+        passing = self._passing(node, rule, given)
+        claims = self._claims(node, rule, given)
+        if passing and any(part.overlaps(other) for part, _ in passing for claim in claims for other in claim.axes):
+            passing = ()
+        for value in given:
+            if value is not None and self.lies[value].partial and self.lies[value].partial != passing:
+                self.broken.add(value)
+        cuts = assign(rule, claims, tuple(part for part, _ in passing))
+        self.wanted[node] = tuple(
+            value and self._operand_sharding(rule, dims, cuts, value, passing)
+            for value, dims in zip(given, rule.operands, strict=True)
+        )
+        self.made[node] = tuple(
+            None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
+            for index, type_ in enumerate(self.program.types(node))
+        )
+        for index, made in enumerate(self.made[node]):
+            if made is not None:
+                self.lies[node, index] = made if (node, index) in self.delayed else self.settled((node, index), made)
+
+    def _passing(self, node: fx.Node, rule: Rule, given: list[Value | None]) -> Partial:
+        """The open sum that may pass through the op: all operands of a linear group have it, none outside has one."""
+        partials = [self.lies[value].partial if value is not None else () for value in given]
+        with_partial = frozenset(i for i, partial in enumerate(partials) if partial)
+        if not with_partial or with_partial not in rule.linear:
+            return ()
+        found = {partials[i] for i in with_partial}
+        types = [self.program.types(value[0])[value[1]] for value in given if value is not None]
+        largest = max(types[i].nbytes for i in with_partial)  # type: ignore[union-attr]
+        results = [type_.nbytes for type_ in self.program.types(node) if type_ is not None]
+        is_sum = all(op == "sum" for partial in found for _, op in partial)
+        return found.pop() if len(found) == 1 and is_sum and max(results) <= largest else ()
+
+    def _claims(self, node: fx.Node, rule: Rule, given: list[Value | None]) -> list[Claim]:
+        claims: list[Claim] = []
+        for value, dims in zip(given, rule.operands, strict=True):
+            if value is not None and dims is not None:
+                claims += self._claims_of(rule, value, dims, self.lies[value])
+        for index, (dims, sharding) in enumerate(zip(rule.results, self.program.shardings(node), strict=True)):
+            if dims is not None and sharding is not None:
+                claims += self._claims_of(rule, (node, index), dims, sharding)
+        return claims
+
+    def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
+        node, index = value
+        type_ = self.program.types(node)[index]
+        assert type_ is not None
+        nbytes = type_.nbytes // max(1, num_shards(sharding.cut_axes))
+        origins = self.program.origins(node)[index]
+        return [
+            Claim(factor, axes, _rank(axes, origins), nbytes)
+            for factor, axes in factor_axes(dims, sharding, type_.shape, rule.sizes).items()
+        ]
+
+    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Mapping[str, Axes], value: Value,
+                          passing: Partial) -> Sharding:
+        lies = self.lies[value]
+        if dims is None:
+            return Sharding.replicated(lies.mesh, len(lies.dims))
+        partial = passing if lies.partial == passing else ()
+        return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), partial)
+
+    def _result_sharding(self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Mapping[str, Axes],
+                         passing: Partial) -> Sharding:
+        """Cut as its factors are; partial over the cuts of the factors that it does not have."""
+        mesh, dims = self.program.mesh, rule.results[index]
+        assert mesh is not None
+        if dims is None:
+            return Sharding.replicated(mesh, len(type_.shape))
+        open_: Partial = tuple(
+            (part, rule.reduce) for factor, axes in cuts.items() if not rule.has(factor, dims) for part in axes
+        )
+        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
+
+    def settled(self, value: Value, made: Sharding) -> Sharding:
+        """Where a partial value lies once it is reduced: as propagate wished, else as it is."""
+        if not made.partial:
+            return made
+        node, index = value
+        wished = self.program.shardings(node)[index]
+        assert wished is not None
+        return wished
+
+
+def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
+    return min((origins[part.name].rank for part in axes if part.name in origins), default=1)
+
+
+def _decide(program: Program) -> _Plan:
+    """Let every partial sum ride, then reduce at once those that meet an op they cannot pass, until all can."""
+    delayed = {(node, index) for node in program.calls for index in range(len(program.types(node)))}
+    while True:
+        plan = _Plan(program, delayed)
+        plan.run()
+        if not plan.broken:
+            return plan
+        delayed = delayed - plan.broken
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    """Inserts the reshards of a plan. ``holder``: the node that holds a value now, where its sum is reduced at once."""
+
+    program: Program
+    plan: _Plan
+    holder: dict[Value, fx.Node] = field(default_factory=dict)
+    done: dict[tuple[fx.Node, Sharding], fx.Node] = field(default_factory=dict)
+
+    def run(self) -> None:
+        for node in list(self.program.graph.nodes):
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._operands(node)
+                made = self.plan.made[node]
+                self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
+            if node.op != "output" and not self.program.has_many(node):
+                self._reduce(node)
+
+    def _operands(self, node: fx.Node) -> None:
+        new = [
+            operand if operand is None or wanted is None else self._resharded(operand, wanted, node)
+            for operand, wanted in zip(operands(node), self.plan.wanted[node], strict=True)
+        ]
+        set_operands(node, new)
+
+    def _reduce(self, node: fx.Node) -> None:
+        """Right after a value whose sum may not ride on, its reduction."""
+        value = self.program.value(node)
+        lies = self.plan.lies[value]
+        self.holder[value] = node
+        if self.program.sharding(node) != lies:
+            with self.program.graph.inserting_after(node):
+                self.holder[value] = self._insert(node, lies, f"{_name(self.program, node)} is a sum over {_axes(self.program.sharding(node))}")
+
+    def _resharded(self, operand: fx.Node, wanted: Sharding, user: fx.Node) -> fx.Node:
+        held = self.holder[self.program.value(operand)]
+        if self.program.sharding(held) == wanted:
+            return held
+        if (held, wanted) not in self.done:
+            with self.program.graph.inserting_before(user):
+                cause = f"{_name(self.program, user)} wants {_name(self.program, held)} as {wanted}"
+                self.done[held, wanted] = self._insert(held, wanted, cause)
+        return self.done[held, wanted]
+
+    def _insert(self, node: fx.Node, wanted: Sharding, cause: str) -> fx.Node:
+        type_ = self.program.types(self.program.value(node)[0])[self.program.value(node)[1]]
+        new = self.program.insert(reshard, (node,), type_, node)
+        self.program.set_sharding(new, wanted)
+        self.program.set_origins(new, (self.program.origin(node),))
+        self.program.set_cause(new, "; ".join([cause, *_origins(self.program, node)]))
+        return new
+
+    def _output(self, node: fx.Node) -> None:
+        results = [
+            result and self._resharded(result, self._output_sharding(output, result), node)
+            for output, result in zip(self.program.outputs, self.program.results, strict=True)
+        ]
+        node.args = (tuple(results),)
+
+    def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
+        """A gradient or a buffer lies as what it belongs to, any other output as propagate wished."""
+        owners = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+                  if given.kind != "tangent"}
+        if output.kind != "output":
+            return self.program.sharding(owners[output.name])
+        producer, index = self.program.value(result)
+        wished = self.plan.wished[producer][index]
+        assert wished is not None
+        return wished
+
+
+def _name(program: Program, node: fx.Node) -> str:
+    module = program.source(node).module
+    return f"{node.name} ({module})" if module else node.name
+
+
+def _axes(sharding: Sharding) -> str:
+    return "+".join(sharding.mesh.print_part(part) for part in sharding.partial_axes)
+
+
+def _origins(program: Program, node: fx.Node) -> list[str]:
+    """Which annotation each axis of a value came from."""
+    return [f"{axis} from {origin.annotation}" for axis, origin in program.origin(node).items()]

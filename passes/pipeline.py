@@ -1,0 +1,45 @@
+"""The passes, in order: read this to know the compiler. After each, the program is verified.
+
+captured --canonicalize, keep_dims--> canonical --propagate--> annotated --insert_reshards--> agreed
+--lower_reshards, fuse_collectives--> lowered --localize--> localized
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shardc.program import Program
+
+from .canonicalize import canonicalize
+from .fuse_collectives import fuse_collectives
+from .insert_reshards import insert_reshards
+from .keep_dims import keep_dims
+from .localize import localize
+from .lower_reshards import lower_reshards
+from .propagate import propagate
+from .verify import verify
+
+Pass = Callable[[Program], Program]
+
+PASSES: tuple[Pass, ...] = (
+    canonicalize,  # losses, means, dropout and views in few ops that have rules
+    keep_dims,  # contractions keep the model's dims
+    propagate,  # a sharding on every value
+    insert_reshards,  # a reshard wherever producer and consumer differ
+    lower_reshards,  # each reshard as the cheapest collectives
+    fuse_collectives,  # fewer and cheaper ones
+    localize,  # local shapes, one text for all ranks
+)
+
+Watcher = Callable[[str, Program, float], None]
+
+
+def run_passes(program: Program, watch: Watcher = lambda name, program, seconds: None) -> Program:
+    """Run every pass; ``watch`` is told the pass's name, the program after it and the seconds it took."""
+    for run in PASSES:
+        start = time.perf_counter()
+        program = run(program)
+        verify(program)
+        watch(run.__name__, program, time.perf_counter() - start)
+    return program

@@ -1,0 +1,228 @@
+"""propagate: canonical -> annotated. A sharding on every value, from the few that the user fixed.
+
+Cuts flow both ways over the factors of each op's rule until nothing changes. Rounds go by priority, and within one
+inputs and annotated values speak before parameters, so that an axis on the batch outranks the same axis on a weight.
+In a round all ops but contractions go first. A gradient is tied to its parameter, a new buffer value to its buffer::
+
+    x: f32[8@dp, 64]   w: f32[64, 256@tp]
+    y = dot(x, w, "a b, b c -> a c")                ->      y: f32[8@dp, 256@tp] = dot(...)
+
+State: for each value its dims, the dims that may not change, and for each axis where it came from. A step takes one op,
+brings its tensors' cuts to a common longest form factor by factor, and queues the ops around each value that changed.
+Invariants: pinned dims never move; an axis cuts a value once; cuts divide sizes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.annotations import Pin
+from shardc.mesh import Axes, AxisPart, Mesh
+from shardc.ops.contraction import dot
+from shardc.program import Origin, Program, Value, is_getitem, operands
+from shardc.rule import Dims, Rule, dims_sharding, factor_axes
+from shardc.sharding import WHOLE, DimSharding, P, Sharding, num_shards
+
+PARAMETER_KINDS = ("parameter", "buffer")
+
+
+def propagate(program: Program) -> Program:
+    """The program with a sharding on every value."""
+    program = program.copy(level="annotated")
+    assert program.mesh is not None
+    state = _State(program, program.mesh)
+    pins = [*program.pins, *_annotated_values(program)]
+    for pin in pins:
+        state.close(pin)
+    for key in sorted({_round(pin) for pin in pins}):
+        state.start([pin for pin in pins if _round(pin) == key], rank=key[1])
+        state.settle(contractions=False)
+        state.settle(contractions=True)
+    state.write()
+    return program
+
+
+def _round(pin: Pin) -> tuple[int, int]:
+    return pin.priority, int(pin.kind in PARAMETER_KINDS)
+
+
+def _annotated_values(program: Program) -> Iterator[Pin]:
+    """A pin for every ``shardc.annotate`` in the model."""
+    for node in program.calls:
+        if str(node.target) == "shardc.annotate.default":
+            spec, type_ = P.parse(str(node.args[1])), program.type(node)
+            assert program.mesh is not None
+            source = program.source(node)
+            sharding = spec.sharding(program.mesh, type_.shape, f"annotate in {source.module} ({source.location})")
+            opened = frozenset(dim for dim in range(len(type_.shape)) if spec.is_open(dim))
+            yield Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """A rule over values: an op of the graph, or a tie of two values that must lie alike."""
+
+    name: str
+    rule: Rule
+    values: tuple[Value | None, ...]  # operands, then results
+    dims: tuple[Dims | None, ...]
+    is_contraction: bool = False
+
+
+@dataclass(slots=True)
+class _State:
+    program: Program
+    mesh: Mesh
+    dims: dict[Value, list[DimSharding]] = field(default_factory=dict)
+    shapes: dict[Value, tuple[int, ...]] = field(default_factory=dict)
+    closed: dict[Value, set[int]] = field(default_factory=dict)
+    origins: dict[Value, dict[str, Origin]] = field(default_factory=dict)
+    ops: list[_Op] = field(default_factory=list)
+    around: dict[Value, list[int]] = field(default_factory=dict)
+    queue: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder" or (node.op == "call_function" and not is_getitem(node)):
+                for index, type_ in enumerate(self.program.types(node)):
+                    if type_ is not None:
+                        self.dims[node, index] = [WHOLE] * len(type_.shape)
+                        self.shapes[node, index] = type_.shape
+        for op in [*self._graph_ops(), *self._ties()]:
+            for value in dict.fromkeys(value for value in op.values if value is not None):
+                self.around.setdefault(value, []).append(len(self.ops))
+            self.ops.append(op)
+
+    def _graph_ops(self) -> Iterator[_Op]:
+        for node in self.program.calls:
+            rule = self.program.rule(node)
+            given = tuple(operand and self.program.value(operand) for operand in operands(node))
+            made = tuple(type_ and (node, index) for index, type_ in enumerate(self.program.types(node)))
+            yield _Op(node.name, rule, given + made, rule.operands + rule.results, node.target is dot)
+
+    def _ties(self) -> Iterator[_Op]:
+        """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
+        by_name = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+                   if given.kind != "tangent"}
+        tangents = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+                    if given.kind == "tangent"}
+        for output, node in zip(self.program.outputs, self.program.results, strict=True):
+            partner = (tangents if output.kind == "output" else by_name).get(output.name)
+            if node is not None and partner is not None:
+                yield self._tie(self.program.value(node), self.program.value(partner))
+
+    def _tie(self, one: Value, other: Value) -> _Op:
+        sizes = {f"d{i}": size for i, size in enumerate(self.shapes[one])}
+        dims = tuple((name,) for name in sizes)
+        return _Op("tie", Rule((dims,), (dims,), sizes), (one, other), (dims, dims))
+
+    def close(self, pin: Pin) -> None:
+        """From the start no one but the user moves a pinned dim."""
+        value = self._pinned(pin)
+        self.closed[value] = set(range(len(self.shapes[value]))) - pin.open
+
+    def start(self, pins: Iterable[Pin], rank: int) -> None:
+        """Set the pins of a round, and queue the ops around them; ops that waited get another turn."""
+        for pin in pins:
+            value = self._pinned(pin)
+            for dim, cut in enumerate(pin.sharding.dims):
+                if dim not in pin.open:
+                    self.dims[value][dim] = cut
+            for part in pin.sharding.cut_axes:
+                self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
+            self._queue_around(value)
+
+    def _pinned(self, pin: Pin) -> Value:
+        for node in self.program.graph.nodes:
+            if pin.kind == "value" and node.name == pin.name:
+                return self.program.value(node)
+        if pin.kind == "output":
+            names = [(output.kind, output.name) for output in self.program.outputs]
+            result = self.program.results[names.index(("output", pin.name))]
+            assert result is not None, pin
+            return self.program.value(result)
+        names = [(given.kind, given.name) for given in self.program.inputs]
+        return self.program.value(self.program.placeholders[names.index((pin.kind, pin.name))])  # type: ignore[arg-type]
+
+    def _queue_around(self, value: Value) -> None:
+        for index in self.around.get(value, ()):
+            heapq.heappush(self.queue, index)
+
+    def settle(self, contractions: bool) -> None:
+        """Run queued ops until nothing changes; without ``contractions`` those wait."""
+        if contractions:
+            for index in self.waiting:
+                heapq.heappush(self.queue, index)
+            self.waiting = []
+        while self.queue:
+            index = heapq.heappop(self.queue)
+            while self.queue and self.queue[0] == index:
+                heapq.heappop(self.queue)
+            if self.ops[index].is_contraction and not contractions:
+                self.waiting.append(index)
+            else:
+                self._step(self.ops[index])
+
+    def _step(self, op: _Op) -> None:
+        tensors = [(value, dims) for value, dims in zip(op.values, op.dims, strict=True)
+                   if value is not None and dims is not None]
+        cuts = [self._cuts(value, dims, op.rule) for value, dims in tensors]
+        for factor in dict.fromkeys(factor for cut in cuts for factor in cut):
+            if factor in op.rule.whole or op.rule.sizes[factor] == 1:
+                continue
+            sources = [i for i, cut in enumerate(cuts) if factor in cut]
+            source = max(sources, key=lambda i: (len(cuts[i][factor]), -i))
+            axes = _dividing(cuts[source][factor], op.rule.sizes[factor])
+            if not all(axes[: len(cuts[i][factor])] == cuts[i][factor] for i in sources):
+                continue
+            for i, (value, dims) in enumerate(tensors):
+                if op.rule.has(factor, dims) and cuts[i].get(factor, ()) != axes:
+                    self._extend(op, i, value, dims, cuts, factor, axes, tensors[source][0])
+
+    def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, Axes]:
+        return factor_axes(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)
+
+    def _extend(self, op: _Op, i: int, value: Value, dims: Dims, cuts: list[dict[str, Axes]], factor: str, axes: Axes,
+                source: Value) -> None:
+        """Cut a factor of a value by ``axes`` where its dim is open and they are free there."""
+        dim = next(i for i, factors in enumerate(dims) if factor in factors)
+        new_parts = axes[len(cuts[i].get(factor, ())) :]
+        used = [part for cut in self.dims[value] for part in cut.all_axes]
+        if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
+            return
+        if dims_sharding((dims[dim],), cuts[i], op.rule.sizes)[0] != self.dims[value][dim]:
+            return  # the dim has cuts that do not line up with this op's factors
+        cuts[i][factor] = axes
+        self.dims[value][dim] = dims_sharding((dims[dim],), cuts[i], op.rule.sizes)[0]
+        for part in new_parts:
+            origin = self.origins[source][part.name]
+            came = Origin(origin.annotation, origin.rank, op.name, origin)
+            self.origins.setdefault(value, {}).setdefault(part.name, came)
+        self._queue_around(value)
+
+    def write(self) -> None:
+        """Put what was found on the nodes."""
+        for node in self.program.graph.nodes:
+            if (node, 0) not in self.dims and not self.program.has_many(node):
+                continue
+            found = tuple(
+                Sharding(self.mesh, tuple(self.dims[node, index])) if (node, index) in self.dims else None
+                for index in range(len(self.program.types(node)))
+            )
+            self.program.set_sharding(node, found if self.program.has_many(node) else found[0])
+            self.program.set_origins(node, tuple(self.origins.get((node, index), {}) for index in range(len(found))))
+
+
+def _dividing(axes: Axes, size: int) -> Axes:
+    """The longest leading part of the axes that cuts ``size`` evenly."""
+    kept: list[AxisPart] = []
+    for part in axes:
+        if size % num_shards((*kept, part)):
+            break
+        kept.append(part)
+    return tuple(kept)

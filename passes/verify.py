@@ -1,0 +1,138 @@
+"""verify: what must hold of a program at each level, checked after every pass.
+
+A failure is a fault of the compiler, never of the user, so it is an AssertionError that names the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from shardc.collective import COLLECTIVES, reshard
+from shardc.program import LEVELS, Level, Program, is_getitem, operands
+from shardc.rule import Dims, Rule, factor_axes
+from shardc.sharding import Sharding, TensorType
+
+from .keep_dims import SPECS
+
+
+def verify(program: Program) -> None:
+    """Check every invariant of the program's level, and those of the levels before that still hold."""
+    program.graph.lint()
+    reached = LEVELS.index(program.level)
+    for level, checks in CHECKS.items():
+        if LEVELS.index(level) <= reached:
+            for check in checks:
+                check(program)
+
+
+def _ends_are_described(program: Program) -> None:
+    assert len(program.placeholders) == len(program.inputs), (len(program.placeholders), len(program.inputs))
+    assert len(program.results) == len(program.outputs), (len(program.results), len(program.outputs))
+
+
+def _values_have_types(program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op != "output":
+            assert node.op in ("placeholder", "call_function"), f"{node.op} {node}"
+            assert program.has_many(node) or program.types(node)[0] is not None, f"{node} has no type"
+
+
+def _ops_are_pure(program: Program) -> None:
+    for node in program.calls:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable, f"{node} = {node.target} changes its operand"
+
+
+def _contractions_are_dots(program: Program) -> None:
+    for node in program.calls:
+        assert node.target not in SPECS, f"{node} = {node.target} should be a dot"
+
+
+def _values_have_shardings(program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op == "output" or is_getitem(node):
+            continue
+        shardings = program.shardings(node)
+        assert len(shardings) == len(program.types(node)), f"{node} has no sharding"
+        for type_, sharding in zip(program.types(node), shardings, strict=True):
+            assert (type_ is None) == (sharding is None), f"{node}: {type_} with {sharding}"
+            if type_ is not None and sharding is not None:
+                assert len(sharding.dims) == len(type_.shape), f"{node}: {sharding} on {type_}"
+                assert program.level == "localized" or sharding.is_even(type_.shape), f"{node}: {sharding.text(type_)}"
+
+
+def _ops_agree(program: Program) -> None:
+    """Every tensor of an op is cut alike along each factor, and what was not summed is partial."""
+    if program.level == "localized":
+        return
+    for node in program.calls:
+        if node.target is not reshard and node.target not in COLLECTIVES:
+            _op_agrees(program, node)
+
+
+def _op_agrees(program: Program, node: fx.Node) -> None:
+    rule = program.rule(node)
+    tensors = [
+        (dims, program.sharding(operand), program.types(program.value(operand)[0])[program.value(operand)[1]])
+        for dims, operand in zip(rule.operands, operands(node), strict=True)
+        if operand is not None and dims is not None
+    ]
+    results = [
+        (dims, sharding, type_)
+        for dims, sharding, type_ in zip(rule.results, program.shardings(node), program.types(node), strict=True)
+        if dims is not None and sharding is not None
+    ]
+    cuts: dict[str, object] = {}
+    for dims, sharding, type_ in [*tensors, *results]:
+        assert type_ is not None
+        found = factor_axes(dims, sharding, type_.shape, rule.sizes)
+        assert sharding.cut_axes == () or found, f"{node}: {sharding.text(type_)} does not fit {dims}"
+        for factor in (factor for factors in dims for factor in factors):
+            axes = cuts.setdefault(factor, found.get(factor, ()))
+            assert axes == found.get(factor, ()), f"{node}: factor {factor} is cut by {axes} and {found.get(factor)}"
+            assert not (axes and factor in rule.whole), f"{node}: factor {factor} must be whole"
+    for dims, sharding, type_ in results:
+        _is_partial_where_unsummed(node, rule, dims, sharding, cuts)
+
+
+def _is_partial_where_unsummed(node: fx.Node, rule: Rule, dims: Dims, sharding: Sharding, cuts: dict[str, object]) -> None:
+    for factor, axes in cuts.items():
+        if not rule.has(factor, dims):
+            for part in axes:  # type: ignore[attr-defined]
+                assert part in sharding.partial_axes, f"{node}: {factor} is cut by {part} but {sharding} is not partial"
+
+
+def _outputs_are_whole_sums(program: Program) -> None:
+    for output, node in zip(program.outputs, program.results, strict=True):
+        assert node is None or not program.sharding(node).partial, f"output {output.name} is a partial sum"
+
+
+def _no_reshards(program: Program) -> None:
+    for node in program.calls:
+        assert node.target is not reshard, f"{node} is not lowered"
+
+
+def _types_are_local(program: Program) -> None:
+    """Each op, run on the local types of its operands, gives the local types of its results."""
+    if program.level != "localized":
+        return
+    for node in program.calls:
+        if node.target in COLLECTIVES:
+            continue
+        found = program.infer(node.target, node.args, node.kwargs)
+        inferred: tuple[TensorType | None, ...] = found if isinstance(found, tuple) else (found,)
+        for said, got in zip(program.types(node), inferred, strict=True):
+            assert said is None or said == got, f"{node} = {node.target}: local type {said}, but it makes {got}"
+
+
+CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {
+    "captured": (_ends_are_described, _values_have_types, _ops_are_pure),
+    "canonical": (_contractions_are_dots,),
+    "annotated": (_values_have_shardings,),
+    "agreed": (_ops_agree, _outputs_are_whole_sums),
+    "lowered": (_no_reshards,),
+    "localized": (_types_are_local,),
+}
+

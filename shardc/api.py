@@ -1,0 +1,160 @@
+"""The front door: compile a model for a mesh, look at what came out, run it.
+
+``compile`` needs no process and no device. ``parallelize`` gives an ``nn.Module`` that trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shardc.annotations import Spec, match, resolve
+from shardc.capture import CallingConvention, capture
+from shardc.collective import Collective, collectives_of
+from shardc.error import ShardingError, did_you_mean
+from shardc.mesh import Mesh
+from shardc.program import Program
+from shardc.sharding import Sharding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled model: the program after every pass, and what can be asked of it.
+
+    ``seconds``: how long capture and each pass took.
+    """
+
+    model: nn.Module
+    program: Program
+    convention: CallingConvention
+    stages: Mapping[str, Program] = field(repr=False)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it was compiled for."""
+        assert self.program.mesh is not None
+        return self.program.mesh
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph as it stands after the last pass, in local shapes."""
+        return self.program.graph
+
+    def at(self, name: str) -> Program:
+        """The program after the named pass; ``capture`` is the first."""
+        if name not in self.stages:
+            raise ShardingError(
+                f"pass {name!r}", f"the passes are {', '.join(self.stages)}", "there is no such pass",
+                did_you_mean(name, self.stages) or "name one of them",
+            )
+        return self.stages[name]
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of a step, in order."""
+        return collectives_of(self.program)
+
+    @property
+    def shardings(self) -> dict[str, Sharding]:
+        """The sharding of every parameter, buffer, input, output and node, by name."""
+        program = self.program
+        found = {node.name: program.sharding(node) for node in program.graph.nodes
+                 if node.op != "output" and not program.has_many(node)}
+        for output, node in zip(program.outputs, program.results, strict=True):
+            if node is not None and output.kind == "output":
+                found[output.name] = program.sharding(node)
+        for given, node in zip(program.inputs, program.placeholders, strict=True):
+            if given.kind != "tangent":
+                found[given.name] = program.sharding(node)
+        return found
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes a rank by class: parameters, gradients, optimizer (Adam), saved, peak."""
+        from shardc.cost import memory_of
+
+        return memory_of(self.program)
+
+    def dump(self, format: str = "text") -> str:  # noqa: A002 (the contract's name)
+        """The program and its collectives as text, json or dot."""
+        from shardc.text import dump
+
+        return dump(self, format)
+
+    def simulate(self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0,
+                 **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """Run every rank in this process: whole outputs in the model's own containers, and whole gradients by name.
+
+        ``grad_outputs``: the gradient of each differentiable output, by name; ones where there is none.
+        """
+        from shardc.runtime.simulator import simulate
+
+        return self.run(simulate, self.program, args, kwargs, grad_outputs, seed, step)
+
+    def run(self, runtime: Any, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any],
+            grad_outputs: Mapping[str, torch.Tensor] | None = None, seed: int = 0,
+            step: int = 0) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
+        inputs = self._inputs(program, args, kwargs, grad_outputs or {}, seed, step)
+        results = runtime(program, inputs)
+        outputs, gradients = [], {}
+        for output, result in zip(program.outputs, results, strict=True):
+            if output.kind == "output":
+                outputs.append(result)
+            elif output.kind == "gradient":
+                gradients[output.name] = result
+        return self.convention.unflatten(outputs), gradients
+
+    def _inputs(self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any],
+                grad_outputs: Mapping[str, torch.Tensor], seed: int, step: int) -> list[torch.Tensor]:
+        """The values of the program's inputs, whole, in order."""
+        import torch
+
+        given = iter(self.convention.flatten(args, kwargs))
+        state = {**dict(self.model.named_parameters(remove_duplicate=False)),
+                 **dict(self.model.named_buffers(remove_duplicate=False)), **self.convention.constants}
+        values: list[torch.Tensor] = []
+        for put in program.inputs:
+            if put.kind in ("parameter", "buffer"):
+                values.append(state[put.name].detach())
+            elif put.kind == "input":
+                values.append(next(given))
+            elif put.kind == "tangent":
+                values.append(grad_outputs.get(put.name, torch.ones(put.type.shape, dtype=put.type.dtype)))
+            else:
+                values.append(torch.tensor([seed, step]))
+        return values
+
+
+def compile(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None = None, *,  # noqa: A001
+            args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, train: bool = True,
+            differentiable: tuple[str, ...] = ()) -> Compiled:
+    """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
+
+    ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
+    global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
+    did wrong, CaptureError for a model that cannot be captured.
+    """
+    from shardc.passes.pipeline import run_passes
+
+    described = Mesh.of(mesh)
+    matched = match(annotations or {}, model, args, kwargs or {}, described)
+    stages: dict[str, Program] = {}
+    seconds: dict[str, float] = {}
+
+    def watch(name: str, program: Program, took: float) -> None:
+        stages[name], seconds[name] = program, took
+
+    start = time.perf_counter()
+    captured = capture(model, args, kwargs or {}, train=train, modules=matched.modules, differentiable=differentiable)
+    program = replace(captured.program, mesh=described, pins=resolve(captured.program, matched, described))
+    watch("capture", program, time.perf_counter() - start)
+    program = run_passes(program, watch)
+    return Compiled(model, program, captured.convention, stages, seconds)
