@@ -1,0 +1,12 @@
+"""The rules of all ops, one file a family; importing this fills the table."""
+
+from shardc.ops import contraction as contraction
+from shardc.ops import creation as creation
+from shardc.ops import embedding as embedding
+from shardc.ops import normalization as normalization
+from shardc.ops import piece as piece
+from shardc.ops import pointwise as pointwise
+from shardc.ops import random as random
+from shardc.ops import reduction as reduction
+from shardc.ops import softmax as softmax
+from shardc.ops import view as view

@@ -1,0 +1,110 @@
+"""Contractions: ``dot``, an einsum over named factors, its type and its rule; and the aten forms it replaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import TensorType
+
+aten = torch.ops.aten
+
+
+def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
+    """Contract two tensors: ``dot(x, w, "b t k, k n -> b t n")``.
+
+    A factor stands once in a tensor; one that stands in both operands and not in the result is contracted, and none
+    stands in one operand alone. One mm, or one bmm when operands and result share factors.
+    """
+    plan = _plan(spec)
+    sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
+    left, right = _matrix(a, plan.a, plan.left, sizes), _matrix(b, plan.b, plan.right, sizes)
+    if plan.is_swapped:
+        left, right = right.mT, left.mT
+    product = left @ right
+    return product.reshape([sizes[name] for name in plan.product]).permute(plan.order)
+
+
+def dot_type(a: TensorType, b: TensorType, spec: str) -> TensorType:
+    """The type of ``dot(a, b, spec)``."""
+    plan = _plan(spec)
+    sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
+    return TensorType(tuple(sizes[name] for name in plan.out), a.dtype)
+
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a spec becomes a matrix product.
+
+    ``left`` and ``right``: the factors of the operands' matrices, as (batch, rows, columns). ``product``: the factors
+    of the product, ``order`` its permutation to ``out``. ``is_swapped``: the product is that of the transposes, so
+    that it comes out in the result's order.
+    """
+
+    a: Names
+    b: Names
+    out: Names
+    left: tuple[Names, Names, Names]
+    right: tuple[Names, Names, Names]
+    product: Names
+    order: tuple[int, ...]
+    is_swapped: bool
+
+
+@lru_cache(maxsize=4096)
+def _plan(spec: str) -> _Plan:
+    operands, _, result = spec.partition("->")
+    a, b = (tuple(side.split()) for side in operands.split(","))
+    out = tuple(result.split())
+    assert set(out) | (set(a) & set(b)) == set(a) | set(b), f"{spec}: a factor that one operand has alone"
+    assert all(len(set(names)) == len(names) for names in (a, b, out)), f"{spec}: a factor twice in a tensor"
+    batch = tuple(name for name in out if name in a and name in b)
+    contracted = tuple(name for name in a if name in b and name not in out)
+    rows, columns = (tuple(name for name in out if name in own and name not in batch) for own in (a, b))
+    is_swapped = _is_before(columns, rows, out)
+    product = batch + (columns + rows if is_swapped else rows + columns)
+    order = tuple(product.index(name) for name in out)
+    return _Plan(a, b, out, (batch, rows, contracted), (batch, contracted, columns), product, order, is_swapped)
+
+
+def _is_before(first: Names, second: Names, out: Names) -> bool:
+    return bool(first and second) and out.index(first[0]) < out.index(second[0])
+
+
+def _matrix(x: Tensor, names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, int]) -> Tensor:
+    """The tensor as ``[batch, rows, columns]``, without a batch where there are no such factors."""
+    shape = [math.prod(sizes[name] for name in group) for group in groups]
+    permuted = x.permute([names.index(name) for group in groups for name in group])
+    return permuted.reshape(shape if groups[0] else shape[1:])
+
+
+def _dot_rule(call: Call) -> Rule:
+    return make_rule(call.args[2], call, linear="0 1")
+
+
+def _biased_rule(product: str, ndim: int) -> Callable[[Call], Rule]:
+    """A product added to a tensor: were the contracted factor cut, every shard would add it, so it is whole."""
+
+    def bind(call: Call) -> Rule:
+        bias = " ".join(product.split("->")[1].split()[ndim - len(call.operand.shape) :])
+        return make_rule(f"{bias}, {product}", call, whole="k", linear="01 02")
+
+    return bind
+
+
+rule(dot, _dot_rule)
+rule(aten.mm.default, "m k, k n -> m n", linear="0 1")
+rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 1")
+rule(aten.mv.default, "m k, k -> m", linear="0 1")
+rule(aten.dot.default, "k, k -> ", linear="0 1")
+rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))
+rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))

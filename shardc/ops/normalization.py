@@ -1,0 +1,94 @@
+"""Normalizations: the dims that are averaged are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardc.ops.view import dim_names
+from shardc.rule import Call, Rule, make_rule, rule
+
+aten = torch.ops.aten
+
+
+def _layer_norm_dims(call: Call, operand: int = 0) -> tuple[str, str, str]:
+    """The specs of the input, of its statistics and of the weight; normalized dims are whole."""
+    shape = call.operands[operand].shape  # type: ignore[union-attr]
+    normalized = len(call.args[operand + 1])
+    lead = len(shape) - normalized
+    names = dim_names(len(shape))
+    return " ".join(names), " ".join([*names[:lead], *["1"] * normalized]), " ".join(names[lead:])
+
+
+def _layer_norm_rule(call: Call) -> Rule:
+    x, stat, weight = _layer_norm_dims(call)
+    return make_rule(f"{x}, {weight}, {weight} -> {x}, {stat}, {stat}", call, whole=weight)
+
+
+def _layer_norm_backward_rule(call: Call) -> Rule:
+    x, stat, weight = _layer_norm_dims(call, operand=1)
+    return make_rule(f"{x}, {x}, {stat}, {stat}, {weight}, {weight} -> {x}, {weight}, {weight}", call, whole=weight)
+
+
+def _rms_norm_rule(call: Call) -> Rule:
+    x, stat, weight = _layer_norm_dims(call)
+    return make_rule(f"{x}, {weight} -> {x}, {stat}", call, whole=weight)
+
+
+def _rms_norm_backward_rule(call: Call) -> Rule:
+    x, stat, weight = _layer_norm_dims(call, operand=1)
+    return make_rule(f"{x}, {x}, {stat}, {weight} -> {x}, {weight}", call, whole=weight)
+
+
+def _group_norm_rule(call: Call) -> Rule:
+    x = " ".join(["n", *["1"] * (len(call.operand.shape) - 1)])
+    return make_rule(f"{x}, 1, 1 -> {x}, n 1, n 1", call)
+
+
+def _group_norm_backward_rule(call: Call) -> Rule:
+    x = " ".join(["n", *["1"] * (len(call.operand.shape) - 1)])
+    return make_rule(f"{x}, {x}, n 1, n 1, 1 -> {x}, 1, 1", call)
+
+
+def _local_batch(at: int) -> Callable[[Call, Call], dict[int, Any]]:
+    """Group norm names the batch size."""
+    return lambda call, shard: {at: shard.operand.shape[0]}
+
+
+def _batch_norm_rule(training: int) -> Callable[[Call], Rule]:
+    """Channels are free. In training the batch is averaged and whole; else free. ``training``: the argument."""
+
+    def bind(call: Call) -> Rule:
+        x, whole = _batch_norm_dims(call.operand.shape, call.args[training])
+        operands = [x, *["c"] * (len(call.operands) - 1)]
+        results = [x, *("c" if result and result.shape != (0,) else "1" for result in call.results[1:])]
+        return make_rule(f"{', '.join(operands)} -> {', '.join(results)}", call, whole=whole)
+
+    return bind
+
+
+def _batch_norm_backward_rule(call: Call) -> Rule:
+    x, whole = _batch_norm_dims(call.operand.shape, call.args[7])
+    channels = ["c" if operand and operand.shape != (0,) else "1" for operand in call.operands[2:]]
+    return make_rule(f"{', '.join([x, x, *channels])} -> {x}, c, c", call, whole=whole)
+
+
+def _batch_norm_dims(shape: Sequence[int], is_training: bool) -> tuple[str, str]:
+    names = dim_names(len(shape))
+    names[1] = "c"
+    return " ".join(names), " ".join(name for name in names if name != "c") if is_training else ""
+
+
+rule(aten.native_layer_norm.default, _layer_norm_rule)
+rule(aten.native_layer_norm_backward.default, _layer_norm_backward_rule)
+rule(aten._fused_rms_norm.default, _rms_norm_rule)
+rule(aten._fused_rms_norm_backward.default, _rms_norm_backward_rule)
+rule(aten.native_group_norm.default, _group_norm_rule, local=_local_batch(3))
+rule(aten.native_group_norm_backward.default, _group_norm_backward_rule, local=_local_batch(5))
+rule(aten.native_batch_norm.default, _batch_norm_rule(training=5))
+rule(aten._native_batch_norm_legit_functional.default, _batch_norm_rule(training=5))
+rule(aten._native_batch_norm_legit_no_training.default, _batch_norm_rule(training=0))
+rule(aten._native_batch_norm_legit.no_stats, _batch_norm_rule(training=3))
+rule(aten.native_batch_norm_backward.default, _batch_norm_backward_rule)

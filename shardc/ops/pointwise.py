@@ -1,0 +1,61 @@
+"""Pointwise ops: the ones a partial sum may pass, and those that torch does not tag as pointwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardc.rule import Call, Rule, pointwise_rule, rule
+
+aten = torch.ops.aten
+
+
+def pointwise(linear: str = "") -> Callable[[Call], Rule]:
+    """A pointwise rule whose groups of operands are linear."""
+    return lambda call: pointwise_rule(call, linear)
+
+
+def _masked_fill_rule(call: Call) -> Rule:
+    """Filling with zero is linear."""
+    return pointwise_rule(call, linear="0" if call.args[2] == 0 else "")
+
+
+# A sum of sums: a partial passes when both sides are partial.
+rule(aten.add.Tensor, pointwise("01"))
+rule(aten.sub.Tensor, pointwise("01"))
+rule(aten.where.self, pointwise("12"))
+
+# Linear in each side apart.
+rule(aten.mul.Tensor, pointwise("0 1"))
+rule(aten.mul.Scalar, pointwise("0"))
+rule(aten.div.Tensor, pointwise("0"))
+rule(aten.div.Scalar, pointwise("0"))
+rule(aten.neg.default, pointwise("0"))
+rule(aten.masked_fill.Scalar, _masked_fill_rule)
+rule(aten.masked_fill.Tensor, pointwise())
+
+# Copies.
+rule(aten.clone.default, pointwise("0"))
+rule(aten.detach.default, pointwise("0"))
+rule(aten.alias.default, pointwise("0"))
+rule(aten.lift_fresh_copy.default, pointwise("0"))
+rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
+rule(aten._to_copy.default, pointwise())  # a sum of rounded numbers is not the rounded sum
+rule(torch.ops.prims.convert_element_type.default, pointwise())
+
+# Gradients of pointwise ops are linear in the incoming gradient.
+rule(aten.gelu_backward.default, pointwise("0"))
+rule(aten.silu_backward.default, pointwise("0"))
+rule(aten.tanh_backward.default, pointwise("0"))
+rule(aten.sigmoid_backward.default, pointwise("0"))
+rule(aten.threshold_backward.default, pointwise("0"))
+rule(aten.leaky_relu_backward.default, pointwise("0"))
+rule(aten.elu_backward.default, pointwise("0"))
+rule(aten.hardtanh_backward.default, pointwise("0"))
+
+# Values of the operand do not matter, its shape does.
+rule(aten.zeros_like.default, pointwise("0"))
+rule(aten.ones_like.default, pointwise())
+rule(aten.full_like.default, pointwise())
+rule(aten.empty_like.default, pointwise())

@@ -1,0 +1,96 @@
+"""Reductions over dims, and scans and sorts along one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardc.ops.view import dim_names
+from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import ReduceOp
+
+aten = torch.ops.aten
+
+
+def reduced_dims(call: Call, at: int = 1) -> set[int]:
+    """The dims that ``args[at]`` names: one, several, or with None or nothing all."""
+    ndim = len(call.operand.shape)
+    dims = call.args[at] if len(call.args) > at else None
+    if dims is None or dims == []:
+        return set(range(ndim))
+    return {dim % ndim for dim in ([dims] if isinstance(dims, int) else dims)} if ndim else set()
+
+
+def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "") -> Callable[[Call], Rule]:
+    """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None."""
+
+    def bind(call: Call) -> Rule:
+        dims, shape = reduced_dims(call, at), call.operand.shape
+        keepdim = len(call.result.shape) == len(shape)
+        names = dim_names(len(shape))
+        kept = " ".join("1" if dim in dims else name for dim, name in enumerate(names) if keepdim or dim not in dims)
+        whole = "" if reduce else " ".join(names[dim] for dim in dims)
+        spec = f"{' '.join(names)} -> {', '.join([kept] * len(call.results))}"
+        return make_rule(spec, call, linear=linear, whole=whole, reduce=reduce or "sum")
+
+    return bind
+
+
+def along(dim: Callable[[Call], int], linear: str = "") -> Callable[[Call], Rule]:
+    """A rule for ops that keep all dims, one of them whole."""
+
+    def bind(call: Call) -> Rule:
+        spec = " ".join(_except(dim_names(len(call.operand.shape)), dim(call)))
+        return make_rule(
+            f"{', '.join([spec] * len(call.operands))} -> {', '.join([spec] * len(call.results))}", call, linear=linear
+        )
+
+    return bind
+
+
+def _except(names: Sequence[str], dim: int) -> list[str]:
+    return ["1" if i == dim % len(names) else name for i, name in enumerate(names)]
+
+
+def _dim(at: int, default: int = -1) -> Callable[[Call], int]:
+    return lambda call: call.args[at] if len(call.args) > at else default
+
+
+for op in (aten.sum.default, aten.sum.dim_IntList):
+    rule(op, _reduction("sum", linear="0"))
+for op in (aten.amax.default, aten.max.default):
+    rule(op, _reduction("max"))
+for op in (aten.amin.default, aten.min.default):
+    rule(op, _reduction("min"))
+
+# The mean of means is not the mean where pieces differ; canonicalize makes it a sum and a division.
+for op in (aten.mean.default, aten.mean.dim):
+    rule(op, _reduction(None, linear="0"))
+for op in (
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.logsumexp.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.all.default,
+    aten.all.dim,
+    aten.all.dims,
+    aten.prod.default,
+    aten.prod.dim_int,
+):
+    rule(op, _reduction(None))
+rule(aten.linalg_vector_norm.default, _reduction(None, at=2))
+
+rule(aten.cumsum.default, along(_dim(1), linear="0"))
+rule(aten.cumprod.default, along(_dim(1)))
+rule(aten.logcumsumexp.default, along(_dim(1)))
+rule(aten.sort.default, along(_dim(1)))
+rule(aten.sort.stable, along(lambda call: call.kwargs.get("dim", -1)))
+rule(aten.topk.default, along(_dim(2)))

@@ -1,0 +1,134 @@
+"""Views: ops that only rename, reorder, merge, split or repeat dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardc.rule import Call, Rule, make_rule, rule
+
+aten = torch.ops.aten
+
+
+def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, int], str]:
+    """The spec of a view from one shape to another, the sizes of its factors, and those that are whole.
+
+    Both shapes are walked from the major end; each time the greatest common divisor of what is left of the two dims
+    becomes a factor of both: ``[8] -> [2, 4]`` gives ``(a b) -> a b``. Where nothing is common, what is left of a dim
+    is a factor of one side alone, and whole, until the two line up again: ``[4, 6] -> [6, 4]`` gives
+    ``(a i) j -> (a k) l``. Dims of size 1 have no factor. As in Shardy's rule for reshape.
+    """
+    left, right = _Walk(src), _Walk(dst)
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+    while left.rest > 1 or right.rest > 1:
+        name = f"f{len(sizes)}"
+        common = math.gcd(left.size, right.size) if left.rest == right.rest else 1
+        ahead = left if left.rest >= right.rest else right
+        sizes[name] = common if common > 1 else ahead.size
+        whole += [name] * (common == 1)
+        for side in (left, right) if common > 1 else (ahead,):
+            side.take(sizes[name], name)
+    return f"{left.text} -> {right.text}", sizes, " ".join(whole)
+
+
+class _Walk:
+    """A shape whose dims are taken apart from the major end.
+
+    ``size`` is left of the dim where it stands, ``rest`` of all dims together.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.sizes = list(shape)
+        self.factors: list[list[str]] = [[] for _ in shape]
+        self.rest = math.prod(shape)
+
+    @property
+    def size(self) -> int:
+        return next((size for size in self.sizes if size > 1), 1)
+
+    def take(self, size: int, name: str) -> None:
+        dim = next(i for i, left in enumerate(self.sizes) if left > 1)
+        self.factors[dim].append(name)
+        self.sizes[dim] //= size
+        self.rest //= size
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"({' '.join(factors)})" if factors else "1" for factors in self.factors)
+
+
+def dim_names(ndim: int) -> list[str]:
+    """A factor for every dim."""
+    return [f"d{i}" for i in range(ndim)]
+
+
+def _view_rule(call: Call) -> Rule:
+    spec, sizes, whole = view_spec(call.operand.shape, call.result.shape)
+    return make_rule(spec, call, linear="0", whole=whole, sizes=sizes)
+
+
+def _permute_rule(call: Call, order: Sequence[int]) -> Rule:
+    names = dim_names(len(call.operand.shape))
+    return make_rule(f"{' '.join(names)} -> {' '.join(names[dim] for dim in order)}", call, linear="0")
+
+
+def _transpose_rule(call: Call) -> Rule:
+    order = list(range(len(call.operand.shape)))
+    dims = call.args[1:3] if len(call.args) > 1 else range(len(order))[::-1]  # t() names no dims
+    if order:
+        order[dims[0]], order[dims[-1]] = order[dims[-1]], order[dims[0]]
+    return _permute_rule(call, order)
+
+
+def _expand_rule(call: Call) -> Rule:
+    """Not linear, though it could be: it would enlarge what is reduced."""
+    shape, names = call.operand.shape, dim_names(len(call.result.shape))
+    lead = len(names) - len(shape)
+    kept = [
+        name if size == new else "1"
+        for name, size, new in zip(names[lead:], shape, call.result.shape[lead:], strict=True)
+    ]
+    return make_rule(f"{' '.join(kept)} -> {' '.join(names)}", call)
+
+
+def _unsqueeze_rule(call: Call) -> Rule:
+    names = dim_names(len(call.operand.shape))
+    new = call.args[1] % len(call.result.shape)
+    return make_rule(f"{' '.join(names)} -> {' '.join([*names[:new], '1', *names[new:]])}", call, linear="0")
+
+
+def _squeeze_rule(call: Call) -> Rule:
+    """A dim that the op names is whole: cut to one element a rank it would vanish."""
+    ndim = len(call.operand.shape)
+    given = call.args[1] if len(call.args) > 1 else range(ndim)
+    dims = {dim % ndim for dim in ([given] if isinstance(given, int) else given)} if ndim else set()
+    names = ["1" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
+    kept = [name for name, size in zip(names, call.operand.shape, strict=True) if name != "1" or size != 1]
+    return make_rule(f"{' '.join(names)} -> {' '.join(kept)}", call, linear="0")
+
+
+def _repeat_rule(call: Call) -> Rule:
+    """A dim that is repeated holds its copies as the major factor, which is whole."""
+    names = dim_names(len(call.result.shape))
+    lead = len(names) - len(call.operand.shape)
+    copied = " ".join(f"(r{name} {name})" for name in names[lead:])
+    new = " ".join(f"r{name}" for name in names[:lead])
+    whole = " ".join(f"r{name}" for name in names)
+    return make_rule(f"{' '.join(names[lead:])} -> {new} {copied}", call, whole=whole)
+
+
+rule(aten.view.default, _view_rule, sizes=1)
+rule(aten._unsafe_view.default, _view_rule, sizes=1)
+rule(aten.reshape.default, _view_rule, sizes=1)
+rule(aten.permute.default, lambda call: _permute_rule(call, call.args[1]))
+rule(aten.transpose.int, _transpose_rule)
+rule(aten.t.default, _transpose_rule)
+rule(aten.expand.default, _expand_rule, sizes=1)
+rule(aten.unsqueeze.default, _unsqueeze_rule)
+rule(aten.squeeze.default, _squeeze_rule)
+rule(aten.squeeze.dim, _squeeze_rule)
+rule(aten.squeeze.dims, _squeeze_rule)
+rule(aten.repeat.default, _repeat_rule)
