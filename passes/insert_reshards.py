@@ -171,7 +171,7 @@ class _Plan:
         if dims is None:
             return Sharding.replicated(mesh, len(type_.shape))
         open_: Partial = tuple(
-            (part, rule.reduce) for factor, axes in cuts.items() if not rule.has(factor, dims) for part in axes
+            (part, rule.reduce) for factor, axes in cuts.items() if rule.is_partial(factor, index) for part in axes
         )
         return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
 

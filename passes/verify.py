@@ -10,9 +10,10 @@ from collections.abc import Callable
 from torch import fx
 
 from shardc.collective import COLLECTIVES, reshard
+from shardc.mesh import Axes
 from shardc.program import LEVELS, Level, Program, is_getitem, operands
-from shardc.rule import Dims, Rule, factor_axes
-from shardc.sharding import Sharding, TensorType
+from shardc.rule import factor_axes
+from shardc.sharding import TensorType
 
 from .keep_dims import SPECS
 
@@ -84,7 +85,7 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         for dims, sharding, type_ in zip(rule.results, program.shardings(node), program.types(node), strict=True)
         if dims is not None and sharding is not None
     ]
-    cuts: dict[str, object] = {}
+    cuts: dict[str, Axes] = {}
     for dims, sharding, type_ in [*tensors, *results]:
         assert type_ is not None
         found = factor_axes(dims, sharding, type_.shape, rule.sizes)
@@ -93,15 +94,10 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
             axes = cuts.setdefault(factor, found.get(factor, ()))
             assert axes == found.get(factor, ()), f"{node}: factor {factor} is cut by {axes} and {found.get(factor)}"
             assert not (axes and factor in rule.whole), f"{node}: factor {factor} must be whole"
-    for dims, sharding, type_ in results:
-        _is_partial_where_unsummed(node, rule, dims, sharding, cuts)
-
-
-def _is_partial_where_unsummed(node: fx.Node, rule: Rule, dims: Dims, sharding: Sharding, cuts: dict[str, object]) -> None:
-    for factor, axes in cuts.items():
-        if not rule.has(factor, dims):
-            for part in axes:  # type: ignore[attr-defined]
-                assert part in sharding.partial_axes, f"{node}: {factor} is cut by {part} but {sharding} is not partial"
+    for index, sharding in enumerate(program.shardings(node)):
+        for factor, axes in cuts.items():
+            is_open = sharding is None or set(axes) <= set(sharding.partial_axes)
+            assert is_open or not rule.is_partial(factor, index), f"{node}: {factor} is cut by {axes}, yet {sharding}"
 
 
 def _outputs_are_whole_sums(program: Program) -> None:
