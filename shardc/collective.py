@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardc.sharding import num_shards, parse_part
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from shardc.program import Program
 
 Kind = Literal[
     "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice"
@@ -66,7 +73,7 @@ class Collective:
 
     ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
     on one rank), ``wire_bytes`` what one rank sends by the ring algorithm; ``name`` is the node's, ``source`` the line
-    of the user's model, ``cause`` says why it is there.
+    of the user's model, ``node`` the node whose value it moves, ``cause`` says why it is there.
     """
 
     kind: Kind
@@ -95,3 +102,23 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
         return payload
     once = payload * (n - 1) // n
     return 2 * once if kind == "all_reduce" else once
+
+
+def collectives_of(program: Program) -> tuple[Collective, ...]:
+    """Every collective of a lowered or localized program, in program order; a local slice is none."""
+    found = (node for node in program.calls if node.target in COLLECTIVES)
+    return tuple(_collective(program, node) for node in found if node.target is not shard_slice)
+
+
+def _collective(program: Program, node: fx.Node) -> Collective:
+    moved: fx.Node = node.args[0]  # type: ignore[assignment]
+    axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+    before, after = program.local_type(moved), program.local_type(node)
+    assert program.mesh is not None and before is not None and after is not None, node
+    kind, payload = COLLECTIVES[node.target], max(before.nbytes, after.nbytes)  # type: ignore[index]
+    group_size = num_shards(tuple(parse_part(axis, program.mesh) for axis in axes))
+    return Collective(
+        kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
+        payload, wire_bytes(kind, payload, group_size), name=node.name, node=moved.name,
+        phase=program.source(node).phase, source=program.source(node).location, cause=program.cause(node),
+    )  # fmt: skip

@@ -136,6 +136,16 @@ class Program:
         assert isinstance(found, TensorType), (node, found)
         return found
 
+    def local_type(self, node: fx.Node, index: int = 0) -> TensorType | None:
+        """What one rank holds of a node's result: its type in a localized program, else the shard of it."""
+        producer, picked = self.value(node)
+        index = index if producer is node else picked
+        type_, shardings = self.types(producer)[index], self.shardings(producer)
+        sharding = shardings[index] if shardings else None
+        if type_ is None or sharding is None or self.level == "localized":
+            return type_
+        return TensorType(sharding.local_shape(type_.shape), type_.dtype)
+
     def set_type(self, node: fx.Node, type_: Types) -> None:
         """Say a node's type: a tuple when the op returns several results."""
         node.meta["type"] = type_
