@@ -7,16 +7,15 @@ be cut on every tensor that has it, with no communication.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from shardc.mesh import Axes, AxisPart
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
+from shardc.spec import Dims as Dims
+from shardc.spec import bind_spec
 
-Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
 Groups = tuple[frozenset[int], ...]  # sets of operands
 
 
@@ -110,35 +109,44 @@ class OpRule:
 RULES: dict[Any, OpRule] = {}
 
 
-def rule(op: Any, spec: str | Callable[[Call], Rule], *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum",
-         sizes: int | None = None, local: Local | None = None) -> None:
+def rule(
+    op: Any,
+    spec: str | Callable[[Call], Rule],
+    *,
+    linear: str = "",
+    whole: str = "",
+    reduce: ReduceOp = "sum",
+    sizes: int | None = None,
+    local: Local | None = None,
+) -> None:
     """Enter an op's rule in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
-    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor that is not looked at; a dim of size 1 has no part
-    in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"`` one group
-    of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape of the first
-    result, which becomes local.
+    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor that is not looked at; a dim of size 1 has no
+    part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
+    one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape
+    of the first result, which becomes local.
     """
     assert op not in RULES, f"{op} has two rules"
     bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
     RULES[op] = OpRule(bind, _local_sizes(sizes) if sizes is not None else local)
 
 
-def make_rule(spec: str, call: Call, *, linear: str | Groups = "", whole: str = "", reduce: ReduceOp = "sum",
-              sizes: Mapping[str, int] | None = None) -> Rule:
+def make_rule(
+    spec: str,
+    call: Call,
+    *,
+    linear: str | Groups = "",
+    whole: str = "",
+    reduce: ReduceOp = "sum",
+    sizes: Mapping[str, int] | None = None,
+) -> Rule:
     """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
 
     A group of ``linear`` that names an absent operand (a number in its place) is dropped: ``x + 2`` is not linear.
     """
-    left, _, right = spec.partition("->")
-    operands, results = _parse_side(left, call.operands), _parse_side(right, call.results)
-    known = _factor_sizes([*zip(operands, call.operands, strict=True), *zip(results, call.results, strict=True)], sizes)
-    return Rule(
-        tuple(_bind_tensor(dims, tensor, known) for dims, tensor in zip(operands, call.operands, strict=True)),
-        tuple(_bind_tensor(dims, tensor, known) for dims, tensor in zip(results, call.results, strict=True)),
-        known, frozenset(whole.split()), reduce, present_groups(linear, call),
-    )
+    operands, results, known = bind_spec(spec, call.operands, call.results, sizes or {})
+    return Rule(operands, results, known, frozenset(whole.split()), reduce, present_groups(linear, call))
 
 
 def replicated_rule(call: Call) -> Rule:
@@ -192,75 +200,6 @@ def _local_sizes(arg: int) -> Local:
 
 def _parse_groups(linear: str) -> Groups:
     return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
-
-
-def _parse_side(text: str, tensors: Sequence[TensorType | None]) -> list[Dims | None]:
-    specs = [spec.strip() for spec in text.split(",")]
-    assert len(specs) >= len(tensors), (text, tensors)
-    return [
-        None if tensor is None or spec == "_" else _expand_leading(_parse_dims(spec), len(tensor.shape))
-        for spec, tensor in zip(specs, tensors, strict=False)
-    ]
-
-
-def _factor_sizes(tensors: Sequence[tuple[Dims | None, TensorType | None]], given: Mapping[str, int] | None,
-                  ) -> dict[str, int]:
-    """Sizes of factors that have a dim to themselves, then of the one factor that a dim of several leaves open."""
-    pairs = [
-        (factors, size)
-        for dims, tensor in tensors if dims is not None and tensor is not None
-        for factors, size in zip(dims, tensor.shape, strict=True)
-    ]
-    sizes: dict[str, int] = {}
-    for (factor,), size in [pair for pair in pairs if len(pair[0]) == 1]:
-        sizes[factor] = size if sizes.get(factor, 1) == 1 else sizes[factor]
-    sizes.update(given or {})
-    for factors, size in pairs:
-        for factor in [factor for factor in factors if factor not in sizes][:1]:
-            sizes[factor] = size // math.prod(sizes[other] for other in factors if other != factor)
-    return sizes
-
-
-def _bind_tensor(dims: Dims | None, tensor: TensorType | None, sizes: Mapping[str, int]) -> Dims | None:
-    if dims is None or tensor is None:
-        return None
-    return tuple(_bind_dim(factors, size, sizes) for factors, size in zip(dims, tensor.shape, strict=True))
-
-
-def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    product = math.prod(sizes[factor] for factor in factors)
-    if not factors or (size == 1 and product != 1):
-        return ()
-    assert product == size, (factors, size, sizes)
-    return factors
-
-
-@lru_cache(maxsize=4096)
-def _parse_dims(spec: str) -> Dims:
-    dims: list[tuple[str, ...]] = []
-    for outside, inside in _parenthesised(spec):
-        dims.extend(() if name == "1" else (name,) for name in outside.split())
-        if inside is not None:
-            dims.append(tuple(inside.split()))
-    return tuple(dims)
-
-
-def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
-    pieces: list[tuple[str, str | None]] = []
-    while "(" in spec:
-        outside, _, rest = spec.partition("(")
-        inside, _, spec = rest.partition(")")
-        pieces.append((outside, inside))
-    return [*pieces, (spec, None)]
-
-
-def _expand_leading(dims: Dims, ndim: int) -> Dims:
-    """``...`` as named leading dims, counted from the right so that all tensors of a call agree."""
-    if ("...",) not in dims:
-        return dims
-    i = dims.index(("...",))
-    count = ndim - (len(dims) - 1)
-    return (*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :])
 
 
 # Splitting a dim's axes among its factors, and joining them again.
@@ -342,4 +281,3 @@ def factor_axes(dims: Dims, sharding: Sharding, shape: tuple[int, ...], sizes: M
 def dims_sharding(dims: Dims, cuts: Mapping[str, Axes], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
     """The dims of a tensor when its factors are cut as given."""
     return tuple(join_dim([(sizes[factor], cuts.get(factor, ())) for factor in factors]) for factors in dims)
-

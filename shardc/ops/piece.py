@@ -33,9 +33,10 @@ def _jointly(count: int) -> tuple[frozenset[int], ...]:
 
 def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, int]:
     """``dim, start, end, step`` of a slice's arguments, as numbers within the dim."""
-    dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+    defaults: list[Any] = [0, None, None, 1]
+    dim, *bounds = [*args, *defaults[len(args) :]]
     dim %= len(shape)
-    return (dim, *slice(start, end, step).indices(shape[dim]))
+    return (dim, *slice(*bounds).indices(shape[dim]))
 
 
 def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
