@@ -1,0 +1,172 @@
+"""What executes collectives: the protocol of every runtime, and all ranks of a mesh in one process."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardc.collective import Kind, wire_bytes
+from shardc.mesh import Axes, AxisPart, Mesh, part_ends, split_parts
+from shardc.sharding import num_shards, parse_part
+
+Tensors = Sequence[Tensor]  # one for each rank that lives in this process
+PartNames = tuple[str, ...]  # axis parts as printed, major first
+
+REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank has sent, by kind of collective: calls, and bytes."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def count(self, kind: Kind, num_bytes: int) -> None:
+        """Count one collective."""
+        self.calls[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        self.calls.clear()
+        self.bytes.clear()
+
+
+class Comm(Protocol):
+    """Collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
+
+    The methods are named and argued as the functions of shardc/collective.py; they take and return one tensor for each
+    of ``positions``. ``traffic`` is parallel to ``positions``. A collective in groups of one does nothing.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def positions(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def traffic(self) -> tuple[Traffic, ...]: ...
+    def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
+    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
+    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors: ...
+    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors: ...
+    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors: ...
+    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors: ...
+
+
+class SimulatedComm:
+    """Every rank of the mesh in this process, in lockstep; reductions run in the order of the group's ranks.
+
+    ``traffic`` counts what each rank would send by the ring algorithms.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+        self.mesh = mesh
+        self.positions = tuple(range(mesh.size))
+        self.device = torch.device(device)
+        self.traffic = tuple(Traffic() for _ in self.positions)
+
+    def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
+        """Every rank of a group gets the pieces of all, joined."""
+        return self._in_groups("all_gather", xs, axes, lambda group: [torch.cat(tuple(group), dim)] * len(group))
+
+    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
+        """Each rank keeps its piece."""
+        parts = parse_parts(self.mesh, axes)
+        return [keep_chunk(x, num_shards(parts), self.mesh.index(i, parts), dim) for i, x in enumerate(xs)]
+
+    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
+        """Every rank of a group gets the reduction of all."""
+        return self._in_groups("all_reduce", xs, axes, lambda group: [_reduced(group, op)] * len(group))
+
+    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
+        """Each rank of a group gets its piece of the reduction of all."""
+        return self._in_groups(
+            "reduce_scatter", xs, axes, lambda group: [x.clone() for x in _chunks(_reduced(group, op), len(group), dim)]
+        )
+
+    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
+        """The i-th rank of a group gets the i-th piece along ``dst_dim`` of every rank, joined along ``src_dim``."""
+
+        def exchange(group: Tensors) -> Tensors:
+            pieces = [_chunks(x, len(group), dst_dim) for x in group]
+            return [torch.cat(received, src_dim) for received in zip(*pieces, strict=True)]
+
+        return self._in_groups("all_to_all", xs, axes, exchange)
+
+    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
+        """Local values change places."""
+        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
+        sources = [source_position(self.mesh, position, src, dst) for position in self.positions]
+        for position, source in enumerate(sources):
+            self.traffic[source].count("collective_permute", 0 if source == position else xs[source].nbytes)
+        return [xs[source] for source in sources]
+
+    def _in_groups(self, kind: Kind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]) -> Tensors:
+        results = list(xs)
+        for group in self.mesh.groups(parse_parts(self.mesh, axes)):
+            if len(group) == 1:
+                continue
+            for position, result in zip(group, act([xs[position] for position in group]), strict=True):
+                results[position] = result
+                payload = max(xs[position].nbytes, result.nbytes)
+                self.traffic[position].count(kind, wire_bytes(kind, payload, len(group)))
+        return results
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_parts(mesh: Mesh, axes: PartNames) -> Axes:
+    """Printed axis parts as parts of the mesh."""
+    return tuple(parse_part(axis, mesh) for axis in axes)
+
+
+def keep_chunk(x: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """A copy of one of ``count`` equal chunks, so that the rest can be freed."""
+    return x if count == 1 else _chunks(x, count, dim)[index].clone(memory_format=torch.contiguous_format)
+
+
+def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
+    assert x.shape[dim] % count == 0, (tuple(x.shape), dim, count)
+    return x.split(x.shape[dim] // count, dim)
+
+
+def _reduced(group: Tensors, op: str) -> Tensor:
+    return functools.reduce(REDUCE[op], group)
+
+
+def source_position(mesh: Mesh, position: int, src: Axes, dst: Axes) -> int:
+    """The position whose value a position receives when index i along ``src`` goes to index i along ``dst``.
+
+    Along the parts that are in ``dst`` alone the value is replicated; the replica with our own index along the parts
+    in ``src`` alone is taken, which makes the exchange a permutation: every rank sends one value and receives one.
+    """
+    ends = part_ends(src + dst)
+    src, dst = split_parts(src, ends), split_parts(dst, ends)
+    assert num_shards(src) == num_shards(dst), (src, dst)
+    src_only = tuple(part for part in src if part not in dst)
+    dst_only = tuple(part for part in dst if part not in src)
+    moved = _with_index(mesh, position, dst_only, mesh.index(position, src_only))
+    return _with_index(mesh, moved, src, mesh.index(position, dst))
+
+
+def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
+    """The position with another index along these parts."""
+    for part in reversed(axes):
+        index, digit = divmod(index, part.size)
+        position += (digit - mesh.coordinate(position, part)) * _stride(mesh, part)
+    return position
+
+
+def _stride(mesh: Mesh, part: AxisPart) -> int:
+    """How far apart two positions are whose coordinates along a part differ by one."""
+    i = mesh.axis_names.index(part.name)
+    return math.prod(mesh.shape[i:]) // (part.pre * part.size)

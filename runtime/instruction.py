@@ -1,0 +1,120 @@
+"""A program's calls as instructions: targets resolved, arguments by slot, and what dies after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.collective import COLLECTIVES
+from shardc.program import Program, takes_device
+
+Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where in an ``Env`` an argument is found."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One call: ``args`` with the values of ``direct`` (argument index, slot) and ``nested`` filled in.
+
+    ``collective``: the method of ``Comm`` that runs it. ``dead``: slots that no later instruction reads.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    direct: tuple[tuple[int, int], ...]
+    nested: tuple[tuple[int, Any], ...]
+    result: int
+    collective: str
+    dead: tuple[int, ...] = ()
+
+    def bound(self, env: Env) -> list[Any]:
+        """The arguments for one rank."""
+        args = list(self.args)
+        for i, slot in self.direct:
+            args[i] = env[slot]
+        for i, argument in self.nested:
+            args[i] = _fill(argument, env)
+        return args
+
+    @property
+    def reads(self) -> Iterator[int]:
+        """The slots that it reads."""
+        yield from (slot for _, slot in self.direct)
+        for _, argument in self.nested:
+            yield from _slots(argument)
+
+
+def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The program's calls, in order: those that outputs and new buffers need, and the rest."""
+    ends = zip(program.results, program.outputs, strict=True)
+    stack = [node for node, output in ends if node is not None and output.kind != "gradient"]
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    return [node for node in calls if node in needed], [node for node in calls if node not in needed]
+
+
+def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, is_local: bool) -> Instruction:
+    """The instruction of a call; ``is_local``: its collectives act for real."""
+    assert node.op == "call_function" and callable(node.target), node.format_node()
+    assert not any(isinstance(value, fx.Node) for value in node.kwargs.values()), node.format_node()
+    args: Any = fx.map_arg(node.args, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
+    return Instruction(
+        node.target,
+        tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
+        {**node.kwargs, "device": device} if takes_device(node.target) else dict(node.kwargs),
+        tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
+        tuple((i, _plain(argument)) for i, argument in enumerate(args) if _has_slot(argument)),
+        slots[node],
+        COLLECTIVES.get(node.target, "") if is_local else "",
+    )
+
+
+def with_deaths(instructions: Sequence[Instruction], kept: Collection[int]) -> list[Instruction]:
+    """The instructions, each with the slots that die after it; those ``kept`` never do."""
+    seen, found = set(kept), []
+    for each in reversed(instructions):
+        used = {*each.reads, each.result}
+        found.append(replace(each, dead=tuple(sorted(used - seen))))
+        seen |= used
+    return found[::-1]
+
+
+def _slots(argument: Any) -> Iterator[int]:
+    if isinstance(argument, Slot):
+        yield argument.index
+    elif isinstance(argument, (list, tuple)):
+        for entry in argument:
+            yield from _slots(entry)
+
+
+def _has_slot(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and any(True for _ in _slots(argument))
+
+
+def _plain(argument: Any) -> Any:
+    """An immutable list of fx as an ordinary one, which ops take."""
+    return [_plain(entry) for entry in argument] if isinstance(argument, list) else argument
+
+
+def _fill(argument: Any, env: Env) -> Any:
+    if isinstance(argument, Slot):
+        return env[argument.index]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_fill(entry, env) for entry in argument)
+    return argument

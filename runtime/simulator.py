@@ -1,0 +1,105 @@
+"""Run a program in this process: on every virtual rank of its mesh, or whole on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardc.error import ShardingError, did_you_mean
+from shardc.program import Input, Program
+from shardc.sharding import TensorType
+
+from .comm import Comm, SimulatedComm
+from .executor import Executor, Values
+from .piece import global_shape, shard, unshard
+
+
+def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
+    """Run a localized program on all virtual ranks, from whole tensors to whole tensors.
+
+    ``inputs`` are parallel to the program's inputs, results to its outputs, None where there is none. Replicas must
+    agree bit for bit. ``comm`` counts what each rank sends.
+    """
+    assert program.level == "localized" and program.mesh is not None, program.level
+    executor = Executor(program, comm or SimulatedComm(program.mesh))
+    pieces = cut_inputs(program, inputs)
+    outputs, saved = executor.forward(pieces)
+    gradients = executor.backward(saved, pieces)
+    return join_outputs(program, [_merged(*pair) for pair in zip(outputs, gradients, strict=True)])
+
+
+def interpret(program: Program, inputs: Values, device: torch.device | str = "cpu") -> list[Tensor | None]:
+    """Run a program of any level before localized on one device; reshards and collectives are identities."""
+    assert program.level != "localized", program.level
+    executor = Executor(program, device=device)
+    outputs, saved = executor.forward([inputs])
+    return _merged(outputs[0], executor.backward(saved, [inputs])[0])
+
+
+def bind(program: Program, inputs: Mapping[str, Tensor], tangents: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """The values of a program's inputs in their order, from values by name.
+
+    ``random`` is zeros where it is left out. ``tangents`` are named by their outputs, ones for a 0-dim output that is
+    left out. ShardingError for an input that is missing or of another type than the program was compiled for.
+    """
+    found = [_find(entry, inputs, tangents or {}) for entry in program.inputs]
+    errors = [_misfit(entry, value, inputs) for entry, value in zip(program.inputs, found, strict=True)]
+    if present := [error for error in errors if error]:
+        raise ShardingError.all_of(present)
+    return [value for value in found if value is not None]
+
+
+def cut_inputs(program: Program, inputs: Values) -> list[list[Tensor | None]]:
+    """Each rank's pieces of whole inputs."""
+    assert program.mesh is not None
+    shardings = [program.sharding(node) for node in program.placeholders]
+    pairs = list(zip(inputs, shardings, strict=True))
+    return [
+        [None if value is None else shard(value, sharding, position) for value, sharding in pairs]
+        for position in range(program.mesh.size)
+    ]
+
+
+def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | None]:
+    """Whole outputs from each rank's pieces; None where the ranks have none."""
+    whole: list[Tensor | None] = []
+    for node, output, column in zip(program.results, program.outputs, zip(*pieces, strict=True), strict=True):
+        present = [piece for piece in column if piece is not None]
+        if node is None or not present:
+            whole.append(None)
+            continue
+        sharding = program.sharding(node)
+        shape = global_shape(present[0].shape, sharding)
+        whole.append(unshard(present, sharding, shape, f"{output.kind} {output.name!r}"))
+    return whole
+
+
+def _merged(outputs: Values, gradients: Values) -> list[Tensor | None]:
+    return [output if output is not None else gradient for output, gradient in zip(outputs, gradients, strict=True)]
+
+
+def _find(entry: Input, inputs: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> Tensor | None:
+    if entry.kind == "tangent":
+        default = torch.ones((), dtype=entry.type.dtype) if entry.type.shape == () else None
+        return tangents.get(entry.name, default)
+    if entry.kind == "random" and entry.name not in inputs:
+        return torch.zeros(entry.type.shape, dtype=entry.type.dtype)
+    return inputs.get(entry.name)
+
+
+def _misfit(entry: Input, value: Tensor | None, inputs: Mapping[str, Tensor]) -> ShardingError | None:
+    who = f"{entry.kind} {entry.name!r}"
+    if value is None:
+        remedy = did_you_mean(entry.name, inputs) or f"give {entry.name!r}"
+        return ShardingError(who, f"the program was compiled for {entry.type}", "no value is given for it", remedy)
+    given = TensorType(tuple(value.shape), value.dtype)
+    if given == entry.type:
+        return None
+    return ShardingError(
+        who,
+        f"given {given}",
+        f"the program was compiled for {entry.type}",
+        f"give {entry.type}, or compile again for {given}",
+    )
