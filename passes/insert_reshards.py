@@ -25,8 +25,8 @@ from torch import fx
 from shardc.collective import reshard
 from shardc.mesh import Axes, AxisPart
 from shardc.program import Origin, Output, Program, Value, is_getitem, operands, set_operands
-from shardc.rule import Dims, Rule, dims_sharding, factor_axes
-from shardc.sharding import ReduceOp, Sharding, TensorType, num_shards
+from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
+from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
 
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 
@@ -40,38 +40,41 @@ def insert_reshards(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An axis run that wants to cut a factor: because a tensor of ``nbytes`` lies so, of an origin of ``rank``."""
+    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``."""
 
     factor: str
-    axes: Axes
+    cut: DimSharding
     rank: int
     nbytes: int
 
 
-def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> dict[str, Axes]:
+Cuts = dict[str, DimSharding]
+
+
+def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
     """Which axes cut which factor, when an axis may cut one factor only.
 
     The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
     keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
     """
     order = {factor: i for i, factor in enumerate(rule.sizes)}
-    cuts: dict[str, Axes] = {}
-    used: list[AxisPart] = list(taken)
+    cuts: Cuts = {}
     for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
-        if claim.factor in rule.whole:
-            continue
-        have = cuts.get(claim.factor, ())
-        if claim.axes[: len(have)] != have:
-            continue
-        for part in claim.axes[len(have) :]:
-            size = rule.sizes[claim.factor]
-            if any(part.overlaps(other) for other in used) or size % num_shards((*have, part)):
-                break
-            have = (*have, part)
-            used.append(part)
-        if have:
-            cuts[claim.factor] = have
+        have = cuts.get(claim.factor, WHOLE)
+        if claim.factor not in rule.whole and extends(claim.cut, have):
+            used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
+            granted = dividing(_unused(claim.cut, used), rule.sizes[claim.factor])
+            if granted != WHOLE and extends(granted, have):
+                cuts[claim.factor] = granted
     return cuts
+
+
+def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
+    """The leading part of a cut whose axes are not used."""
+    free = [not any(part.overlaps(other) for other in used) for part in cut.all_axes]
+    if all(free):
+        return cut
+    return WHOLE if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
 
 @dataclass(slots=True)
@@ -103,7 +106,7 @@ class _Plan:
         given = [operand and self.program.value(operand) for operand in operands(node)]
         passing = self._passing(node, rule, given)
         claims = self._claims(node, rule, given)
-        if passing and any(part.overlaps(other) for part, _ in passing for claim in claims for other in claim.axes):
+        if passing and any(part.overlaps(other) for part, _ in passing for claim in claims for other in claim.cut.all_axes):
             passing = ()
         for value in given:
             if value is not None and self.lies[value].partial and self.lies[value].partial != passing:
@@ -151,11 +154,11 @@ class _Plan:
         nbytes = type_.nbytes // max(1, num_shards(sharding.cut_axes))
         origins = self.program.origins(node)[index]
         return [
-            Claim(factor, axes, _rank(axes, origins), nbytes)
-            for factor, axes in factor_axes(dims, sharding, type_.shape, rule.sizes).items()
+            Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
+            for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
         ]
 
-    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Mapping[str, Axes], value: Value,
+    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value,
                           passing: Partial) -> Sharding:
         lies = self.lies[value]
         if dims is None:
@@ -163,7 +166,7 @@ class _Plan:
         partial = passing if lies.partial == passing else ()
         return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), partial)
 
-    def _result_sharding(self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Mapping[str, Axes],
+    def _result_sharding(self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts,
                          passing: Partial) -> Sharding:
         """Cut as its factors are; partial over the cuts of the factors that it does not have."""
         mesh, dims = self.program.mesh, rule.results[index]
@@ -171,7 +174,7 @@ class _Plan:
         if dims is None:
             return Sharding.replicated(mesh, len(type_.shape))
         open_: Partial = tuple(
-            (part, rule.reduce) for factor, axes in cuts.items() if rule.is_partial(factor, index) for part in axes
+            (part, rule.reduce) for factor, cut in cuts.items() if rule.is_partial(factor, index) for part in cut.all_axes
         )
         return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
 

@@ -40,6 +40,9 @@ def keep_dims(program: Program) -> Program:
         if node.target in SPECS:
             with program.graph.inserting_before(node):
                 _rewrite(program, node)
+        elif node.target is aten.sum.dim_IntList:
+            with program.graph.inserting_before(node):
+                _sum_unmerged(program, node)
     _join_reshapes(program)
     program.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return program
@@ -80,8 +83,8 @@ def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
     bias, beta, alpha = node.args[0], node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     assert isinstance(bias, fx.Node)
     shape = program.type(product).shape
-    lead = program.type(bias).shape
-    if len(lead) > 1 and shape != program.type(node).shape:
+    own = program.type(bias).shape
+    if shape[len(shape) - len(own) :] != own:
         product = _reshape(program, product, program.type(node).shape)
     if alpha != 1:
         product = program.emit(aten.mul.Scalar, product, alpha, like=node)
@@ -96,9 +99,10 @@ def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
         if operand.target is aten.permute.default:
             _absorb_permute(product, side)
             return True
-        if operand.target is aten.reshape.default and _absorb_merge(program, product, side, node):
-            return True
-    return False
+    return any(
+        operand.target is aten.reshape.default and _absorb_merge(program, product, side, node)
+        for side, operand in enumerate(product.operands)
+    )
 
 
 def _absorb_permute(product: _Product, side: int) -> None:
@@ -202,6 +206,27 @@ def _spec(product: _Product) -> str:
     sides = [" ".join(letters.setdefault(name, letters.get(name) or next(fresh)) for name in names)
              for names in (*product.names, product.out)]
     return f"{sides[0]}, {sides[1]} -> {sides[2]}"
+
+
+def _sum_unmerged(program: Program, node: fx.Node) -> None:
+    """A sum over a dim that a view merged is a sum over the dims it merged."""
+    view, dims = node.args[0], node.args[1]
+    if not isinstance(view, fx.Node) or view.target is not aten.reshape.default or not dims:
+        return
+    source = view.args[0]
+    assert isinstance(source, fx.Node) and isinstance(dims, (list, tuple))
+    groups = merged_dims(program.type(source).shape, program.type(view).shape)
+    if groups is None:
+        return
+    summed = {dim % len(groups) for dim in dims if isinstance(dim, int)}
+    if any(len(group) != 1 for i, group in enumerate(groups) if i not in summed):
+        return
+    owners = [i for i, group in enumerate(groups) for _ in group]
+    unmerged = [dim for dim, owner in enumerate(owners) if owner in summed]
+    total = program.emit(aten.sum.dim_IntList, source, unmerged, False, like=node, **node.kwargs)
+    if program.type(total).shape != program.type(node).shape:
+        total = _reshape(program, total, program.type(node).shape)
+    program.replace(node, total)
 
 
 def _reshape(program: Program, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:

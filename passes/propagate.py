@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.annotations import Pin
-from shardc.mesh import Axes, AxisPart, Mesh
+from shardc.mesh import Mesh
 from shardc.ops.contraction import dot
 from shardc.program import Origin, Program, Value, is_getitem, operands
-from shardc.rule import Dims, Rule, dims_sharding, factor_axes
-from shardc.sharding import WHOLE, DimSharding, P, Sharding, num_shards
+from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
+from shardc.sharding import WHOLE, DimSharding, P, Sharding
 
 PARAMETER_KINDS = ("parameter", "buffer")
 
@@ -176,29 +176,30 @@ class _State:
             if factor in op.rule.whole or op.rule.sizes[factor] == 1:
                 continue
             sources = [i for i, cut in enumerate(cuts) if factor in cut]
-            source = max(sources, key=lambda i: (len(cuts[i][factor]), -i))
-            axes = _dividing(cuts[source][factor], op.rule.sizes[factor])
-            if not all(axes[: len(cuts[i][factor])] == cuts[i][factor] for i in sources):
+            source = max(sources, key=lambda i: (len(cuts[i][factor].all_axes), -i))
+            cut = dividing(cuts[source][factor], op.rule.sizes[factor])
+            if not all(extends(cut, cuts[i][factor]) for i in sources):
                 continue
             for i, (value, dims) in enumerate(tensors):
-                if op.rule.has(factor, dims) and cuts[i].get(factor, ()) != axes:
-                    self._extend(op, i, value, dims, cuts, factor, axes, tensors[source][0])
+                if op.rule.has(factor, dims) and cuts[i].get(factor, WHOLE) != cut:
+                    self._extend(op, value, dims, cuts[i], factor, cut, tensors[source][0])
 
-    def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, Axes]:
-        return factor_axes(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)
+    def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, DimSharding]:
+        return factor_cuts(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)
 
-    def _extend(self, op: _Op, i: int, value: Value, dims: Dims, cuts: list[dict[str, Axes]], factor: str, axes: Axes,
+    def _extend(self, op: _Op, value: Value, dims: Dims, cuts: dict[str, DimSharding], factor: str, cut: DimSharding,
                 source: Value) -> None:
-        """Cut a factor of a value by ``axes`` where its dim is open and they are free there."""
+        """Cut a factor of a value further, where its dim is open and the axes are free there."""
         dim = next(i for i, factors in enumerate(dims) if factor in factors)
-        new_parts = axes[len(cuts[i].get(factor, ())) :]
+        before = cuts.get(factor, WHOLE)
+        new_parts = [part for part in cut.all_axes if part not in before.all_axes]
         used = [part for cut in self.dims[value] for part in cut.all_axes]
         if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
             return
-        if dims_sharding((dims[dim],), cuts[i], op.rule.sizes)[0] != self.dims[value][dim]:
+        if dims_sharding((dims[dim],), cuts, op.rule.sizes)[0] != self.dims[value][dim]:
             return  # the dim has cuts that do not line up with this op's factors
-        cuts[i][factor] = axes
-        self.dims[value][dim] = dims_sharding((dims[dim],), cuts[i], op.rule.sizes)[0]
+        cuts[factor] = cut
+        self.dims[value][dim] = dims_sharding((dims[dim],), cuts, op.rule.sizes)[0]
         for part in new_parts:
             origin = self.origins[source][part.name]
             came = Origin(origin.annotation, origin.rank, op.name, origin)
@@ -216,13 +217,3 @@ class _State:
             )
             self.program.set_sharding(node, found if self.program.has_many(node) else found[0])
             self.program.set_origins(node, tuple(self.origins.get((node, index), {}) for index in range(len(found))))
-
-
-def _dividing(axes: Axes, size: int) -> Axes:
-    """The longest leading part of the axes that cuts ``size`` evenly."""
-    kept: list[AxisPart] = []
-    for part in axes:
-        if size % num_shards((*kept, part)):
-            break
-        kept.append(part)
-    return tuple(kept)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from torch import fx
 
 from shardc.collective import COLLECTIVES, reshard
-from shardc.mesh import Axes
 from shardc.program import LEVELS, Level, Program, is_getitem, operands
-from shardc.rule import factor_axes
-from shardc.sharding import TensorType
+from shardc.rule import factor_cuts
+from shardc.sharding import WHOLE, DimSharding, TensorType
 
 from .keep_dims import SPECS
 
@@ -85,19 +84,19 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         for dims, sharding, type_ in zip(rule.results, program.shardings(node), program.types(node), strict=True)
         if dims is not None and sharding is not None
     ]
-    cuts: dict[str, Axes] = {}
+    cuts: dict[str, DimSharding] = {}
     for dims, sharding, type_ in [*tensors, *results]:
         assert type_ is not None
-        found = factor_axes(dims, sharding, type_.shape, rule.sizes)
+        found = factor_cuts(dims, sharding, type_.shape, rule.sizes)
         assert sharding.cut_axes == () or found, f"{node}: {sharding.text(type_)} does not fit {dims}"
         for factor in (factor for factors in dims for factor in factors):
-            axes = cuts.setdefault(factor, found.get(factor, ()))
-            assert axes == found.get(factor, ()), f"{node}: factor {factor} is cut by {axes} and {found.get(factor)}"
-            assert not (axes and factor in rule.whole), f"{node}: factor {factor} must be whole"
+            cut = cuts.setdefault(factor, found.get(factor, WHOLE))
+            assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut by {cut} and {found.get(factor)}"
+            assert not (cut != WHOLE and factor in rule.whole), f"{node}: factor {factor} must be whole"
     for index, sharding in enumerate(program.shardings(node)):
-        for factor, axes in cuts.items():
-            is_open = sharding is None or set(axes) <= set(sharding.partial_axes)
-            assert is_open or not rule.is_partial(factor, index), f"{node}: {factor} is cut by {axes}, yet {sharding}"
+        for factor, cut in cuts.items():
+            is_open = sharding is None or set(cut.all_axes) <= set(sharding.partial_axes)
+            assert is_open or not rule.is_partial(factor, index), f"{node}: {factor} is cut by {cut}, yet {sharding}"
 
 
 def _outputs_are_whole_sums(program: Program) -> None:
@@ -125,8 +124,7 @@ def _types_are_local(program: Program) -> None:
 
 CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {
     "captured": (_ends_are_described, _values_have_types, _ops_are_pure),
-    "canonical": (_contractions_are_dots,),
-    "annotated": (_values_have_shardings,),
+    "annotated": (_contractions_are_dots, _values_have_shardings),
     "agreed": (_ops_agree, _outputs_are_whole_sums),
     "lowered": (_no_reshards,),
     "localized": (_types_are_local,),

@@ -205,15 +205,15 @@ def _parse_groups(linear: str) -> Groups:
 # Splitting a dim's axes among its factors, and joining them again.
 
 
-def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[Axes, ...]:
-    """How a dim's cuts fall on its factors, major first: the leading axes that each factor can take.
+def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[DimSharding, ...]:
+    """How a dim's cuts fall on its factors, major first.
 
     The dim is a row of digits, each an axis part or a whole rest; each factor takes digits from the front until they
     make up its size. A cut that falls across two factors is split into parts of its axis: 8 elements cut by ``tp`` of
     size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with the factors are left out,
     with all that follow them.
     """
-    digits: list[tuple[int, AxisPart | None]] = []
+    digits: list[Digit] = []
     for sub, axes in dim.subdims(size):
         digits += [(part.size, part) for part in axes]
         if sub % num_shards(axes):
@@ -223,61 +223,83 @@ def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple
     return tuple(_take_digits(digits, factor, i == last) for i, factor in enumerate(factor_sizes))
 
 
-def _take_digits(digits: list[tuple[int, AxisPart | None]], room: int, is_last: bool) -> Axes:
-    cuts: list[AxisPart] = []
-    has_whole = False
+Digit = tuple[int, AxisPart | None]  # a size, and the part that cuts it or None where it is whole
+
+
+def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
+    """Take the digits of one factor from the front of a dim's."""
+    taken: list[Digit] = []
     while digits and (room > 1 or (is_last and digits[0][0] == 1)):
         size, part = digits.pop(0)
         if size > room and size % room == 0:
             digits.insert(0, (size // room, part and part.minor(size // room)))
             size, part = room, part and part.major(room)
-        if room % size or (part is not None and has_whole):
+        if room % size:
             digits.clear()
             break
-        if part is None:
-            has_whole = True
-        else:
-            cuts.append(part)
+        taken.append((size, part))
         room //= size
-    return tuple(cuts)
+    return _join_subdims([*((size, (part,) if part else ()) for size, part in taken), (room, ())])
 
 
-def join_dim(factors: Sequence[tuple[int, Axes]]) -> DimSharding:
-    """One dim of several factors, each cut as given, major first."""
-    digits: list[tuple[int, Axes]] = []
-    for size, axes in factors:
-        if digits and not axes:
-            digits[-1] = (digits[-1][0] * size, digits[-1][1])
-        elif digits and digits[-1][0] == num_shards(digits[-1][1]):
-            digits[-1] = (digits[-1][0] * size, _merge_parts(digits[-1][1] + axes))
+def join_dim(factors: Sequence[tuple[int, DimSharding]]) -> DimSharding:
+    """One dim of several factors, each ``(size, its cuts)``, major first."""
+    return _join_subdims([sub for size, cut in factors for sub in cut.subdims(size)])
+
+
+def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
+    """One dim: sub-dims are joined where the major one is wholly cut or the minor one whole."""
+    joined: list[tuple[int, Axes]] = []
+    for size, axes in subdims:
+        if joined and not axes:
+            joined[-1] = (joined[-1][0] * size, joined[-1][1])
+        elif joined and joined[-1][0] == num_shards(joined[-1][1]):
+            joined[-1] = (joined[-1][0] * size, _merge_parts(joined[-1][1] + axes))
         else:
-            digits.append((size, axes))
-    if not digits:
-        return WHOLE
-    return DimSharding(digits[0][1], tuple(digits[1:]))
+            joined.append((size, axes))
+    return DimSharding(joined[0][1], tuple(joined[1:])) if joined else WHOLE
 
 
 def _merge_parts(axes: Axes) -> Axes:
-    merged: list[Any] = []
+    merged: list[AxisPart] = []
     for part in axes:
         last = merged[-1] if merged else None
         if last is not None and last.name == part.name and last.pre * last.size == part.pre:
-            merged[-1] = type(part)(part.name, last.pre, last.size * part.size)
+            merged[-1] = AxisPart(part.name, last.pre, last.size * part.size)
         else:
             merged.append(part)
     return tuple(merged)
 
 
-def factor_axes(dims: Dims, sharding: Sharding, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, Axes]:
+def factor_cuts(dims: Dims, sharding: Sharding, shape: tuple[int, ...], sizes: Mapping[str, int],
+                ) -> dict[str, DimSharding]:
     """How a tensor's sharding cuts the factors of its dims; only factors that are cut appear."""
-    cuts: dict[str, Axes] = {}
+    cuts: dict[str, DimSharding] = {}
     for factors, dim, size in zip(dims, sharding.dims, shape, strict=True):
-        if factors and dim is not WHOLE:
+        if factors and dim != WHOLE:
             taken = split_dim(dim, size, [sizes[factor] for factor in factors])
-            cuts.update({factor: axes for factor, axes in zip(factors, taken, strict=True) if axes})
+            cuts.update({factor: cut for factor, cut in zip(factors, taken, strict=True) if cut != WHOLE})
     return cuts
 
 
-def dims_sharding(dims: Dims, cuts: Mapping[str, Axes], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
+def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
     """The dims of a tensor when its factors are cut as given."""
-    return tuple(join_dim([(sizes[factor], cuts.get(factor, ())) for factor in factors]) for factors in dims)
+    return tuple(join_dim([(sizes[factor], cuts.get(factor, WHOLE)) for factor in factors]) for factors in dims)
+
+
+def extends(longer: DimSharding, shorter: DimSharding) -> bool:
+    """Whether one cut is the other cut further: the same, or with more minor axes, or of a whole dim."""
+    if longer.minor or shorter.minor:
+        return shorter in (longer, WHOLE)
+    return longer.axes[: len(shorter.axes)] == shorter.axes
+
+
+def dividing(cut: DimSharding, size: int) -> DimSharding:
+    """The longest leading part of a cut that cuts ``size`` evenly."""
+    if cut.minor:
+        return cut if cut.is_even(size) else WHOLE
+    return next(
+        DimSharding(cut.axes[:count])
+        for count in range(len(cut.axes), -1, -1)
+        if size % num_shards(cut.axes[:count]) == 0
+    )
