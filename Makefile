@@ -1,0 +1,63 @@
+# Two commands do everything on a machine with Python 3.11+ and git: make demo, make test.
+
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+BIN := .venv/bin
+WHEEL := build/wheel
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test lint format types wheel-test readme examples clean
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+test: .venv/installed-test
+	$(PYTEST) -n 2
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: .venv/installed-dev
+	$(BIN)/mypy
+
+readme: .venv/installed-test
+	$(PYTEST) tests/test_readme.py
+
+examples: .venv/installed-test
+	$(PYTEST) tests/test_examples.py
+
+# The fast tests against the built wheel: its own environment sees .venv's packages last, and the checkout not at all.
+wheel-test: .venv/installed-test
+	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
+	$(BIN)/python -m build --wheel --outdir $(WHEEL)
+	$(BIN)/python -m venv $(WHEEL)/venv
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(WHEEL)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	$(WHEEL)/venv/bin/python -m pip install --quiet --no-deps $(WHEEL)/*.whl
+	$(WHEEL)/venv/bin/python -P -c 'import shardc; assert "$(WHEEL)" in shardc.__file__, shardc.__file__'
+	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest -n 2 -m "not slow"
+
+# The environment: made once, and again when what it is made from changes.
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "shardc needs Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,hf]'
+	touch $@
+
+.venv/installed-dev: .venv/installed-test
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,hf,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

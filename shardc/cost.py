@@ -1,0 +1,154 @@
+"""What a program costs: one rank's bytes by class, and floating-point operations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from shardc.ops.contraction import dot
+from shardc.program import Input, Program, Value, is_getitem, operands
+from shardc.sharding import TensorType
+
+ADAM_STATES = 2  # exp_avg and exp_avg_sq, of the parameter's dtype: 8 bytes a local fp32 element
+
+
+def memory_of(program: Program) -> dict[str, int]:
+    """Bytes on one rank by class, of an annotated program or a later one.
+
+    ``optimizer`` is Adam's state of the parameters that are trained. ``saved``: what forward made and backward uses.
+    ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
+    """
+    parameters = [(given, type_) for given, type_ in local_inputs(program) if given.kind == "parameter"]
+    live = list(storages(program))
+    return {
+        "parameters": sum(type_.nbytes for _, type_ in parameters),
+        "gradients": sum(_gradient_bytes(program)),
+        "optimizer": ADAM_STATES * sum(type_.nbytes for given, type_ in parameters if given.requires_grad),
+        "saved": sum(storage.nbytes for storage in live if storage.is_saved),
+        "peak": _peak(live),
+    }
+
+
+def local_inputs(program: Program) -> Iterator[tuple[Input, TensorType]]:
+    """Each input with what one rank holds of it."""
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        type_ = program.local_type(node)
+        assert type_ is not None, node
+        yield given, type_
+
+
+def _gradient_bytes(program: Program) -> Iterator[int]:
+    parameters = {given.name for given in program.inputs if given.kind == "parameter"}
+    for output, node in zip(program.outputs, program.results, strict=True):
+        type_ = None if node is None else program.local_type(node)
+        if type_ is not None and output.kind == "gradient" and output.name in parameters:
+            yield type_.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A value that owns its bytes, with the places in the program where it is made and last used.
+
+    Inputs are made before the program and live through it. ``is_saved``: made by forward, used by backward.
+    """
+
+    nbytes: int
+    born: int
+    last: int
+    is_saved: bool
+
+
+def storages(program: Program) -> Iterator[Storage]:
+    """Every value that owns its bytes; a use of a view is a use of what it looks at."""
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    for (made_by, index), users in _users(program).items():
+        type_ = program.local_type(made_by, index)
+        if type_ is None:
+            continue
+        if made_by.op == "placeholder":
+            yield Storage(type_.nbytes, -1, len(place), is_saved=False)
+            continue
+        phases = {program.source(user).phase for user in users if user.op == "call_function"}
+        is_saved = program.source(made_by).phase == "forward" and "backward" in phases
+        yield Storage(type_.nbytes, place[made_by], max(map(place.__getitem__, [made_by, *users])), is_saved)
+
+
+def _users(program: Program) -> dict[Value, list[fx.Node]]:
+    """The users of each value that owns its bytes, those of its views included."""
+    owner: dict[Value, Value] = {}
+    users: dict[Value, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if is_getitem(node):
+            continue
+        for used in dict.fromkeys(owner[program.value(operand)] for operand in node.all_input_nodes):
+            users[used].append(node)
+        if node.op == "output":
+            continue
+        looked_at = _looked_at(node)
+        for index in range(len(program.types(node))):
+            owner[node, index] = (node, index) if looked_at is None else owner[program.value(looked_at)]
+            users.setdefault(owner[node, index], [])
+    return users
+
+
+def _looked_at(node: fx.Node) -> fx.Node | None:
+    """The tensor whose bytes a view shares."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return operands(node)[0] if returns and returns[0].alias_info is not None else None
+
+
+def _peak(live: list[Storage]) -> int:
+    change: Counter[int] = Counter()
+    for storage in live:
+        change[storage.born] += storage.nbytes
+        change[storage.last + 1] -= storage.nbytes
+    alive = peak = 0
+    for place in sorted(change):
+        alive += change[place]
+        peak = max(peak, alive)
+    return peak
+
+
+def flops_of(program: Program, of_rank: bool = False) -> int:
+    """Floating-point operations of contractions, convolutions and attentions, a multiply and an add being two.
+
+    ``of_rank``: on one rank's shards; else on the types as they stand, which are global before localize.
+    """
+    if of_rank:
+        return sum(_node_flops(program, node, program.local_type) for node in program.calls)
+    return sum(_node_flops(program, node, lambda node, index: program.types(node)[index]) for node in program.calls)
+
+
+TypeOf = Callable[[fx.Node, int], TensorType | None]
+
+
+def _node_flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
+    def operand(node: fx.Node) -> TensorType | None:
+        return type_of(*program.value(node))
+
+    if node.target is dot:
+        a, b = operand(node.args[0]), operand(node.args[1])  # type: ignore[arg-type]
+        assert a is not None and b is not None
+        return dot_flops(a, b, str(node.args[2]))
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    results = tuple(_meta(type_of(node, index)) for index in range(len(program.types(node))))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda node: _meta(operand(node)))
+    return int(formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0]))
+
+
+def dot_flops(a: TensorType, b: TensorType, spec: str) -> int:
+    """A multiply and an add for every combination of the factors."""
+    names = spec.partition("->")[0].replace(",", " ").split()
+    return 2 * math.prod(dict(zip(names, a.shape + b.shape, strict=True)).values())
+
+
+def _meta(type_: TensorType | None) -> torch.Tensor | None:
+    return None if type_ is None else torch.empty(type_.shape, dtype=type_.dtype, device="meta")

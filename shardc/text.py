@@ -1,0 +1,208 @@
+"""How a program, its collectives and its other facts print: stable text, as one would type it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardc.collective import Collective, collectives_of
+from shardc.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from shardc.program import Program
+    from shardc.sharding import Sharding, TensorType
+
+SILENT_ARGUMENTS = ("device", "layout", "pin_memory")  # the same all over a program
+
+
+def program_text(program: Program) -> str:
+    """The program at any level: inputs, a line a value under its phase and module, and results."""
+    names = value_names(program)
+    lines = [f"program ({program.level}){mesh_text(program.mesh)}", "", "inputs", *_input_lines(program)]
+    lines += [*_body_lines(program, names), "", "results", *_result_lines(program, names)]
+    lines += ["", "notes", *(f"  {note}" for note in program.notes)] if program.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def mesh_text(mesh: Mesh | None) -> str:
+    """`` on dp=2, tp=4``, or nothing."""
+    axes = () if mesh is None else zip(mesh.axis_names, mesh.shape, strict=True)
+    return "".join(f"{', ' if i else ' on '}{name}={size}" for i, (name, size) in enumerate(axes))
+
+
+def value_names(program: Program) -> dict[fx.Node, str]:
+    """What each node is called in print: an input by the user's name, all others by the node's."""
+    names = {node: node.name for node in program.graph.nodes}
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
+        names[node] = f"tangent({input_.name})" if input_.kind == "tangent" else input_.name
+    return names
+
+
+def type_text(program: Program, node: fx.Node) -> str:
+    """``f32[8@dp, 64]``; a tuple of them for an op with several results; local shapes in a localized program."""
+    producer, index = program.value(node)
+    types, shardings = program.types(producer), program.shardings(producer)
+    if program.level == "localized" or not shardings:
+        shardings = (None,) * len(types)
+    texts = list(map(_sharded_text, types, shardings))
+    many = program.has_many(producer) and producer is node
+    return f"({', '.join(texts)})" if many else texts[index]
+
+
+def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
+    return "None" if type_ is None else str(type_) if sharding is None else sharding.text(type_)
+
+
+def _input_lines(program: Program) -> Iterator[str]:
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
+        yield f"  {input_.kind} {input_.name}: {type_text(program, node)}"
+
+
+def _result_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
+    for output, node in zip(program.outputs, program.results, strict=True):
+        value = "None" if node is None else f"{type_text(program, node)} = {names[node]}"
+        yield f"  {output.kind} {output.name}: {value}"
+
+
+def _body_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
+    called, remarks = op_names(program), _collective_remarks(program)
+    phase = module = location = ""
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = program.source(node)
+        if source.phase != phase:
+            yield from ("", source.phase)
+            module = location = ""
+        if source.module != module:
+            yield f"  {source.module or '(no module)'}"
+        remark = [source.location] if source.location not in ("", location) else []
+        remark += [remarks[node]] if node in remarks else []
+        comment = f"  # {'; '.join(remark)}" if remark else ""
+        yield f"    {names[node]}: {type_text(program, node)} = {call_text(node, names, called)}{comment}"
+        phase, module, location = source.phase, source.module, source.location
+
+
+def op_names(program: Program) -> dict[Any, str]:
+    """What each op is called: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
+    targets = {node.target for node in program.calls}
+    own = {target.__name__ for target in targets if not hasattr(target, "_schema")}
+    return {target: _op_name(target, own) for target in targets}
+
+
+def _op_name(target: Any, own: set[str]) -> str:
+    if not hasattr(target, "_schema"):
+        return str(target.__name__)
+    namespace, name = str(target).split(".")[:2]
+    return name if namespace == "aten" and name not in own else f"{namespace}.{name}"
+
+
+def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
+    """``dot(x, w, "b k, k n -> b n")``; picking a result reads ``layer_norm[1]``."""
+    if node.target not in called:
+        return f"{_argument(node.args[0], names)}[{node.args[1]}]"
+    kwargs = {key: value for key, value in node.kwargs.items() if value is not None and key not in SILENT_ARGUMENTS}
+    arguments = [_argument(value, names) for value in node.args]
+    arguments += [f"{key}={_argument(value, names)}" for key, value in kwargs.items()]
+    return f"{called[node.target]}({', '.join(arguments)})"
+
+
+def _argument(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(_argument(entry, names) for entry in value)}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(_argument(entry, names) for entry in value)}{',' * (len(value) == 1)})"
+    return names[value] if value in names else str(value).removeprefix("torch.")
+
+
+def _collective_remarks(program: Program) -> dict[fx.Node, str]:
+    """For each reshard and collective what one rank sends and why; in plain bytes, so that no unit depends on sizes."""
+    by_name = {found.name: f"{found.wire_bytes} B on the wire" for found in collectives_of(program)}
+    remarks = {}
+    for node in program.calls:
+        parts = [by_name[node.name]] if node.name in by_name else []
+        parts += [f"because {program.cause(node)}"] if program.cause(node) else []
+        if parts:
+            remarks[node] = ", ".join(parts)
+    return remarks
+
+
+# Tables.
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows in columns; numbers stand to the right, and a column of empty cells is left out."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    kept = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
+    right = {i for i in kept if all(row[i][:1].isdigit() for row in cells[1:])}
+    widths = {i: max(len(row[i]) for row in cells) for i in kept}
+    aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in kept) for row in cells)
+    return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
+
+
+def bytes_text(count: float) -> str:
+    """``512 B``, ``2.0 MB``: powers of a thousand."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def collectives_text(collectives: Sequence[Collective]) -> str:
+    """How many of each kind, over which axes, and their bytes on one rank; then each with its cause."""
+    if not collectives:
+        return "no collectives\n"
+    listed = [
+        (c.name, "+".join(c.axes), c.phase, f"{c.dtype}{list(c.local_shape_in)}", f"{c.dtype}{list(c.local_shape_out)}",
+         bytes_text(c.wire_bytes), c.source, c.cause)
+        for c in collectives
+    ]  # fmt: skip
+    header = ("collective", "axes", "phase", "in", "out", "wire", "source", "cause")
+    return f"{_by_kind(collectives)}\n{table(header, listed)}"
+
+
+def _by_kind(collectives: Sequence[Collective]) -> str:
+    def key(found: Collective) -> tuple[str, str, str]:
+        return found.phase, found.kind, "+".join(found.axes)
+
+    rows = []
+    for phase, kind, axes in dict.fromkeys(map(key, collectives)):
+        same = [found for found in collectives if key(found) == (phase, kind, axes)]
+        rows.append((phase, kind, axes, len(same), _total(same, lambda c: c.bytes), _total(same, lambda c: c.wire_bytes)))
+    wire = _total(collectives, lambda c: c.wire_bytes)
+    rows.append(("total", "", "", len(collectives), _total(collectives, lambda c: c.bytes), wire))
+    return table(("phase", "kind", "axes", "count", "bytes", "wire"), rows)
+
+
+def _total(collectives: Iterable[Collective], size: Callable[[Collective], int]) -> str:
+    return bytes_text(sum(map(size, collectives)))
+
+
+def parameters_text(program: Program) -> str:
+    """Each parameter and buffer with its sharding, and what one rank holds of it."""
+    rows = []
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        local = program.local_type(node)
+        if local is not None and given.kind in ("parameter", "buffer"):
+            rows.append((given.name, type_text(program, node), str(local), bytes_text(local.nbytes)))
+    return table(("parameter", "sharding", "on one rank", "bytes"), rows) if rows else "no parameters\n"
+
+
+def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
+    """The ops without a rule, which run whole on every rank."""
+    names, called = value_names(program), op_names(program)
+    rows = [
+        (names[node], call_text(node, names, called), program.source(node).module, program.source(node).location)
+        for node in nodes
+    ]
+    return table(("run whole, having no rule", "call", "module", "source"), rows) if rows else ""
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """Bytes on one rank by class."""
+    return table(("memory of one rank", "bytes"), [(name, bytes_text(count)) for name, count in memory.items()])
