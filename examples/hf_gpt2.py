@@ -1,0 +1,69 @@
+"""HF GPT-2, unchanged, trained for a few steps: alone on virtual ranks, or on real ones under torchrun.
+
+::
+
+    python examples/hf_gpt2.py
+    torchrun --standalone --nproc-per-node 4 examples/hf_gpt2.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pydoc_data.topics
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import shardc
+from shardc import Mesh, P
+
+ANNOTATIONS = {
+    "input_ids": P("dp"),
+    "labels": P("dp"),
+    "*.attn.c_proj.weight": P("tp"),  # HF's Conv1D keeps [in, out]
+    "*.mlp.c_proj.weight": P("tp"),
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--layers", type=int, default=2)
+    args = options.parse_args()
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_head=4, n_layer=args.layers)
+    model = shardc.parallelize(GPT2LMHeadModel(config), mesh(), ANNOTATIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step, ids in enumerate(batches(args.steps), 1):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_first_rank():
+            print(f"step {step}  loss {loss.item():.4f}")
+
+
+def mesh() -> Mesh | DeviceMesh:
+    """Virtual ranks, or torchrun's: an even number of them, two along tp."""
+    if "WORLD_SIZE" not in os.environ:
+        return Mesh(dp=2, tp=2)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, (int(os.environ["WORLD_SIZE"]) // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def batches(count: int) -> Tensor:
+    """Bytes of English text, ``[count, 8, 64]``; the same on every rank: shardc takes global values."""
+    text = "\n".join(pydoc_data.topics.topics.values()).encode()
+    return torch.tensor(list(text[: count * 8 * 64])).view(count, 8, 64)
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    main()
