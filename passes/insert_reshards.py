@@ -26,7 +26,7 @@ from shardc.collective import reshard
 from shardc.mesh import Axes, AxisPart
 from shardc.program import Origin, Output, Program, Value, is_getitem, operands, set_operands
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
-from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 
@@ -104,17 +104,14 @@ class _Plan:
         rule = self.program.rule(node)
         self.wished[node] = self.program.shardings(node)
         given = [operand and self.program.value(operand) for operand in operands(node)]
-        passing = self._passing(node, rule, given)
         claims = self._claims(node, rule, given)
-        if passing and any(part.overlaps(other) for part, _ in passing for claim in claims for other in claim.cut.all_axes):
-            passing = ()
-        for value in given:
-            if value is not None and self.lies[value].partial and self.lies[value].partial != passing:
-                self.broken.add(value)
+        riders = self._riders(node, rule, given, claims)
+        self.broken |= {value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders}
+        passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
         cuts = assign(rule, claims, tuple(part for part, _ in passing))
         self.wanted[node] = tuple(
-            value and self._operand_sharding(rule, dims, cuts, value, passing)
-            for value, dims in zip(given, rule.operands, strict=True)
+            value and self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
+            for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
         )
         self.made[node] = tuple(
             None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
@@ -122,20 +119,37 @@ class _Plan:
         )
         for index, made in enumerate(self.made[node]):
             if made is not None:
-                self.lies[node, index] = made if (node, index) in self.delayed else self.settled((node, index), made)
+                self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
 
-    def _passing(self, node: fx.Node, rule: Rule, given: list[Value | None]) -> Partial:
-        """The open sum that may pass through the op: all operands of a linear group have it, none outside has one."""
-        partials = [self.lies[value].partial if value is not None else () for value in given]
-        with_partial = frozenset(i for i, partial in enumerate(partials) if partial)
-        if not with_partial or with_partial not in rule.linear:
-            return ()
-        found = {partials[i] for i in with_partial}
-        types = [self.program.types(value[0])[value[1]] for value in given if value is not None]
-        largest = max(types[i].nbytes for i in with_partial)  # type: ignore[union-attr]
-        results = [type_.nbytes for type_ in self.program.types(node) if type_ is not None]
-        is_sum = all(op == "sum" for partial in found for _, op in partial)
-        return found.pop() if len(found) == 1 and is_sum and max(results) <= largest else ()
+    def _riders(self, node: fx.Node, rule: Rule, given: list[Value | None], claims: list[Claim]) -> frozenset[int]:
+        """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
+        cut = [part for claim in claims if claim.factor not in rule.whole for part in claim.cut.all_axes]
+
+        def nbytes(group: frozenset[int]) -> int:
+            return max(self._type(given[i]).nbytes for i in group)
+
+        def may_ride(group: frozenset[int]) -> bool:
+            partials = {self.lies[value].partial for i, value in enumerate(given) if value and i in group}
+            partial = partials.pop()
+            if partials or not partial or any(op != "sum" for _, op in partial):
+                return False
+            if any(part.overlaps(other) for part, _ in partial for other in cut):
+                return False
+            return self._stays_small(node, nbytes(group), tuple(part for part, _ in partial))
+
+        return max((group for group in rule.linear if may_ride(group)), key=nbytes, default=frozenset())
+
+    def _stays_small(self, node: fx.Node, nbytes: int, axes: Axes) -> bool:
+        """Whether reducing the results moves no more than reducing the operands, or is a reduce_scatter instead."""
+        wished = self.program.shardings(node)[0]
+        results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
+        return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
+
+    def _type(self, value: Value | None) -> TensorType:
+        assert value is not None
+        type_ = self.program.types(value[0])[value[1]]
+        assert type_ is not None
+        return type_
 
     def _claims(self, node: fx.Node, rule: Rule, given: list[Value | None]) -> list[Claim]:
         claims: list[Claim] = []
@@ -148,11 +162,9 @@ class _Plan:
         return claims
 
     def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
-        node, index = value
-        type_ = self.program.types(node)[index]
-        assert type_ is not None
-        nbytes = type_.nbytes // max(1, num_shards(sharding.cut_axes))
-        origins = self.program.origins(node)[index]
+        type_ = self._type(value)
+        nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
+        origins = self.program.origins(value[0])[value[1]]
         return [
             Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
             for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
@@ -163,8 +175,7 @@ class _Plan:
         lies = self.lies[value]
         if dims is None:
             return Sharding.replicated(lies.mesh, len(lies.dims))
-        partial = passing if lies.partial == passing else ()
-        return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), partial)
+        return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), passing)
 
     def _result_sharding(self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts,
                          passing: Partial) -> Sharding:
@@ -178,7 +189,7 @@ class _Plan:
         )
         return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
 
-    def settled(self, value: Value, made: Sharding) -> Sharding:
+    def _settled(self, value: Value, made: Sharding) -> Sharding:
         """Where a partial value lies once it is reduced: as propagate wished, else as it is."""
         if not made.partial:
             return made
