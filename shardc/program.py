@@ -241,7 +241,7 @@ class Program:
     def insert(self, target: Callable[..., Any], args: tuple[Any, ...], type_: Types, like: fx.Node,
                kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:
         """Insert a call at the graph's insertion point, with the source of ``like``."""
-        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
+        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
         self.set_type(node, type_)
         self.set_source(node, self.source(like))
         return node
@@ -279,6 +279,12 @@ def takes_device(target: Any) -> bool:
     """Whether an op makes a tensor on a device that it is told."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def op_name(target: Any) -> str:
+    """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
+    schema = getattr(target, "_schema", None)
+    return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
 
 
 def is_getitem(node: fx.Node) -> bool:
