@@ -1,8 +1,12 @@
 """The rules of all ops, one file a family; importing this fills the table."""
 
+from shardc.ops import attention as attention
 from shardc.ops import contraction as contraction
+from shardc.ops import convolution as convolution
 from shardc.ops import creation as creation
 from shardc.ops import embedding as embedding
+from shardc.ops import index as index
+from shardc.ops import loss as loss
 from shardc.ops import normalization as normalization
 from shardc.ops import piece as piece
 from shardc.ops import pointwise as pointwise

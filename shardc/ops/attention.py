@@ -1,0 +1,42 @@
+"""Fused attention: batch and heads are free, positions and channels whole."""
+
+from __future__ import annotations
+
+import torch
+
+from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import TensorType
+
+aten = torch.ops.aten
+
+
+def _attention_rule(call: Call) -> Rule:
+    """Queries, keys, values, their gradients and masks are ``[batch, heads, 1, 1]``, the logsumexp has 3 dims.
+
+    A mask may lack leading dims. Seeds and lengths have one dim or none and are not looked at. Where keys have fewer
+    heads than queries, heads are whole.
+    """
+    large = [operand for operand in call.operands if operand is not None and len(operand.shape) == 4]
+    has_heads = len({operand.shape[1] for operand in large} - {1}) <= 1
+    names = ["b", "h" if has_heads else "1", "1", "1"]
+
+    def spec(tensor: TensorType | None) -> str:
+        ndim = 0 if tensor is None else len(tensor.shape)
+        if ndim == 3:
+            return " ".join(names[:3])
+        return " ".join(names[4 - ndim :]) if ndim in (2, 4) else "_"
+
+    return make_rule(f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}", call)
+
+
+for op in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+):
+    rule(op, _attention_rule)

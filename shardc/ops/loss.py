@@ -1,0 +1,82 @@
+"""Losses: a sum of rows is reduced, a mean needs all rows (canonicalize makes it a sum and a division)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardc.ops.view import dim_names
+from shardc.rule import Call, Rule, make_rule, pointwise_rule, rule
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = range(3)  # at::Reduction
+
+
+def _whole_rule(call: Call) -> Rule:
+    def side(tensors: tuple[object, ...]) -> str:
+        return ", ".join(" ".join(["1"] * len(getattr(tensor, "shape", ()))) for tensor in tensors)
+
+    return make_rule(f"{side(call.operands)} -> {side(call.results)}", call)
+
+
+def _loss_rule(reduction: int) -> Callable[[Call], Rule]:
+    """``reduction``: the position of that argument, a mean by default."""
+
+    def bind(call: Call) -> Rule:
+        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        if how == SUM:
+            return make_rule(f"{', '.join(['...'] * len(call.operands))} -> ", call)
+        return pointwise_rule(call) if how == NONE else _whole_rule(call)
+
+    return bind
+
+
+def _loss_backward_rule(reduction: int) -> Callable[[Call], Rule]:
+    """The gradient of a mean divides by the number of elements that it is given."""
+
+    def bind(call: Call) -> Rule:
+        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        return _whole_rule(call) if how == MEAN else pointwise_rule(call)
+
+    return bind
+
+
+def _nll_names(call: Call, operand: int) -> tuple[str, str, str]:
+    """The specs of the log probabilities, of the target, and the names of the rows."""
+    scores = call.operands[operand]
+    assert scores is not None
+    names = dim_names(len(scores.shape))
+    classes = min(1, len(names) - 1)
+    rows = [*names[:classes], *names[classes + 1 :]]
+    return " ".join([*rows[:classes], "1", *rows[classes:]]), " ".join(rows), " ".join(rows)
+
+
+def _nll_loss_rule(call: Call) -> Rule:
+    """Both results are sums over rows; a mean divides one by the other."""
+    scores, target, rows = _nll_names(call, 0)
+    how = call.args[3]
+    result = rows if how == NONE else ""
+    return make_rule(f"{scores}, {target}, 1 -> {result}, ", call, whole=rows if how == MEAN else "")
+
+
+def _nll_loss_backward_rule(call: Call) -> Rule:
+    """Rows are free even for a mean: the total weight is an operand."""
+    scores, target, rows = _nll_names(call, 1)
+    grad = rows if call.args[4] == NONE else ""
+    return make_rule(f"{grad}, {scores}, {target}, 1,  -> {scores}", call)
+
+
+rule(aten.nll_loss_forward.default, _nll_loss_rule)
+rule(aten.nll_loss_backward.default, _nll_loss_backward_rule)
+rule(aten.nll_loss2d_forward.default, _nll_loss_rule)
+rule(aten.nll_loss2d_backward.default, _nll_loss_backward_rule)
+rule(aten.mse_loss.default, _loss_rule(reduction=2))
+rule(aten.mse_loss_backward.default, _loss_backward_rule(reduction=3))
+rule(aten.smooth_l1_loss.default, _loss_rule(reduction=2))
+rule(aten.smooth_l1_loss_backward.default, _loss_backward_rule(reduction=3))
+rule(aten.huber_loss.default, _loss_rule(reduction=2))
+rule(aten.huber_loss_backward.default, _loss_backward_rule(reduction=3))
+rule(aten.binary_cross_entropy.default, _loss_rule(reduction=3))
+rule(aten.binary_cross_entropy_backward.default, _loss_backward_rule(reduction=4))
