@@ -84,7 +84,7 @@ class Compiled:
 
     def dump(self, format: str = "text") -> str:  # noqa: A002 (the contract's name)
         """The program and its collectives as text, json or dot."""
-        from shardc.text import dump
+        from shardc.dump import dump
 
         return dump(self, format)
 
