@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from localized import Writer, aten
 
 from shardc.collective import all_gather, all_reduce, all_to_all, collective_permute, reduce_scatter, shard_slice
 from shardc.error import ShardingError
@@ -16,8 +17,6 @@ from shardc.runtime.executor import Executor
 from shardc.runtime.piece import global_shape, same_bits, shard, unshard
 from shardc.runtime.simulator import bind, interpret, simulate
 from shardc.sharding import DimSharding, P, Sharding, blocks
-
-from localized import Writer, aten
 
 MESHES = [Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(pp=2, dp=2, tp=2), Mesh(dp=2, tp=4)]
 PARTS_OF_FOUR = (AxisPart("tp", 1, 2), AxisPart("tp", 2, 2))
@@ -196,7 +195,7 @@ class TestCollectives:
 
 
 def row_parallel(mesh: Mesh) -> Program:
-    """y = sum((x @ w) ** 2) with x and w cut along the contraction over tp, and its gradients."""
+    """Loss = sum((x @ w) ** 2) with x and w cut along the contraction over tp, and its gradients."""
     w = Writer(mesh)
     x = w.input("x", (4, 8), P("dp", "tp"))
     weight = w.input("weight", (8, 6), P("tp"), "parameter")

@@ -1,0 +1,160 @@
+"""torch.distributed: this rank's collectives over the process groups of a DeviceMesh."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.collective import Kind, wire_bytes
+from shardc.error import ShardingError
+from shardc.mesh import Axes, Mesh, part_ends, split_parts
+from shardc.sharding import Sharding, num_shards
+
+from . import functional
+from .comm import PartNames, Tensors, Traffic, keep_chunk, parse_parts, source_position
+from .functional import Group
+from .piece import unshard
+
+
+class TorchComm:
+    """The collectives of this process, by torch's functional collectives.
+
+    ``device`` is that of the mesh: this process's own one where there are several of the type. Process groups are made
+    when they are first used, which is in the same order on every rank, since all run one program; the groups of a
+    DeviceMesh's own axes are reused.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self.device_mesh = device_mesh
+        self.mesh = Mesh.of(device_mesh)
+        self.position = own_position(device_mesh)
+        self.positions = (self.position,)
+        self.device = device_of(device_mesh)
+        self.traffic = (Traffic(),)
+        self._groups: dict[Axes, Group] = {}
+        self._process_groups = self._existing_groups()
+
+    def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
+        """The pieces of all ranks, joined."""
+        return self._run("all_gather", xs, axes, dim)
+
+    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
+        """The piece that is kept."""
+        parts = parse_parts(self.mesh, axes)
+        return [keep_chunk(x, num_shards(parts), self.mesh.index(self.position, parts), dim) for x in xs]
+
+    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
+        """The reduction over all ranks."""
+        return self._run("all_reduce", xs, axes, op)
+
+    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
+        """One piece of the reduction over all ranks."""
+        return self._run("reduce_scatter", xs, axes, op, dim)
+
+    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
+        """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
+        return self._run("all_to_all", xs, axes, src_dim, dst_dim)
+
+    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
+        """Local values change places."""
+        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
+        both = union(src, dst)
+        if num_shards(both) == 1:
+            return xs
+        group = self.group(both)
+        source = self.mesh.index(source_position(self.mesh, self.position, src, dst), both)
+        target = self.mesh.index(source_position(self.mesh, self.position, dst, src), both)
+        (x,) = xs
+        self.traffic[0].count("collective_permute", 0 if target == group.index else x.nbytes)
+        return [functional.permute(x, group, source, target)]
+
+    def group(self, axes: Axes) -> Group:
+        """The group along these axes that this rank is in; the process group is made if there is none yet."""
+        if axes not in self._groups:
+            self._groups[axes] = self._new_group(axes)
+        return self._groups[axes]
+
+    def _run(self, kind: Kind, xs: Tensors, axes: PartNames, *args: int | str) -> Tensors:
+        parts = parse_parts(self.mesh, axes)
+        if num_shards(parts) == 1:
+            return xs
+        group = self.group(parts)
+        (x,) = xs
+        result: Tensor = getattr(functional, kind)(x, group, *args)
+        self.traffic[0].count(kind, wire_bytes(kind, max(x.nbytes, result.nbytes), group.size))
+        return [result]
+
+    def _new_group(self, axes: Axes) -> Group:
+        members = next(group for group in self.mesh.groups(axes) if self.position in group)
+        ranks = [self.mesh.rank(position) for position in members]
+        ordered = tuple(sorted(ranks))
+        if ordered not in self._process_groups:
+            self._process_groups[ordered] = dist.new_group(list(ordered), use_local_synchronization=True)
+        name = self._process_groups[ordered].group_name
+        order = tuple(ordered.index(rank) for rank in ranks)
+        return Group(name, len(members), members.index(self.position), order, adds_locally=self.device.type == "cpu")
+
+    def _existing_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        groups = [dist.group.WORLD, *(self.device_mesh.get_group(name) for name in self.mesh.axis_names)]
+        return {tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None}
+
+
+def union(src: Axes, dst: Axes) -> Axes:
+    """The parts of both, each coordinate once: those of ``src``, then what ``dst`` adds."""
+    ends = part_ends(src + dst)
+    src, dst = split_parts(src, ends), split_parts(dst, ends)
+    return src + tuple(part for part in dst if part not in src)
+
+
+def own_position(device_mesh: DeviceMesh) -> int:
+    """Where this process stands in the mesh, row-major over the axes."""
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ShardingError(
+            "mesh", f"ranks {device_mesh.mesh.flatten().tolist()}", f"rank {dist.get_rank()} is not among them",
+            "call parallelize on the ranks of the mesh only",
+        )  # fmt: skip
+    position = 0
+    for index, size in zip(coordinate, device_mesh.shape, strict=True):
+        position = position * size + index
+    return position
+
+
+def device_of(device_mesh: DeviceMesh) -> torch.device:
+    """The device that this process computes on."""
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
+
+
+def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """A DeviceMesh over the running job; the default process group is started as ``torchrun`` says if there is none.
+
+    ShardingError if the mesh is larger than the job.
+    """
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group("gloo" if device_type == "cpu" else None)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.size > world:
+        raise ShardingError(
+            "mesh", f"{mesh} has {mesh.size} ranks", f"the job has {world}",
+            f"start it with torchrun --nproc-per-node {mesh.size}, or make the mesh smaller",
+        )  # fmt: skip
+    if mesh.device_ids is None and mesh.size == world:
+        return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.axis_names)
+    ids = torch.tensor([mesh.rank(position) for position in range(mesh.size)]).reshape(mesh.shape)
+    return DeviceMesh(device_type, ids, mesh_dim_names=mesh.axis_names)
+
+
+def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tuple[int, ...], name: str) -> Tensor:
+    """The whole tensor from every rank's piece, by one all_gather over the axes that cut it."""
+    axes = sharding.cut_axes
+    if num_shards(axes) == 1:
+        return piece
+    pieces = functional.all_gather(piece.unsqueeze(0), comm.group(axes), 0).unbind()
+    held = [pieces[comm.mesh.index(position, axes)] for position in range(comm.mesh.size)]
+    return unshard(held, sharding, shape, name)

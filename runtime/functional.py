@@ -1,0 +1,100 @@
+"""The collectives of one rank as pure functions of a tensor, over torch's functional collectives.
+
+Every function is made of ops alone, so a compiler can trace it. A group of one never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that take part in one collective, as this rank sees them.
+
+    ``name``: the process group's. ``index``: this rank's among them, major axis first. ``order``: for each index the
+    rank in the process group, which may stand in another order. ``adds_locally``: the backend has no reduce_scatter of
+    its own that sends less than an all_reduce (gloo), so it is an all_to_all and a local reduction.
+    """
+
+    name: str
+    size: int
+    index: int
+    order: tuple[int, ...]
+    adds_locally: bool
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """For each rank in the process group its index."""
+        return tuple(self.order.index(rank) for rank in range(self.size))
+
+
+LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda pieces: pieces.sum(0, dtype=pieces.dtype),
+    "max": lambda pieces: pieces.amax(0),
+    "min": lambda pieces: pieces.amin(0),
+}
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The pieces of all ranks, joined along ``dim``: one copy, none where ``dim`` leads."""
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    return _join(_arrange(gathered.view(group.size, *x.shape), group.order), dim)
+
+
+def all_reduce(x: Tensor, group: Group, op: str) -> Tensor:
+    """The reduction over all ranks."""
+    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group.name))
+
+
+def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Tensor:
+    """Our piece along ``dim`` of the reduction over all ranks."""
+    pieces = _arrange(_split(x, group.size, dim), group.inverse)
+    if group.adds_locally:
+        received = _exchange(pieces, group)
+        return LOCAL[op](_arrange(received, group.order))
+    reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name))
+    return reduced.view(pieces.shape[1:])
+
+
+def all_to_all(x: Tensor, group: Group, src_dim: int, dst_dim: int) -> Tensor:
+    """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
+    received = _exchange(_arrange(_split(x, group.size, dst_dim), group.inverse), group)
+    return _join(_arrange(received, group.order), src_dim)
+
+
+def permute(x: Tensor, group: Group, source: int, target: int) -> Tensor:
+    """The tensor of the rank at index ``source``; ours goes to the one at ``target``."""
+    sends = [x.numel() if rank == group.order[target] else 0 for rank in range(group.size)]
+    takes = [x.numel() if rank == group.order[source] else 0 for rank in range(group.size)]
+    received = c10d.all_to_all_single(x.contiguous().flatten(), takes, sends, group.name)
+    return c10d.wait_tensor(received).view(x.shape)
+
+
+def _exchange(pieces: Tensor, group: Group) -> Tensor:
+    """The i-th piece of every rank goes to the i-th rank of the process group; those received, by sender."""
+    sizes = [pieces[0].numel()] * group.size
+    return c10d.wait_tensor(c10d.all_to_all_single(pieces.flatten(), sizes, sizes, group.name)).view(pieces.shape)
+
+
+def _arrange(pieces: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The pieces in another order; a copy only where the order differs."""
+    if order == tuple(range(len(order))):
+        return pieces
+    return torch.stack([pieces[i] for i in order])
+
+
+def _split(x: Tensor, count: int, dim: int) -> Tensor:
+    """Equal pieces along ``dim``, stacked; a copy unless ``dim`` leads."""
+    return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0).contiguous()
+
+
+def _join(pieces: Tensor, dim: int) -> Tensor:
+    """Stacked pieces joined along ``dim``; a copy unless ``dim`` leads."""
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)

@@ -1,0 +1,156 @@
+"""Start local processes of one torch.distributed job: fresh interpreters, gloo over loopback, one thread each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+
+def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None) -> list[Any]:
+    """Run ``fn(*args)`` on every rank of a job of ``nprocs`` local processes; its results, by rank.
+
+    ``fn`` and ``args`` must be picklable. RuntimeError with the traceback of the rank that failed first; TimeoutError
+    after ``timeout`` seconds. No process outlives the call.
+    """
+    with Workers(nprocs) as workers:
+        return workers.run(fn, *args, timeout=timeout)
+
+
+class Workers:
+    """The processes of one job, waiting for functions to run. Started once, used often.
+
+    After a failure they are all stopped, since the others may hang in a collective.
+    """
+
+    def __init__(self, nprocs: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="shardc")
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        for rank in range(nprocs):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, nprocs, self._directory.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run ``fn(*args)`` on every rank; its results, by rank."""
+        request = pickle.dumps((fn, args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        try:
+            return self._replies(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether they can run anything more."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Let every process leave its job and end."""
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(timeout=30)
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process now."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._directory.cleanup()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _replies(self, timeout: float | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
+            ready = wait(waiting, timeout)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(set(range(len(self._connections))) - set(results))} did not end")
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                results[rank] = self._reply(rank)
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def _reply(self, rank: int) -> Any:
+        try:
+            is_good, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            raise RuntimeError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+        if not is_good:
+            raise RuntimeError(f"rank {rank} failed:\n{value}")
+        return value
+
+
+def loopback() -> str:
+    """The name of the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next(name for name in ("lo", "lo0", *names) if name in names)
+
+
+def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
+    """A worker's life: join the job, run what is asked for, leave."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    store = FileStore(f"{directory}/store", nprocs)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs)
+    exit_code = 0
+    while exit_code == 0 and (request := _receive(connection)) is not None:
+        reply = _answer(*request)
+        exit_code = 0 if reply[0] else 1
+        connection.send_bytes(pickle.dumps(reply))
+    if exit_code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    _leave(exit_code)
+
+
+def _receive(connection: Connection) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    try:
+        request = connection.recv_bytes()
+    except EOFError:  # the parent is gone
+        return None
+    loaded: tuple[Callable[..., Any], Sequence[Any]] | None = pickle.loads(request)
+    return loaded
+
+
+def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
+    try:
+        return True, fn(*args)
+    except Exception:
+        return False, traceback.format_exc()
+
+
+def _leave(exit_code: int) -> None:
+    """End without the interpreter's own clean-up, in which gloo's threads now and then crash."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

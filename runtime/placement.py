@@ -1,0 +1,150 @@
+"""Between our shardings and DTensor's placements: the border to torch's own distributed tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardc.error import ShardingError
+from shardc.mesh import AxisPart, Mesh
+from shardc.rule import join_dim
+from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A dim is a row of digits, major first: one for each axis that cuts it, and one for each run that is whole."""
+
+    size: int
+    axis: str = ""
+
+
+def to_dtensor(
+    piece: Tensor, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str = "value"
+) -> DTensor:
+    """The piece of one rank as a DTensor on the whole mesh; nothing is sent or checked."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    placed = placements(sharding, shape, name)
+    return DTensor.from_local(piece, device_mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def placements(sharding: Sharding, shape: Sequence[int], name: str = "value") -> tuple[Placement, ...]:
+    """The placement on every axis of the mesh.
+
+    Each axis cuts what the axes before it left. One that is minor to a later axis, or to a run of whole elements as in
+    ``blocks``, cuts each of several stretches: a strided shard. ShardingError for what no placement can say (a part of
+    an axis), or what torch would gather in a wrong order.
+    """
+    assert not sharding.partial, (name, sharding)
+    found: dict[str, Placement] = {}
+    for dim, (cut, size) in enumerate(zip(sharding.dims, shape, strict=True)):
+        row = _digits(cut, size, sharding, name)
+        _check_gatherable(row, sharding, f"{name}, dim {dim}")
+        for axis in sharding.mesh.axis_names:
+            at = next((i for i, digit in enumerate(row) if digit.axis == axis), None)
+            if at is None:
+                continue
+            stretches = math.prod(digit.size for digit in row[:at])
+            found[axis] = Shard(dim) if stretches == 1 else _StridedShard(dim, split_factor=stretches)
+            row[at] = Digit(1)
+    return tuple(found.get(axis, Replicate()) for axis in sharding.mesh.axis_names)
+
+
+def check_order(mesh: Mesh) -> None:
+    """A ShardingError for a mesh with an axis along which ranks do not ascend: torch's groups sort their ranks."""
+    for name in mesh.axis_names:
+        for group in mesh.groups((mesh.axis(name),)):
+            ranks = [mesh.rank(position) for position in group]
+            if ranks != sorted(ranks):
+                raise ShardingError(
+                    "mesh", f"{mesh}, ranks {ranks} along axis {name!r}", "torch gathers in the order of ranks",
+                    "order the mesh so that ranks ascend along every axis",
+                )  # fmt: skip
+
+
+def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, name: str = "value") -> Sharding:
+    """The sharding that placements say; a ShardingError for a partial value or an uneven cut."""
+    rows = [[Digit(size)] for size in shape]
+    for axis, placement in zip(mesh.axis_names, placed, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, (Shard, _StridedShard)):
+            raise ShardingError(
+                name, f"placements {tuple(placed)}", f"{placement} on axis {axis!r} is neither cut nor whole",
+                "redistribute it to Replicate or Shard first",
+            )  # fmt: skip
+        stretches = getattr(placement, "split_factor", 1)
+        row = rows[placement.dim]
+        rows[placement.dim] = _cut(row, stretches, Digit(mesh.axis_size(axis), axis), f"{name}, dim {placement.dim}")
+    return Sharding(mesh, tuple(_dim_sharding(row, mesh) for row in rows))
+
+
+def _digits(cut: DimSharding, size: int, sharding: Sharding, name: str) -> list[Digit]:
+    row: list[Digit] = []
+    for sub, axes in cut.subdims(size):
+        row += [_axis_digit(part, sharding, name) for part in axes]
+        row.append(Digit(sub // num_shards(axes)))
+    return row
+
+
+def _check_gatherable(row: list[Digit], sharding: Sharding, who: str) -> None:
+    """What torch 2.13 gathers rightly: no whole run before or between two cuts, or the last one alone is strided."""
+    axes = [digit.axis for digit in row if digit.axis]
+    is_dense = all(digit.axis or digit.size == 1 for digit in row[: len(axes)])
+    is_last_strided = [name for name in sharding.mesh.axis_names if name in axes] == axes and bool(row[0].axis)
+    if len(axes) < 2 or is_dense or (is_last_strided and len(axes) == 2):
+        return
+    raise ShardingError(
+        who, f"{sharding}, blocks cut by {' and '.join(axes)}", "torch does not gather such a DTensor rightly",
+        "cut the blocks by one axis, and another dim by the other",
+    )  # fmt: skip
+
+
+def _axis_digit(part: AxisPart, sharding: Sharding, name: str) -> Digit:
+    if not sharding.mesh.is_whole(part):
+        axis = part.name
+        raise ShardingError(
+            name, f"{sharding}, cut by the part {sharding.mesh.print_part(part)} of axis {axis!r}",
+            "a DTensor is cut by whole axes of the mesh only",
+            f"split {axis!r} into two axes of the mesh, or leave this value whole over it",
+        )  # fmt: skip
+    return Digit(part.size, part.name)
+
+
+def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
+    """The row with a new digit after ``stretches`` of what is still whole."""
+    done: list[Digit] = []
+    rest = list(row)
+    while stretches > 1:
+        digit = rest.pop(0)
+        if not digit.axis:
+            taken = math.gcd(digit.size, stretches)
+            stretches //= taken
+            rest[:0] = [Digit(digit.size // taken)] * (digit.size > taken)
+            digit = Digit(taken)
+        done.append(digit)
+    return done + _take(rest, new, who)
+
+
+def _take(rest: list[Digit], new: Digit, who: str) -> list[Digit]:
+    """The first whole run among these digits, cut by the new one."""
+    at = next((i for i, digit in enumerate(rest) if not digit.axis and digit.size > 1), None)
+    if at is None or rest[at].size % new.size:
+        size = 1 if at is None else rest[at].size
+        raise ShardingError(
+            who, f"{size} elements left to cut by {new.axis}={new.size}", "the cut is uneven",
+            f"choose sizes that divide by {new.size}",
+        )  # fmt: skip
+    return [*rest[:at], new, *[Digit(rest[at].size // new.size)] * (rest[at].size > new.size), *rest[at + 1 :]]
+
+
+def _dim_sharding(row: Sequence[Digit], mesh: Mesh) -> DimSharding:
+    cuts = [DimSharding((mesh.axis(digit.axis),)) if digit.axis else WHOLE for digit in row]
+    return join_dim([(digit.size, cut) for digit, cut in zip(row, cuts, strict=True) if digit.size > 1 or digit.axis])

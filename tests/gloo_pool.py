@@ -1,0 +1,59 @@
+"""Four gloo processes that all tests of a session share: a start costs seconds, mostly torch's import."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from shardc.runtime.launch import Workers
+
+NUM_RANKS = 4
+SECONDS = 120
+
+
+@dataclass(frozen=True)
+class ByPath:
+    """A function of a test file, found by the file's path: test files are no modules that a worker could import."""
+
+    path: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        module = sys.modules.get(self.path) or self._load()
+        return getattr(module, self.name)(*args)
+
+    def _load(self) -> Any:
+        spec = importlib.util.spec_from_file_location(self.path, self.path)
+        module = sys.modules[self.path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+class GlooPool:
+    """Runs module-level functions of test files on every rank; started at the first use, and anew after a failure."""
+
+    def __init__(self) -> None:
+        self._workers: Workers | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of ``fn(*args)`` by rank."""
+        if self._workers is None or not self._workers.is_alive:
+            self._workers = Workers(NUM_RANKS)
+        return self._workers.run(ByPath(fn.__code__.co_filename, fn.__name__), *args, timeout=SECONDS)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None and self._workers.is_alive:
+            self._workers.close()
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    pool = GlooPool()
+    yield pool
+    pool.close()
