@@ -1,10 +1,27 @@
-"""What the user fixed: patterns over names, resolved to shardings."""
+"""What the user fixed: patterns over names, resolved to shardings, and ``annotate`` inside a model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from shardc.sharding import Sharding
+from shardc.error import ShardingError, raise_all
+from shardc.mesh import Mesh
+from shardc.pattern import Names, ambiguous, glob, named_by, unmatched
+from shardc.sharding import P, Sharding, TensorType
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shardc.program import Program
+
+Spec = P | Sequence[Any]
+"""What a user may write: a P, or one DTensor placement for each axis of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +38,220 @@ class Pin:
     open: frozenset[int]
     text: str
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the user says of one value: ``kind`` is ``param`` (buffers too), ``input``, ``module`` or ``output``.
+
+    The name of an output is still a pattern: outputs are known only after capture.
+    """
+
+    kind: str
+    name: str
+    spec: P
+    pattern: str
+
+    @property
+    def text(self) -> str:
+        """The annotation as the user wrote it."""
+        return f"{self.pattern}: {self.spec!r}"
+
+    @property
+    def who(self) -> str:
+        """The value, and the pattern where that is another text."""
+        kind = {"param": "parameter"}.get(self.kind, self.kind)
+        by = "" if self.pattern in (self.name, f"{self.kind}:{self.name}") else f" (annotated by {self.pattern!r})"
+        return f"{kind} {self.name!r}{by}"
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What the user says of which values, in the order of the annotations, each value once."""
+
+    entries: tuple[Match, ...]
+
+    @property
+    def modules(self) -> dict[str, P]:
+        """The annotations of modules' outputs, by module path: they are needed during capture."""
+        return {entry.name: entry.spec for entry in self.entries if entry.kind == "module"}
+
+
+def match(
+    annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
+) -> Matched:
+    """The values of a model and of a call that each pattern means."""
+    from shardc.convention import names_of
+
+    return match_names(annotations, names_of(model, args, kwargs), mesh)
+
+
+def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Matched:
+    """The values that each pattern means, under their one name.
+
+    A pattern is a glob over the names of parameters, buffers, inputs and modules; a prefix ``param:``, ``input:``,
+    ``module:`` or ``output:`` says of which kind. Raises a ShardingError for patterns that match nothing, that match
+    several kinds, and for two that disagree on one value.
+    """
+    found: list[Match] = []
+    lost: list[ShardingError] = []
+    torn: list[ShardingError] = []
+    for pattern, given in annotations.items():
+        spec = spec_of(given, mesh, f"annotation {pattern!r}")
+        values = named_by(pattern, names)
+        if not values:
+            lost.append(unmatched(pattern, names))
+        elif len({kind for kind, _ in values}) > 1:
+            torn.append(ambiguous(pattern, values))
+        found += [Match(kind, name, spec, pattern) for kind, name in values]
+    raise_all(lost)
+    raise_all(torn)
+    return Matched(_agreed(found))
+
+
+def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
+    """The pins of a captured program's inputs and outputs; annotations of modules are in its graph already."""
+    types = _types(program)
+    known = [entry for entry in matched.entries if entry.kind not in ("output", "module")]
+    known += _outputs(matched, {name: name for kind, name in types if kind == "output"})
+    pins: list[Pin] = []
+    errors: list[ShardingError] = []
+    for entry in _agreed(known):
+        try:
+            pins.append(_pin(entry, *types[entry.kind, entry.name], mesh))
+        except ShardingError as error:
+            errors.append(error)
+    raise_all(errors)
+    return tuple(pins)
+
+
+def spec_of(given: Any, mesh: Mesh, who: str) -> P:
+    """A P, or the P that says what DTensor placements say: one for each axis of the mesh."""
+    if isinstance(given, P):
+        return given
+    if not isinstance(given, Sequence) or not all(hasattr(entry, "is_replicate") for entry in given):
+        raise ShardingError(
+            who,
+            repr(given),
+            "an annotation is a P or a sequence of DTensor placements",
+            "write for example P('dp', None)",
+        )
+    if len(given) != len(mesh.axis_names):
+        raise ShardingError(
+            who,
+            repr(given),
+            f"{len(given)} placements for the {len(mesh.axis_names)} axes of {mesh}",
+            "write one placement for each axis",
+        )
+    axes: dict[int, tuple[str, ...]] = {}
+    for name, placement in zip(mesh.axis_names, given, strict=True):
+        if not placement.is_replicate():
+            dim = _cut_dim(placement, who)
+            axes[dim] = (*axes.get(dim, ()), name)
+    return P(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
+
+
+def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """Say inside a model how a value lies on the mesh; its gradient lies alike. The identity outside shardc."""
+    return _annotate_op()(x, str(spec), spec.priority) if _CAPTURING.get() else x
+
+
+def annotate_output(output: Any, spec: P) -> Any:
+    """A module's output with every tensor in it annotated."""
+    import torch
+
+    from shardc.tree import flatten, rebuild
+
+    leaves, tree = flatten(output)
+    return rebuild(tree, [annotate(leaf, spec) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves])
+
+
+@contextmanager
+def annotating() -> Iterator[None]:
+    """In the block ``annotate`` leaves an op in the graph."""
+    _annotate_op()
+    token = _CAPTURING.set(True)
+    try:
+        yield
+    finally:
+        _CAPTURING.reset(token)
+
+
+_CAPTURING: ContextVar[bool] = ContextVar("capturing", default=False)
+
+
+@lru_cache(maxsize=1)
+def _annotate_op() -> Any:
+    """``torch.ops.shardc.annotate(x, spec, priority=0)``: a copy of x; its backward annotates the gradient."""
+    import torch
+
+    def copy(x: torch.Tensor, spec: str, priority: int = 0) -> torch.Tensor:
+        return x.clone()
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.spec, ctx.priority = inputs
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return op(gradient, ctx.spec, ctx.priority), None, None
+
+    schema = "(Tensor x, str spec, int priority=0) -> Tensor"
+    op = torch.library.custom_op("shardc::annotate", copy, mutates_args=(), schema=schema)
+    op.register_fake(lambda x, spec, priority=0: torch.empty_like(x))
+    op.register_autograd(backward, setup_context=keep)
+    return op
+
+
+def _outputs(matched: Matched, names: Mapping[str, str]) -> list[Match]:
+    """The annotations of outputs, one for each output that a pattern means."""
+    patterns = [entry for entry in matched.entries if entry.kind == "output"]
+    raise_all([unmatched(entry.pattern, {"output": names}) for entry in patterns if not glob(entry.name, names)])
+    return [Match("output", name, entry.spec, entry.pattern) for entry in patterns for name in glob(entry.name, names)]
+
+
+def _agreed(matches: Sequence[Match]) -> tuple[Match, ...]:
+    """The matches, one for each value; a ShardingError where two say different things of one."""
+    found: dict[tuple[str, str], Match] = {}
+    errors: list[ShardingError] = []
+    for entry in matches:
+        other = found.setdefault((entry.kind, entry.name), entry)
+        if other.spec != entry.spec:
+            errors.append(
+                ShardingError(
+                    Match(entry.kind, entry.name, entry.spec, entry.name).who,
+                    f"{other.text}, and {entry.text}",
+                    "two annotations say different things of one value",
+                    "make the patterns disjoint, or the specs equal",
+                )
+            )
+    raise_all(errors)
+    return tuple(found.values())
+
+
+def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
+    """For the (kind, name) of a match the pin's kind and the type."""
+    found: dict[tuple[str, str], tuple[str, TensorType]] = {}
+    for entry in program.inputs:
+        if entry.kind in ("parameter", "buffer", "input"):
+            found["input" if entry.kind == "input" else "param", entry.name] = (entry.kind, entry.type)
+    for output, node in zip(program.outputs, program.results, strict=True):
+        if output.kind == "output" and node is not None:
+            found["output", output.name] = ("output", program.type(node))
+    return found
+
+
+def _pin(entry: Match, kind: str, type_: TensorType, mesh: Mesh) -> Pin:
+    sharding = entry.spec.sharding(mesh, type_.shape, entry.who)
+    open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
+    return Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority)
+
+
+def _cut_dim(placement: Any, who: str) -> int:
+    dim: int = getattr(placement, "dim", -1)
+    if not placement.is_shard() or hasattr(placement, "split_factor") or dim < 0:
+        raise ShardingError(
+            who,
+            repr(placement),
+            "only Shard with a dim of 0 or more and Replicate say how a value lies",
+            "write the annotation as a P",
+        )
+    return dim

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in four parts: who, what is, what does not fit, what to do."""
+"""What a user did wrong, said in parts: who, what is, what does not fit, what to do."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ class ShardingError(ValueError):
         joined = ShardingError(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
         joined.args = ("\n".join([f"{len(errors)} problems:", *(str(error) for error in errors)]),)
         return joined
+
+
+def raise_all(errors: list[ShardingError]) -> None:
+    """Raise what there is, as one error; nothing where there is none."""
+    if errors:
+        raise ShardingError.all_of(errors)
+
+
+class CaptureError(RuntimeError):
+    """A model that has no graph: ``who`` is the user's line or tensor, ``problem`` why, ``remedy`` what to write."""
+
+    def __init__(self, who: str, problem: str, remedy: str) -> None:
+        self.who, self.problem, self.remedy = who, problem, remedy
+        super().__init__(f"{who}\n  {problem}\n  {remedy}")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -1,0 +1,136 @@
+"""The user's model while it is captured: other tensors in place of its own, hooks on it, and all put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+
+@contextmanager
+def borrowed(model: nn.Module, train: bool) -> Iterator[None]:
+    """Whatever the block does to the modules' attributes, tensors, hooks and lists is undone at its end.
+
+    With ``train`` a transformers model leaves its key-value cache away: ``config.use_cache`` is off in the block.
+    """
+    modules = list(model.modules())
+    attributes = [(module, dict(vars(module))) for module in modules]
+    containers = [
+        (value, value.copy())
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, (dict, list))
+    ]
+    configs = _caching_configs(modules) if train else []
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+        _put_back(attributes, containers)
+
+
+def _caching_configs(modules: list[nn.Module]) -> list[Any]:
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+
+
+def _put_back(attributes: list[tuple[nn.Module, dict[str, Any]]], containers: list[tuple[Any, Any]]) -> None:
+    for module, content in attributes:
+        vars(module).clear()
+        vars(module).update(content)
+    for container, content in containers:
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def state_names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers, each under its first name, and for every further name of a tied one its first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) == name:
+            parameters[name] = parameter
+        else:
+            aliases[name] = first[id(parameter)]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if first.setdefault(id(buffer), name) == name:
+            buffers[name] = buffer
+        else:
+            aliases[name] = first[id(buffer)]
+    return parameters, buffers, aliases
+
+
+def swap(model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+    """Put tensors in the place of the parameters and buffers of these names and of those tied to them."""
+    for name, tensor in [*tensors.items(), *((alias, tensors[name]) for alias, name in aliases.items())]:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        place = module._parameters if leaf in module._parameters else module._buffers
+        place[leaf] = tensor  # type: ignore[assignment]
+
+
+def held(model: nn.Module, name: str) -> Any:
+    """What the model now holds under the name of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
+
+
+def plain_tensors(model: nn.Module) -> dict[int, str]:
+    """The tensors that modules hold as plain attributes: for the id of each its name."""
+    return {
+        id(value): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def follow_modules(model: nn.Module, stack: list[str]) -> None:
+    """Keep in ``stack`` the paths of the modules that are running, the innermost last."""
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(_push(stack, path), prepend=True)
+        module.register_forward_hook(_pop(stack), always_call=True)
+
+
+def _push(stack: list[str], path: str) -> Callable[..., None]:
+    return lambda module, args: stack.append(path)
+
+
+def _pop(stack: list[str]) -> Callable[..., None]:
+    def pop(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    return pop
+
+
+@contextmanager
+def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """In the block an attribute has another value."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+@contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Activation checkpoints are plain calls: a dropout inside is drawn once, what is recomputed is decided later."""
+    reentrant = type("Plain", (), {"apply": staticmethod(lambda function, preserve, *args: function(*args))})
+    with (
+        changed(
+            torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter([None])
+        ),
+        changed(torch.utils.checkpoint, "CheckpointFunction", reentrant),
+    ):
+        yield

@@ -1,0 +1,244 @@
+"""The calling convention: a call's arguments as a list of tensors, and a list of tensors as the model's output."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.borrow import state_names
+from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.sharding import TensorType
+from shardc.tree import LEAF, Tree, flatten, rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
+
+    ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
+    value. ``state``: the training flag of every module and the ``requires_grad`` of every parameter.
+    """
+
+    leaves: tuple[tuple[str, Hashable], ...]
+    tree: Tree
+    train: bool
+    state: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor among the leaves of a call or of an output."""
+
+    type: TensorType
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return str(self.type)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor. Equal when type and value are; a value that has no hash stands by its repr."""
+
+    value: Any
+
+    def _key(self) -> tuple[type, Hashable]:
+        hashable = isinstance(self.value, Hashable) and _has_hash(self.value)
+        return type(self.value), self.value if hashable else repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+Leaf = TensorLeaf | Constant
+Leaves = tuple[tuple[str, Leaf], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallingConvention:
+    """How a captured program is called: ``inputs`` and ``outputs`` are the leaves of the call and of the result.
+
+    ``constants``: the values of the program's inputs of kind ``buffer`` that are none of the model's buffers.
+    """
+
+    forward: Callable[..., Any]
+    inputs: Leaves
+    outputs: Leaves
+    output_tree: Tree
+    signature: Signature
+    constants: Mapping[str, torch.Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors among the arguments, parallel to the program's inputs of kind ``input``."""
+        return tuple(name for name, leaf in self.inputs if isinstance(leaf, TensorLeaf))
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, parallel to ``names``; a ShardingError for any leaf other than the captured one."""
+        values = dict(call_leaves(self.forward, args, kwargs)[0])
+        found = {name: leaf_of(value) for name, value in values.items()}
+        errors = _missing(dict(self.inputs), found) + _unexpected(dict(self.inputs), found)
+        errors += [error for name, leaf in self.inputs if name in found for error in _mismatch(name, leaf, found[name])]
+        raise_all(errors)
+        return [values[name] for name in self.names]
+
+    def unflatten(self, tensors: Iterable[Any]) -> Any:
+        """The model's own output, from the tensors that the program returns for its outputs of kind ``output``."""
+        rest = iter(tensors)
+        leaves = (leaf.value if isinstance(leaf, Constant) else next(rest) for _, leaf in self.outputs)
+        return rebuild(self.output_tree, leaves)
+
+
+def call_signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Signature:
+    """The signature of a call of ``model``."""
+    leaves, tree = call_leaves(model.forward, args, kwargs)
+    state = [module.training for module in model.modules()] + [p.requires_grad for p in model.parameters()]
+    return Signature(tuple((name, leaf_of(value)) for name, value in leaves), tree, train, tuple(state))
+
+
+def call_leaves(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any]], Tree]:
+    """The leaves of a call by the names of forward's arguments, ``xs.0`` for ``*xs`` and ``foo`` for one of ``**kw``.
+
+    An argument that is given as its default counts as not given.
+    """
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = bound.signature.parameters[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(sorted(value.items()))
+        elif not _is_default(value, parameter.default):
+            named[name] = value
+    return flatten(named)
+
+
+def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """By kind (``param``, ``input``, ``module``) every name that a pattern may mean, and the one name of its value.
+
+    A tied parameter has several names, an entry ``foo`` of ``**kw`` is ``kw.foo`` too.
+    """
+    parameters, buffers, aliases = state_names(model)
+    state = {name: name for name in (*parameters, *buffers)}
+    leaves, _ = call_leaves(model.forward, args, kwargs)
+    passed = {name: name for name, value in leaves if isinstance(value, torch.Tensor)}
+    modules = {path: path for path, _ in model.named_modules() if path}
+    return {"param": state | aliases, "input": passed | _keyword_names(model.forward, passed), "module": modules}
+
+
+def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[str, str]:
+    parameters = inspect.signature(forward).parameters
+    rest = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
+    return {f"{kw}.{name}": name for kw in rest for name in names if name.partition(".")[0] not in parameters}
+
+
+def rebuild_call(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with other tensors, by the names of the leaves."""
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        path = "" if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
+        leaves, tree = flatten(value, path)
+        bound.arguments[name] = rebuild(tree, (tensors.get(path, leaf) for path, leaf in leaves))
+    return bound.args, bound.kwargs
+
+
+def leaf_of(value: Any) -> Leaf:
+    """The description of a leaf."""
+    if isinstance(value, torch.Tensor):
+        return TensorLeaf(TensorType(tuple(value.shape), value.dtype), value.requires_grad)
+    return Constant(value)
+
+
+def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
+    """The leaves of a model's output, the tensors among them, and its tree; a lone tensor is named ``output``."""
+    leaves, tree = flatten(output)
+    if tree == LEAF:
+        leaves = [("output", output)]
+    tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
+    return tuple((name, leaf_of(value)) for name, value in leaves), tensors, tree
+
+
+def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, ...]:
+    """The outputs that backward starts from: ``loss``, else all of 0 dims, else all; and those named in ``further``."""
+    found = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
+    for name in further:
+        if name not in found:
+            raise ShardingError(
+                f"differentiable={name!r}",
+                f"the outputs are {', '.join(name for name, _ in outputs)}",
+                "no output of this name has a gradient",
+                did_you_mean(name, found) or f"use one of {', '.join(found) or 'none'}",
+            )
+    scalars = [name for name, leaf in found.items() if not leaf.type.shape]
+    first = ["loss"] if "loss" in found else scalars or list(found)
+    return tuple(name for name in found if name in first or name in further)
+
+
+def _missing(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
+    return [
+        ShardingError(
+            f"input {name!r}",
+            "not given",
+            f"the program was captured with {captured[name]}",
+            f"pass it, or compile again without {name!r}",
+        )
+        for name in captured
+        if name not in found
+    ]
+
+
+def _unexpected(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
+    return [
+        ShardingError(
+            f"input {name!r}",
+            f"given as {found[name]}",
+            "the program was captured without it",
+            did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}",
+        )
+        for name in found
+        if name not in captured
+    ]
+
+
+def _mismatch(name: str, captured: Leaf, found: Leaf) -> list[ShardingError]:
+    if isinstance(captured, TensorLeaf) and isinstance(found, TensorLeaf):
+        if captured.type == found.type:
+            return []
+    elif captured == found:
+        return []
+    return [
+        ShardingError(
+            f"input {name!r}",
+            str(found),
+            f"the program was captured for {captured}",
+            "pass an input like the captured one, or compile again for this one",
+        )
+    ]
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,35 @@
+"""The user's lines: which frame of a stack is neither torch's, nor ours, nor of the standard library."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from functools import cache
+from types import CodeType, FrameType
+
+import torch
+
+
+def user_location(frame: FrameType | None, stop: CodeType) -> str:
+    """``file.py:line`` of the user's innermost frame, from ``frame`` up to the one that runs ``stop``."""
+    while frame is not None and frame.f_code is not stop:
+        if _is_users(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def failing_line(error: BaseException) -> str:
+    """``file.py:line: code`` of the user's innermost frame through which an error passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not frames:
+        return "the model"
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+@cache
+def _is_users(filename: str) -> bool:
+    standard = filename.startswith((sysconfig.get_paths()["stdlib"], "<frozen")) and "site-packages" not in filename
+    homes = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
+    return not standard and not filename.startswith(tuple(home + os.sep for home in homes))
