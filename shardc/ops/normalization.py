@@ -57,11 +57,12 @@ def _local_batch(at: int) -> Callable[[Call, Call], dict[int, Any]]:
     return lambda call, shard: {at: shard.operand.shape[0]}
 
 
-def _batch_norm_rule(training: int) -> Callable[[Call], Rule]:
-    """Channels are free. In training the batch is averaged and whole; else free. ``training``: the argument."""
+def _batch_norm_rule(training: int | bool) -> Callable[[Call], Rule]:
+    """Channels are free. In training the batch is averaged and whole. ``training``: a fact, or the argument's place."""
 
     def bind(call: Call) -> Rule:
-        x, whole = _batch_norm_dims(call.operand.shape, call.args[training])
+        is_training = training if isinstance(training, bool) else call.args[training]
+        x, whole = _batch_norm_dims(call.operand.shape, is_training)
         operands = [x, *["c"] * (len(call.operands) - 1)]
         results = [x, *("c" if result and result.shape != (0,) else "1" for result in call.results[1:])]
         return make_rule(f"{', '.join(operands)} -> {', '.join(results)}", call, whole=whole)
@@ -88,7 +89,7 @@ rule(aten._fused_rms_norm_backward.default, _rms_norm_backward_rule)
 rule(aten.native_group_norm.default, _group_norm_rule, local=_local_batch(3))
 rule(aten.native_group_norm_backward.default, _group_norm_backward_rule, local=_local_batch(5))
 rule(aten.native_batch_norm.default, _batch_norm_rule(training=5))
-rule(aten._native_batch_norm_legit_functional.default, _batch_norm_rule(training=5))
-rule(aten._native_batch_norm_legit_no_training.default, _batch_norm_rule(training=0))
+rule(aten._native_batch_norm_legit_functional.default, _batch_norm_rule(training=True))  # new buffers have no batch
+rule(aten._native_batch_norm_legit_no_training.default, _batch_norm_rule(training=False))
 rule(aten._native_batch_norm_legit.no_stats, _batch_norm_rule(training=3))
 rule(aten.native_batch_norm_backward.default, _batch_norm_backward_rule)

@@ -66,10 +66,10 @@ def _slice_scatter_rule(call: Call) -> Rule:
 
 
 def _local_bounds(large: TensorType, local: TensorType, args: Sequence[Any], at: int) -> dict[int, Any]:
-    """Start and end on a rank, for arguments whose ``dim`` is at position ``at``: all scale with the dim."""
+    """Start and end on a rank, for arguments whose ``dim`` is at position ``at``: they scale with the dim."""
     dim, start, end, _ = _bounds(large.shape, args[at:])
     whole, part = large.shape[dim], local.shape[dim]
-    return {} if whole == part else {at + 1: start * part // whole, at + 2: end * part // whole}
+    return {} if whole in (part, end - start) else {at + 1: start * part // whole, at + 2: end * part // whole}
 
 
 def _local_slice_backward(call: Call, shard: Call) -> dict[int, Any]:

@@ -1,0 +1,384 @@
+"""Every rule keeps its word: an op run on pieces and put together gives what the op gives on the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+import shardc.ops  # noqa: F401
+from shardc.ops.contraction import dot
+from shardc.ops.random import uniform
+from shardc.program import Program, op_rule, operands
+from shardc.rule import RULES, Call, Rule, make_rule, pointwise_rule
+from shardc.sharding import TensorType
+from shardc.spec import Dims
+
+LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
+EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
+
+
+class Draw(dict[str, Any]):
+    """The names that an example may use; a letter is a size that 2 and 3 divide."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(
+            F=self.floats,
+            P=self.positive,
+            U=self.unit,
+            I=self.ints,
+            M=self.mask,
+            CUDA=self.half,
+            float32=torch.float32,
+            float64=torch.float64,
+            int64=torch.int64,
+            uint64=torch.uint64,
+        )
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __missing__(self, name: str) -> int:
+        self[name] = self.random.choice((6, 12))
+        return self[name]
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self.generator)
+
+    def positive(self, *shape: int) -> Tensor:
+        return self.floats(*shape).abs() + 0.5
+
+    def unit(self, *shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64, generator=self.generator) * 0.8 + 0.1
+
+    def ints(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def mask(self, *shape: int) -> Tensor:
+        return self.floats(*shape) > 0
+
+    def half(self, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        if not torch.cuda.is_available():
+            pytest.skip("an op of CUDA alone")
+        return self.floats(*shape).abs().to(dtype).cuda()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op with real arguments, and its rule, bound as a program binds it."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call: Call
+    rule: Rule
+    tensors: tuple[Tensor | None, ...]  # the operands
+    results: tuple[Tensor | None, ...]
+
+    def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
+        """The results for other operands, and other arguments at some positions."""
+        new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if old is not None}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: new[id(tensor)].clone(), (self.args, self.kwargs))
+        args = list(args)
+        for position, argument in sorted((changed or {}).items()):
+            args[position : position + 1] = [argument]
+        return as_results(self.op(*args, **kwargs))
+
+
+def as_results(found: Any) -> list[Tensor | None]:
+    entries = list(found) if isinstance(found, (tuple, list)) else [found]
+    return [entry if isinstance(entry, Tensor) else None for entry in entries]
+
+
+def type_of(tensor: Tensor | None) -> TensorType | None:
+    return None if tensor is None else TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def make_case(name: str, text: str, seed: int) -> Case:
+    args, kwargs = eval(f"call({text})", {}, _with_call(Draw(seed)))  # the table is ours
+    return case_of(op_named(name), args, kwargs)
+
+
+def _with_call(draw: Draw) -> Draw:
+    draw["call"] = lambda *args, **kwargs: (args, kwargs)
+    return draw
+
+
+def op_named(name: str) -> Any:
+    if name in ("dot", "uniform"):
+        return {"dot": dot, "uniform": uniform}[name]
+    *namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, (namespace or ["aten"])[0]), op), overload)
+
+
+def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
+    graph = fx.Graph()
+    program = Program(graph, (), ())
+    tensors: dict[fx.Node, Tensor] = {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(tensors)}")
+        program.set_type(node, type_of(tensor))
+        tensors[node] = tensor
+        return node
+
+    whole = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
+    found = op(*whole[0], **whole[1])
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (args, dict(kwargs)))  # no tensor twice
+    node = graph.call_function(op, *pytree.tree_map_only(Tensor, placeholder, (args, kwargs)))
+    types = tuple(map(type_of, as_results(found)))
+    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
+    bound = rule(program.call(node)) if rule else program.rule(node)
+    values = tuple(operand and tensors[operand] for operand in operands(node))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(as_results(found)))
+
+
+# The property.
+
+
+def cuttable(rule: Rule) -> list[str]:
+    return [factor for factor, size in rule.sizes.items() if factor not in rule.whole and size > 1]
+
+
+def check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
+    """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
+    sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
+    changed = local_arguments(case, sizes)
+    found = {
+        index: case.run(cut_operands(case, pieces, index), changed)
+        for index in itertools.product(*map(range, pieces.values()))
+    }
+    for r, (whole, dims) in enumerate(zip(case.results, case.rule.results, strict=True)):
+        if whole is not None and dims is not None:
+            parts = {index: results[r] for index, results in found.items()}
+            assert {tuple(part.shape) for part in parts.values()} == {local_shape(dims, whole.shape, sizes)}
+            assert_same(case, put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
+
+
+def cut_operands(case: Case, pieces: Mapping[str, int], index: Sequence[int]) -> list[Tensor | None]:
+    sizes, tensors = dict(case.rule.sizes), list(case.tensors)
+    for (factor, count), i in zip(pieces.items(), index, strict=True):
+        for t, dims in enumerate(case.rule.operands):
+            if case.rule.has(factor, dims):
+                tensors[t] = merge(refine(tensors[t], dims, sizes).chunk(count, place(dims, factor))[i], dims)
+        sizes[factor] //= count
+    return tensors
+
+
+def put_together(rule: Rule, r: int, parts: dict[Any, Tensor], factors: list[str], sizes: dict[str, int]) -> Tensor:
+    """Join the parts of result ``r`` along the last factor, then the one before; ``sizes`` are those of a part."""
+    if not factors:
+        return parts[()]
+    *first, last = factors
+    groups: dict[Any, list[Tensor]] = {}
+    for index in sorted(parts):
+        groups.setdefault(index[:-1], []).append(parts[index])
+    joined = {index: join(rule, r, group, last, sizes) for index, group in groups.items()}
+    sizes[last] = rule.sizes[last]
+    return put_together(rule, r, joined, first, sizes)
+
+
+def join(rule: Rule, r: int, parts: list[Tensor], factor: str, sizes: Mapping[str, int]) -> Tensor:
+    dims = rule.results[r]
+    if rule.has(factor, dims):
+        return merge(torch.cat([refine(part, dims, sizes) for part in parts], place(dims, factor)), dims)
+    if rule.is_partial(factor, r):
+        return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[rule.reduce](torch.stack(parts), 0)
+    assert all(torch.equal(part, parts[0]) for part in parts), f"{factor} is no part of result {r}, yet it differs"
+    return parts[0]
+
+
+def refine(tensor: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
+    """The tensor with one dim a factor; a dim without factors stays."""
+    shape = [
+        s for factors, size in zip(dims, tensor.shape, strict=True) for s in ([sizes[f] for f in factors] or [size])
+    ]
+    return tensor.reshape(shape)
+
+
+def merge(tensor: Tensor, dims: Dims) -> Tensor:
+    """The inverse of ``refine``, whatever was cut."""
+    sizes = iter(tensor.shape)
+    return tensor.reshape([math.prod(next(sizes) for _ in factors or ("one",)) for factors in dims])
+
+
+def place(dims: Dims, factor: str) -> int:
+    return [name for factors in dims for name in factors or ("one",)].index(factor)
+
+
+def local_shape(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(
+        math.prod(sizes[f] for f in factors) if factors else size for factors, size in zip(dims, shape, strict=True)
+    )
+
+
+def local_types(
+    types: Sequence[TensorType | None],
+    sides: Sequence[Dims | None],
+    sizes: Mapping[str, int],
+) -> tuple[TensorType | None, ...]:
+    return tuple(
+        type_ if type_ is None or dims is None else replace(type_, shape=local_shape(dims, type_.shape, sizes))
+        for type_, dims in zip(types, sides, strict=True)
+    )
+
+
+def local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
+    entry = op_rule(case.op)
+    if entry is None or entry.local is None:
+        return {}
+    shard = replace(
+        case.call,
+        operands=local_types(case.call.operands, case.rule.operands, sizes),
+        results=local_types(case.call.results, case.rule.results, sizes),
+    )
+    return entry.local(case.call, shard)
+
+
+def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    if "empty" not in str(case.op):
+        scale = max([1.0, *expected.abs().flatten().tolist()]) if expected.is_floating_point() else 1
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
+        )
+
+
+def check_linear(case: Case, group: frozenset[int]) -> None:
+    """Split these operands in two terms; the results of both terms add up to the result."""
+    draw = Draw(len(group))
+    terms = [list(case.tensors), list(case.tensors)]
+    for i in group:
+        whole = case.tensors[i]
+        assert whole is not None
+        terms[0][i] = draw.floats(*whole.shape).to(whole)
+        terms[1][i] = whole - terms[0][i]
+    for one, other, expected in zip(case.run(terms[0]), case.run(terms[1]), case.results, strict=True):
+        if expected is not None:
+            assert_same(case, one + other, expected)
+
+
+def check(case: Case) -> None:
+    """Every factor in 2 and in 3 pieces, every two factors at once, every linear group."""
+    factors = cuttable(case.rule)
+    for factor, count in itertools.product(factors, (2, 3)):
+        if case.rule.sizes[factor] % count == 0:
+            check_cuts(case, {factor: count})
+    for one, other in itertools.combinations(factors, 2):
+        if case.rule.sizes[one] % 2 == case.rule.sizes[other] % 3 == 0:
+            check_cuts(case, {one: 2, other: 3})
+    for group in case.rule.linear:
+        if all(case.tensors[i].is_floating_point() for i in group):  # no sum of masks is open
+            check_linear(case, group)
+
+
+@pytest.mark.parametrize(("name", "text"), EXAMPLES, ids=[f"{name} {text}" for name, text in EXAMPLES])
+def test_pieces_of_an_op_make_the_whole(name: str, text: str) -> None:
+    for seed in (0, 1):
+        check(make_case(name, text, seed))
+
+
+def test_no_rule_is_without_an_example() -> None:
+    explicit = {op for op, entry in RULES.items() if entry.bind is not pointwise_rule}
+    assert explicit == {op_named(name) for name, _ in EXAMPLES}
+
+
+def test_every_rule_but_these_lets_something_be_cut() -> None:
+    """A rule that quietly turned all whole would pass every other test."""
+    can_be_cut = {name for name, text in EXAMPLES if "CUDA(" not in text and cuttable(make_case(name, text, 0).rule)}
+    never = {name for name, text in EXAMPLES if "CUDA(" not in text} - can_be_cut
+    assert never == {
+        "arange.default", "arange.start", "arange.start_step", "linspace.default", "eye.default", "eye.m",
+        "scalar_tensor.default", "mean.default", "any.default", "all.default", "prod.default", "squeeze.default",
+    }  # fmt: skip
+
+
+# Ops that torch tags as pointwise.
+
+
+def tagged_ops() -> list[Any]:
+    names = sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::")})
+    packets = [getattr(torch.ops.aten, name.removeprefix("aten::"), None) for name in names]
+    overloads = [getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads()]
+    return [op for op in overloads if torch.Tag.pointwise in op.tags and is_pure(op) and op not in RULES]
+
+
+def is_pure(op: Any) -> bool:
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return not (is_random or op._schema.is_mutable) and all("Tensor" in str(r.type) for r in op._schema.returns)
+
+
+def generic_arguments(op: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by the schema alone: tensors that broadcast, and numbers."""
+    draw, args = Draw(0), []
+    shapes = itertools.chain([(6, 12)], itertools.cycle([(6, 1), (12,)]))
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if kind == "Tensor" and not argument.kwarg_only:
+            args.append((draw.positive(*next(shapes)) * 2).to(dtype))
+        elif not argument.kwarg_only and not argument.has_default_value():
+            args.append({"number": 2, "int": 2, "float": 0.5, "bool": False, "str": "none"}.get(kind))
+    return tuple(args), {}
+
+
+def test_ops_that_torch_tags_as_pointwise_are() -> None:
+    checked = 0
+    for op, dtype in itertools.product(tagged_ops(), (torch.float64, torch.int64)):
+        args, kwargs = generic_arguments(op, dtype)
+        try:
+            op(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            continue  # not these arguments, not this dtype, or not on this device
+        case = case_of(op, args, kwargs)
+        check(case)
+        checked += 1
+    assert checked > 300
+
+
+# Wrong rules are caught.
+
+
+def test_a_softmax_whose_dim_is_free_is_caught() -> None:
+    args = (Draw(0).floats(6, 12), 1, False)
+    with pytest.raises(AssertionError):
+        check(case_of(torch.ops.aten._softmax.default, args, {}, lambda call: make_rule("a b -> a b", call)))
+
+
+def test_a_bias_added_by_every_shard_is_caught() -> None:
+    draw = Draw(0)
+    args = (draw.floats(6), draw.floats(12, 6), draw.floats(6, 6))
+    with pytest.raises(AssertionError):
+        check(case_of(torch.ops.aten.addmm.default, args, {}, lambda call: make_rule("n, m k, k n -> m n", call)))
+
+
+def test_a_mean_of_means_called_a_sum_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check(
+            case_of(torch.ops.aten.mean.default, (Draw(0).floats(6, 6),), {}, lambda call: make_rule("a b -> ", call))
+        )
+
+
+def test_a_gelu_called_linear_is_caught() -> None:
+    args = (Draw(0).floats(6),)
+    with pytest.raises(AssertionError):
+        check(case_of(torch.ops.aten.gelu.default, args, {}, lambda call: make_rule("a -> a", call, linear="0")))
+
+
+def test_a_transpose_named_in_the_wrong_order_is_caught() -> None:
+    args = (Draw(0).floats(6, 6),)
+    with pytest.raises(AssertionError):
+        check(case_of(torch.ops.aten.t.default, args, {}, lambda call: make_rule("a b -> a b", call)))
+
+
+def test_a_size_that_stays_global_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check(case_of(torch.ops.aten.arange.default, (6,), {}, lambda call: make_rule("-> a", call)))
