@@ -5,6 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 BIN := .venv/bin
 WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
+IN_PARALLEL := -n 2 --dist loadgroup
 
 .PHONY: demo test lint format types wheel-test readme examples clean
 
@@ -12,7 +13,7 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 test: .venv/installed-test
-	$(PYTEST) -n 2
+	$(PYTEST) $(IN_PARALLEL)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -40,7 +41,7 @@ wheel-test: .venv/installed-test
 		> "$$($(WHEEL)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	$(WHEEL)/venv/bin/python -m pip install --quiet --no-deps $(WHEEL)/*.whl
 	$(WHEEL)/venv/bin/python -P -c 'import shardc; assert "$(WHEEL)" in shardc.__file__, shardc.__file__'
-	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest -n 2 -m "not slow"
+	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow"
 
 # The environment: made once, and again when what it is made from changes.
 .venv/bin/python:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
@@ -63,8 +64,9 @@ def _complain(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardc", description="Shard a PyTorch model by a few annotations.",
-                                     epilog=EXIT_CODES)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     dump = _command(commands, "dump", "print the program, its shardings and its collectives")
     dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
@@ -78,16 +80,31 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help_, description=help_, epilog=TARGET_HELP + EXIT_CODES,
+        name,
+        help=help_,
+        description=help_,
+        epilog=TARGET_HELP + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--mesh", type=_mesh, required=True, help="axes and sizes: dp=2,tp=4")
-    parser.add_argument("--annotate", metavar="PATTERN=SPEC", action="append", default=[],
-                        help="may be repeated; replaces hf defaults, adds to a function's own")  # fmt: skip
+    parser.add_argument(
+        "--annotate",
+        metavar="PATTERN=SPEC",
+        action="append",
+        default=[],
+        help="may be repeated; replaces hf defaults, adds to a function's own",
+    )
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
-                        help="a field of the hf config, or an argument of the function")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        type=_setting,
+        dest="settings",
+        help="a field of the hf config, or an argument of the function",
+    )
     parser.add_argument("--batch", type=int, help="batch size of made up inputs (8)")
     parser.add_argument("--seq", type=int, help="sequence length of made up inputs (64)")
     return parser
@@ -98,7 +115,7 @@ def _mesh(text: str) -> Mesh:
     if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
         raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=2,tp=4")
     try:
-        return Mesh(**{name: int(size) for name, _, size in axes})
+        return Mesh(**{name: int(size) for name, _, size in axes})  # type: ignore[arg-type]
     except ShardingError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -118,8 +135,9 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     for text in options.annotate:
         pattern, equals, spec = text.rpartition("=")
         if not equals:
-            raise ShardingError(f"--annotate {text!r}", "no '='", "an annotation reads PATTERN=SPEC",
-                                f"write --annotate '{text}=dp'")  # fmt: skip
+            raise ShardingError(
+                f"--annotate {text!r}", "no '='", "an annotation reads PATTERN=SPEC", f"write --annotate '{text}=dp'"
+            )
         given[pattern] = P.parse(spec)
     if options.target.startswith("hf:"):
         return given or dict(target.annotations)
@@ -142,8 +160,9 @@ def _dump(options: argparse.Namespace) -> int:
     target = _load(options)
     annotations = _annotations(options, target)
     with _progress(f"compiling for {options.mesh}"):
-        compiled = compile(target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs,
-                           train=options.train)  # fmt: skip
+        compiled = compile(
+            target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train
+        )
     text = dump(compiled, options.format, options.after, options.only, options.verbose)
     _write(text, options.output)
     return GOOD
@@ -163,8 +182,12 @@ def _write(text: str, path: str | None) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        from shardc.target import UsageError
+
+        raise UsageError(f"-o {path}: {error.strerror}") from error
     print(f"shardc: wrote {path}", file=sys.stderr)
 
 
@@ -173,8 +196,15 @@ def _verify(options: argparse.Namespace) -> int:
 
     target = _load(options)
     annotations = _annotations(options, target)
-    found = verify(target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs,
-                   train=options.train, progress=_progress)  # fmt: skip
+    found = verify(
+        target.model,
+        options.mesh,
+        annotations,
+        args=target.args,
+        kwargs=target.kwargs,
+        train=options.train,
+        progress=_progress,
+    )
     _write(differences_text(found), None)
     return GOOD if all(difference.is_small for difference in found) else CHECK_FAILED
 

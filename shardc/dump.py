@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COLLECTIVE_COLOR, FALLBACK_COLOR = "#f4a261", "#e76f51"
 
 
-def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False) -> str:  # noqa: A002
+def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False) -> str:
     """The program after the pass named ``after`` as ``text``, ``json`` or ``dot``.
 
     Without ``after`` it is the last one in global shapes, which has every collective. ``only="collectives"`` leaves out
@@ -45,8 +45,12 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
         return program_dot(program)
     if format != "text":
         formats = ("text", "json", "dot")
-        raise ShardingError(f"format {format!r}", f"dump knows {', '.join(formats)}", "there is no such format",
-                            did_you_mean(format, formats) or "name one of them")  # fmt: skip
+        raise ShardingError(
+            f"format {format!r}",
+            f"dump knows {', '.join(formats)}",
+            "there is no such format",
+            did_you_mean(format, formats) or "name one of them",
+        )
     return collectives_text(collectives_of(program)) if only else _whole_text(program, seconds)
 
 
@@ -168,7 +172,7 @@ def json_text(record: Mapping[str, Any]) -> str:
 def program_dot(program: Program) -> str:
     """The graph for graphviz: a box for each module, collectives and ops without a rule coloured."""
     called = op_names(program)
-    colors = {node: FALLBACK_COLOR for node in fallbacks_of(program)}
+    colors = dict.fromkeys(fallbacks_of(program), FALLBACK_COLOR)
     colors |= {node: COLLECTIVE_COLOR for node in program.calls if node.target in COLLECTIVES}
     moved = {found.name: f"\n{bytes_text(found.wire_bytes)}" for found in collectives_of(program)}
     clusters: dict[str, list[str]] = {}
@@ -177,7 +181,8 @@ def program_dot(program: Program) -> str:
             fill = f', style=filled, fillcolor="{colors[node]}"' if node in colors else ""
             op = node.op if node.op == "placeholder" else called.get(node.target, "getitem")
             label = f"{node.name}\n{op} {type_text(program, node)}{moved.get(node.name, '')}"
-            clusters.setdefault(program.source(node).module, []).append(f"{_quoted(node.name)} [label={_quoted(label)}{fill}];")
+            box = f"{_quoted(node.name)} [label={_quoted(label)}{fill}];"
+            clusters.setdefault(program.source(node).module, []).append(box)
     edges = [
         f"  {_quoted(operand.name)} -> {_quoted(node.name)};"
         for node in program.graph.nodes

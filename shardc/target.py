@@ -68,7 +68,7 @@ def _function(place: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         near = did_you_mean(name, vars(module))
         raise UsageError(f"TARGET {place}:{name}: {place} has no function {name!r}{f'; {near}' if near else ''}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _file_module(path: Path) -> Any:
@@ -79,7 +79,12 @@ def _file_module(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
-    return _executed(str(path), lambda: (spec.loader.exec_module(module), module)[1])  # type: ignore[union-attr, func-returns-value]
+    return _executed(str(path), lambda: _run_module(spec.loader, module))
+
+
+def _run_module(loader: Any, module: Any) -> Any:
+    loader.exec_module(module)
+    return module
 
 
 def _module(name: str) -> Any:
@@ -96,8 +101,10 @@ def _executed(place: str, load: Callable[[], Any]) -> Any:
 
 def _checked(text: str, made: Any) -> Target:
     if not (isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module)):
-        shape = f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(f"TARGET {text!r} returned {shape}: it must return (model, args[, kwargs[, annotations]])")
+        names = [type(part).__name__ for part in (made if isinstance(made, tuple) else (made,))]
+        raise UsageError(
+            f"TARGET {text!r} returned {', '.join(names)}: it must return (model, args[, kwargs[, annotations]])"
+        )
     args = made[1] if isinstance(made[1], (tuple, list)) else (made[1],)
     return Target(made[0], tuple(args), *made[2:])
 
@@ -141,10 +148,11 @@ def _model_and_inputs(config: Any, wish: Wish) -> tuple[nn.Module, dict[str, tor
 
 
 def _tokens(config: Any, wish: Wish) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "decoder_input_ids", "labels") if config.is_encoder_decoder else ("input_ids", "labels")
     config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or 64
     shape = (wish.batch or 8, wish.seq or min(64, longest))
-    return {name: torch.randint(config.vocab_size, shape) for name in ("input_ids", "labels")}
+    return {name: torch.randint(config.vocab_size, shape) for name in names}
 
 
 def _images(config: Any, wish: Wish) -> dict[str, torch.Tensor]:

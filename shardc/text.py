@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardc.collective import Collective, collectives_of
@@ -88,7 +88,7 @@ def _body_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
 def op_names(program: Program) -> dict[Any, str]:
     """What each op is called: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
     targets = {node.target for node in program.calls}
-    own = {target.__name__ for target in targets if not hasattr(target, "_schema")}
+    own = {getattr(target, "__name__", "") for target in targets if not hasattr(target, "_schema")}
     return {target: _op_name(target, own) for target in targets}
 
 
@@ -158,10 +158,18 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     if not collectives:
         return "no collectives\n"
     listed = [
-        (c.name, "+".join(c.axes), c.phase, f"{c.dtype}{list(c.local_shape_in)}", f"{c.dtype}{list(c.local_shape_out)}",
-         bytes_text(c.wire_bytes), c.source, c.cause)
+        (
+            c.name,
+            "+".join(c.axes),
+            c.phase,
+            f"{c.dtype}{list(c.local_shape_in)}",
+            f"{c.dtype}{list(c.local_shape_out)}",
+            bytes_text(c.wire_bytes),
+            c.source,
+            c.cause,
+        )
         for c in collectives
-    ]  # fmt: skip
+    ]
     header = ("collective", "axes", "phase", "in", "out", "wire", "source", "cause")
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
 
@@ -173,14 +181,13 @@ def _by_kind(collectives: Sequence[Collective]) -> str:
     rows = []
     for phase, kind, axes in dict.fromkeys(map(key, collectives)):
         same = [found for found in collectives if key(found) == (phase, kind, axes)]
-        rows.append((phase, kind, axes, len(same), _total(same, lambda c: c.bytes), _total(same, lambda c: c.wire_bytes)))
-    wire = _total(collectives, lambda c: c.wire_bytes)
-    rows.append(("total", "", "", len(collectives), _total(collectives, lambda c: c.bytes), wire))
-    return table(("phase", "kind", "axes", "count", "bytes", "wire"), rows)
+        rows.append((phase, kind, axes, *_totals(same)))
+    return table(("phase", "kind", "axes", "count", "bytes", "wire"), [*rows, ("total", "", "", *_totals(collectives))])
 
 
-def _total(collectives: Iterable[Collective], size: Callable[[Collective], int]) -> str:
-    return bytes_text(sum(map(size, collectives)))
+def _totals(collectives: Sequence[Collective]) -> tuple[int, str, str]:
+    moved, sent = sum(found.bytes for found in collectives), sum(found.wire_bytes for found in collectives)
+    return len(collectives), bytes_text(moved), bytes_text(sent)
 
 
 def parameters_text(program: Program) -> str:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from shardc.annotations import Spec
 from shardc.api import Compiled, compile
 from shardc.borrow import borrowed
 from shardc.convention import call_leaves, output_leaves, rebuild_call
@@ -49,9 +48,15 @@ class Difference:
 
 
 def verify(
-    model: nn.Module, mesh: Mesh, annotations: Mapping[str, Spec], *, args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None, train: bool = True, progress: Progress = lambda step: nullcontext(),
-) -> tuple[Difference, ...]:  # fmt: skip
+    model: nn.Module,
+    mesh: Mesh,
+    annotations: Mapping[str, Any],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    train: bool = True,
+    progress: Progress = lambda step: nullcontext(),
+) -> tuple[Difference, ...]:
     """Every difference of every check. The model and its inputs are copied, never changed."""
     found: list[Difference] = []
     for dtype, tolerance in TOLERANCES.items():
@@ -60,10 +65,11 @@ def verify(
             own = copy.deepcopy(model).to(dtype)
             own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
             run = _Run(own, mesh, annotations, own_args, own_kwargs, train)
-            for check, compare in (
-                ("sharded against single device", run.sharded_and_single),
-                ("single device against eager", run.single_and_eager),
-            ):
+            checks: dict[Check, Callable[[], tuple[Values, Values]]] = {
+                "sharded against single device": run.sharded_and_single,
+                "single device against eager": run.single_and_eager,
+            }
+            for check, compare in checks.items():
                 with progress(f"{name}: {check}"):
                     values, expected = compare()
                 found += _differences(check, name, tolerance, values, expected)
@@ -76,7 +82,7 @@ class _Run:
 
     model: nn.Module
     mesh: Mesh
-    annotations: Mapping[str, Spec]
+    annotations: Mapping[str, Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     train: bool
@@ -174,7 +180,7 @@ def difference(value: Tensor | None, expected: Tensor | None) -> float:
         return 0.0
     value, expected = value.double(), expected.double()
     same = (value == expected) | (value.isnan() & expected.isnan())
-    apart = torch.where(same, 0.0, (value - expected).abs()).nan_to_num(nan=float("inf"))
+    apart = torch.where(same, 0.0, (value - expected).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     size = expected.abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(apart.max()) / max(1.0, float(size.max()))
 
@@ -188,5 +194,6 @@ def differences_text(found: Sequence[Difference], num_worst: int = 5) -> str:
         verdict = f"{len(bad)} of {len(ours)} tensors differ" if bad else f"{len(ours)} tensors agree"
         worst = sorted(ours, key=lambda each: (-each.difference, each.name))[: max(num_worst, len(bad))]
         rows = [(each.name, f"{each.difference:.1e}", "" if each.is_small else "differs") for each in worst]
-        parts.append(f"{check}, {dtype}: {verdict} (at most {ours[0].tolerance:.0e})\n{table(('worst', 'difference', ' '), rows)}")
+        title = f"{check}, {dtype}: {verdict} (at most {ours[0].tolerance:.0e})"
+        parts.append(f"{title}\n{table(('worst', 'difference', ' '), rows)}")
     return "\n".join(parts)

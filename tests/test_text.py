@@ -5,6 +5,7 @@ import operator
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from shardc.sharding import P, Sharding, TensorType
 from shardc.text import bytes_text, collectives_text, parameters_text, program_text, table
 
 aten = torch.ops.aten
+Phase = Literal["forward", "backward", "update"]
 MESH = Mesh(dp=2, tp=4)
 F32 = torch.float32
 
@@ -46,7 +48,9 @@ def megatron() -> Program:
         level="lowered",
     )
 
-    def known(node: fx.Node, type_: TensorType, sharding: Sharding, module: str = "", phase: str = "forward") -> fx.Node:
+    def known(
+        node: fx.Node, type_: TensorType, sharding: Sharding, module: str = "", phase: Phase = "forward"
+    ) -> fx.Node:
         program.set_type(node, type_)
         program.set_sharding(node, sharding)
         program.set_source(node, Source(module, f"{module}.py:{len(graph.nodes)}" if module else "", phase))
@@ -63,8 +67,13 @@ def megatron() -> Program:
     reduced = known(call(all_reduce, (y, ("tp",), "sum")), f32(16, 64), cut("dp,-", 16, 64), "mlp.down")
     program.set_cause(reduced, "mlp.down.weight=tp,- cuts what mlp.down sums over")
     loss = known(call(aten.sum.default, (reduced,), {"dtype": F32}), f32(), Sharding.replicated(MESH, 0))
-    ones = known(call(aten.ones.default, ([16, 64],), {"device": torch.device("cpu")}), f32(16, 64),
-                 cut("dp,-", 16, 64), "mlp.down", "backward")  # fmt: skip
+    ones = known(
+        call(aten.ones.default, ([16, 64],), {"device": torch.device("cpu")}),
+        f32(16, 64),
+        cut("dp,-", 16, 64),
+        "mlp.down",
+        "backward",
+    )
     partial_grad = replace(cut("tp,-", 256, 64), partial=((MESH.axis("dp"), "sum"),))
     grad = known(call(dot, (a, ones, "b k, b n -> k n")), f32(256, 64), partial_grad, "mlp.down", "backward")
     total = known(call(all_reduce, (grad, ("dp",), "sum")), f32(256, 64), cut("tp,-", 256, 64), "mlp.down", "backward")
@@ -73,7 +82,9 @@ def megatron() -> Program:
 
 
 def test_a_program_reads_like_the_model() -> None:
-    assert program_text(megatron()) == """\
+    assert (
+        program_text(megatron())
+        == """\
 program (lowered) on dp=2, tp=4
 
 inputs
@@ -103,6 +114,7 @@ results
   output loss: f32[] = sum_default
   gradient mlp.down.weight: f32[256@tp, 64] = all_reduce_1
 """
+    )
 
 
 def test_a_localized_program_prints_local_shapes_without_shardings() -> None:
@@ -132,7 +144,8 @@ def test_an_op_with_several_results_prints_all_types_and_the_pick_of_one() -> No
     program.set_type(both, (f32(8), index))
     program.set_sharding(both, (rows, rows))
     program.set_type(picked, index)
-    assert "    max_dim: (f32[8@dp], i64[8@dp]) = max(x, 1)\n    getitem: i64[8@dp] = max_dim[1]\n" in program_text(program)
+    lines = program_text(program).splitlines()
+    assert "    max_dim: (f32[8@dp], i64[8@dp]) = max(x, 1)" in lines and "    getitem: i64[8@dp] = max_dim[1]" in lines
 
 
 def test_collectives_are_counted_by_phase_kind_and_axes_in_bytes_of_one_rank() -> None:
@@ -159,7 +172,8 @@ def test_a_slice_is_no_collective_and_a_gather_pays_for_its_output() -> None:
     node.target = all_gather
     program.set_sharding(node.args[0], cut("dp+tp,-", 16, 64))
     gather = collectives_of(program)[0]
-    assert (gather.local_shape_in, gather.local_shape_out, gather.bytes, gather.wire_bytes) == ((2, 64), (8, 64), 2048, 1536)
+    assert (gather.local_shape_in, gather.local_shape_out) == ((2, 64), (8, 64))
+    assert (gather.bytes, gather.wire_bytes) == (2048, 1536)
 
 
 def test_parameters_show_what_one_rank_holds() -> None:
@@ -220,17 +234,37 @@ def test_the_json_form_holds_what_the_contract_names() -> None:
     record = json.loads(json_text(program_json(megatron(), {})))
     assert record["version"] == 1 and record["mesh"] == {"dp": 2, "tp": 4}
     assert set(record) >= {
-        "parameters", "inputs", "outputs", "collectives", "fallbacks", "memory", "flops", "stages", "nodes",
-    }  # fmt: skip
+        "parameters",
+        "inputs",
+        "outputs",
+        "collectives",
+        "fallbacks",
+        "memory",
+        "flops",
+        "stages",
+        "nodes",
+    }
     assert record["parameters"][0] == {
-        "name": "mlp.up.weight", "shape": [64, 256], "dtype": "float32", "sharding": "f32[64, 256@tp]",
+        "name": "mlp.up.weight",
+        "shape": [64, 256],
+        "dtype": "float32",
+        "sharding": "f32[64, 256@tp]",
         "local_shape": [64, 64],
-    }  # fmt: skip
+    }
     assert record["collectives"][0] == {
-        "id": "all_reduce", "kind": "all_reduce", "axes": ["tp"], "dtype": "float32", "local_shape_in": [8, 64],
-        "local_shape_out": [8, 64], "bytes": 2048, "wire_bytes": 3072, "phase": "forward", "node": "dot_1",
-        "source": "mlp.down.py:7", "cause": "mlp.down.weight=tp,- cuts what mlp.down sums over",
-    }  # fmt: skip
+        "id": "all_reduce",
+        "kind": "all_reduce",
+        "axes": ["tp"],
+        "dtype": "float32",
+        "local_shape_in": [8, 64],
+        "local_shape_out": [8, 64],
+        "bytes": 2048,
+        "wire_bytes": 3072,
+        "phase": "forward",
+        "node": "dot_1",
+        "source": "mlp.down.py:7",
+        "cause": "mlp.down.weight=tp,- cuts what mlp.down sums over",
+    }
     assert [node["name"] for node in record["nodes"]][:4] == ["up", "down", "x", "dot"]
     assert "seconds" not in record and "seconds" in program_json(megatron(), {"capture": 0.5})
 
@@ -251,7 +285,8 @@ def test_the_drawing_boxes_modules_and_colours_collectives() -> None:
 
 
 def test_a_table_aligns_numbers_right_and_leaves_empty_columns_out() -> None:
-    assert table(("name", "count", "why"), [("a", 1, ""), ("long", 10, "")]) == "name  count\na         1\nlong     10\n"
+    text = table(("name", "count", "why"), [("a", 1, ""), ("long", 10, "")])
+    assert text == "name  count\na         1\nlong     10\n"
 
 
 def test_bytes_are_printed_in_powers_of_a_thousand() -> None:

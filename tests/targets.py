@@ -1,0 +1,60 @@
+"""Targets for the command line: each returns what a TARGET must return, or what it must not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardc import P
+
+
+class MLP(nn.Module):
+    """Two layers and a loss; ``dropout`` makes it random, ``cast`` computes its loss in float32."""
+
+    def __init__(self, dropout: float = 0.0, cast: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.dropout, self.cast = nn.Dropout(dropout), cast
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        y = self.down(self.dropout(F.gelu(self.up(x))))
+        loss = F.mse_loss(y.float(), target.to(torch.float32)) if self.cast else F.mse_loss(y, target)
+        return {"loss": loss, "y": y}
+
+
+ANNOTATIONS = {"x": P("dp"), "target": P("dp"), "down.weight": P(None, "tp")}
+
+
+def mlp(**settings: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return MLP(**settings), (torch.randn(8, 8), torch.randn(8, 8)), {}, ANNOTATIONS
+
+
+def bare() -> tuple[Any, ...]:
+    """No annotations, inputs by keyword."""
+    model, (x, target), _, _ = mlp()
+    return model, (x,), {"target": target}
+
+
+class Branching(nn.Module):
+    """Has no graph: it branches on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum() if x.sum() > 0 else x.sum()
+
+
+def branching() -> tuple[Any, ...]:
+    return Branching(), (torch.ones(4),)
+
+
+def not_a_model() -> tuple[Any, ...]:
+    return "model", ()
+
+
+def failing() -> tuple[Any, ...]:
+    raise RuntimeError("no such data")
