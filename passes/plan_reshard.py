@@ -1,0 +1,253 @@
+"""From one sharding to another: the cheapest sequence of collectives, as pure values.
+
+Both shardings are first seen alike: dims with cuts in blocks as one dim for each block level, axes split where parts
+of both begin or end. What both share at the major end of a dim stays; the rest is searched (search_moves.py). Where
+two sides cannot be seen alike, those dims are gathered and sliced again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from shardc.collective import Collective, Kind, Step, group_size, steps_sharding, wire_bytes
+from shardc.error import ShardingError
+from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
+from shardc.rule import split_dim
+from shardc.sharding import WHOLE, DimSharding, P, Sharding, TensorType, num_shards
+
+from .search_moves import Lists, Move, Space, State, cheapest_moves
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_ATOMS = 4  # more parts than this in play are not split further for the sake of a permute
+
+
+def reshard_plan(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, src: P | Sharding, dst: P | Sharding
+) -> tuple[Collective, ...]:
+    """The collectives of the cheapest way from one sharding to another, without local slices.
+
+    Raises a ShardingError where a sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
+    """
+    mesh, type_ = Mesh.of(mesh), TensorType(tuple(shape), dtype)
+    before, found = _sharding(mesh, type_, src, "src"), []
+    after = _sharding(mesh, type_, dst, "dst")
+    if not _is_open(before, after):
+        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: a reduction cannot be opened again",
+                            "make dst partial only where src is")  # fmt: skip
+    shape = type_.shape
+    for step in plan_reshard(before, after, type_):
+        if step.kind not in ("view", "shard_slice"):
+            found.append(_collective(step, before.local_shape(shape), dtype))
+        before, shape = step.sharding, step.shape
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, ...]:
+    """The steps from ``src`` to ``dst``; the last step's sharding is ``dst``. ``dst`` is partial only where ``src`` is.
+
+    Local values on the way are never larger than at both ends, save where blocks do not line up.
+    """
+    assert src.mesh == dst.mesh and _is_open(src, dst), (src, dst)
+    assert src.is_even(type.shape) and dst.is_even(type.shape), (src.text(type), dst.text(type))
+    sizes = [_subdim_sizes(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
+    fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
+    apart = _apart(src, dst, sizes, fine)
+    if apart:
+        via = replace(dst, dims=tuple(WHOLE if i in apart else dim for i, dim in enumerate(dst.dims)))
+        return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
+    shape = tuple(size for sub in sizes for size in sub or ())
+    steps = list(_plain_steps(fine[0], fine[1], shape))
+    if shape != type.shape and steps:
+        view = Step("view", (list(shape),), fine[0], shape)
+        steps = [view, *steps, Step("view", (list(type.shape),), dst, type.shape)]
+    return (*steps[:-1], replace(steps[-1], sharding=dst)) if steps else ()
+
+
+def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
+    if isinstance(said, P):
+        return said.sharding(mesh, type.shape, who)
+    if len(said.dims) != len(type.shape) or said.mesh != mesh or not said.is_even(type.shape):
+        raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",
+                            "the sharding does not fit: mesh, number of dims, or a size that does not divide",
+                            "make the sharding on this mesh for this shape")  # fmt: skip
+    return said
+
+
+def _is_open(src: Sharding, dst: Sharding) -> bool:
+    """Whether every reduction that is open in ``dst`` is open in ``src``."""
+    ends = part_ends(src.partial_axes + dst.partial_axes)
+    fine = [{(piece, op) for part, op in at.partial for piece in split_parts((part,), ends)} for at in (src, dst)]
+    return fine[1] <= fine[0]
+
+
+def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
+    assert step.kind != "view"
+    after = step.sharding.local_shape(step.shape)
+    payload = max(math.prod(local_shape), math.prod(after)) * dtype.itemsize
+    sent = wire_bytes(step.kind, payload, group_size(step.sharding.mesh, step.kind, step.args))
+    name = str(dtype).removeprefix("torch.")
+    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent)
+
+
+# Seeing both sides alike.
+
+
+def _subdim_sizes(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, ...] | None:
+    """The dim as separate dims on which both cuts are plain; None if there are none."""
+    if src == dst or not (src.minor or dst.minor):
+        return (size,)
+    trailing = {1, size}
+    for cut in (src, dst):
+        trailing |= {math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor))}
+    marks = sorted(trailing, reverse=True)
+    if any(major % minor for major, minor in pairwise(marks)):
+        return None
+    sizes = tuple(major // minor for major, minor in pairwise(marks))
+    for cut in (src, dst):
+        taken = merge_parts(part for sub in split_dim(cut, size, sizes) for part in sub.all_axes)
+        if taken != merge_parts(cut.all_axes):
+            return None
+    return sizes
+
+
+def _refined(sharding: Sharding, shape: tuple[int, ...], sizes: list[tuple[int, ...] | None]) -> Sharding:
+    """The sharding on the separate dims; a dim that is not split keeps its cuts as they are."""
+    dims: list[DimSharding] = []
+    for dim, size, subs in zip(sharding.dims, shape, sizes, strict=True):
+        dims += [dim] if subs is None or len(subs) == 1 else split_dim(dim, size, subs)
+    return replace(sharding, dims=tuple(dims))
+
+
+def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
+    """The dims that cannot be seen alike: blocks that do not line up, or an axis in parts that do not."""
+    ends = part_ends(part for sharding in fine for part in sharding.cut_axes + sharding.partial_axes)
+    broken = {name for name, found in ends.items() if any(end % start for start, end in pairwise(found))}
+    names = [{part.name for part in a.all_axes + b.all_axes} for a, b in zip(src.dims, dst.dims, strict=True)]
+    return {i for i, used in enumerate(names) if sizes[i] is None or used & broken}
+
+
+# The search, with axes as numbered atoms.
+
+
+def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Step]:
+    """The steps between two shardings that are plain on every dim on which they differ."""
+    ends = _ends_in_play(src, dst)
+    start, target = _rest(src, dst, ends)
+    atoms = tuple(sorted({part for axes in (*start, *target) for part in axes} | set(_closing(src, dst, ends)),
+                         key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))  # fmt: skip
+    active = [i for i in range(len(shape)) if start[i] or target[i]]
+    if len(atoms) <= 3:
+        active = sorted(active + _spare_dim(src, dst, shape, active, num_shards(sum(target, ()))))
+    number = {part: i for i, part in enumerate(atoms)}
+    lists = [tuple(tuple(number[part] for part in side[i]) for i in active) for side in (start, target)]
+    space = Space(
+        tuple(part.size for part in atoms),
+        tuple(shape[i] // math.prod(p.size for p in _kept(src.dims[i], start[i], ends)) for i in active),
+        State(lists[0], tuple(sorted(number[part] for part in _closing(src, dst, ends)))), State(lists[1], ()),
+    )  # fmt: skip
+    moves = cheapest_moves(space)
+    assert moves is not None, f"no way from {src} to {dst} on {shape}"
+    sharding = src
+    for kind, args in _calls(_joined_slices(moves), atoms, active, src):
+        sharding = steps_sharding(sharding, kind, args)
+        yield Step(kind, args, sharding, shape)
+
+
+def _ends_in_play(src: Sharding, dst: Sharding) -> dict[str, list[int]]:
+    """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
+    ends = part_ends(part for sharding in (src, dst) for part in sharding.cut_axes + sharding.partial_axes)
+    coarse = ends
+    while (split := _uneven_pair(*_rest(src, dst, ends))) is not None:
+        ends = part_ends([AxisPart(name, a, b // a) for name, found in ends.items() for a, b in pairwise(found)] + [split])
+    in_play = {part for axes in sum(_rest(src, dst, ends), ()) for part in axes}
+    return ends if len(in_play) <= MAX_ATOMS else coarse
+
+
+def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
+    """The major piece of a part that meets a smaller one, or one of another size, in the same place of the other side."""
+    for ours, theirs in zip(src, dst, strict=True):
+        for a, b in zip(ours, theirs, strict=False):
+            common = math.gcd(a.size, b.size)
+            if a.size != b.size and common > 1:
+                return a.major(common) if a.size > common else b.major(common)
+            if a.size != b.size:
+                break
+    return None
+
+
+def _rest(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
+    """What cuts each dim on either side, without what both have in common at the major end."""
+    pairs = [_without_common(split_parts(a.axes, ends), split_parts(b.axes, ends)) if a != b else ((), ())
+             for a, b in zip(src.dims, dst.dims, strict=True)]  # fmt: skip
+    return tuple(ours for ours, _ in pairs), tuple(theirs for _, theirs in pairs)
+
+
+def _without_common(ours: Axes, theirs: Axes) -> tuple[Axes, Axes]:
+    common = 0
+    while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
+        common += 1
+    return ours[common:], theirs[common:]
+
+
+def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: list[int], count: int) -> list[int]:
+    """A dim that does not change, on which the new cuts can wait."""
+    even = (i for i, cut in enumerate(dst.dims) if not cut.minor and cut.local_size(shape[i]) % count == 0)
+    return [i for i in even if i not in active and count > 1 and src.dims[i] == dst.dims[i]][:1]
+
+
+def _kept(dim: DimSharding, rest: Axes, ends: dict[str, list[int]]) -> Axes:
+    axes = split_parts(dim.axes, ends)
+    return axes[: len(axes) - len(rest)]
+
+
+def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
+    """The parts whose reduction is to be done."""
+    still = split_parts(dst.partial_axes, ends)
+    return tuple(part for part in split_parts(src.partial_axes, ends) if part not in still)
+
+
+def _joined_slices(moves: tuple[Move, ...]) -> Iterator[Move]:
+    """The moves, with neighbouring slices of one dim as one."""
+    waiting: dict[int, Move] = {}
+    for move in moves:
+        if move.kind == "shard_slice":
+            dim = move.dims[0]
+            earlier = waiting.get(dim, move._replace(atoms=()))
+            waiting[dim] = move._replace(atoms=earlier.atoms + move.atoms)
+            continue
+        yield from waiting.values()
+        waiting.clear()
+        yield move
+    yield from waiting.values()
+
+
+def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding) -> Iterator[tuple[Kind, tuple[object, ...]]]:
+    """Each move as a call's arguments after the value."""
+
+    def printed(numbers: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(map(src.mesh.print_part, merge_parts(atoms[i] for i in numbers)))
+
+    for move in moves:
+        if move.kind == "collective_permute":
+            windows = [_window(a, b) for a, b in zip(move.before.lists, move.after.lists, strict=True)]
+            yield move.kind, tuple(sum((printed(window[i]) for window in windows), ()) for i in (0, 1))
+            continue
+        op = (src.partial[0][1],) if move.kind in ("all_reduce", "reduce_scatter") else ()
+        yield move.kind, (printed(move.atoms), *op, *(active[dim] for dim in move.dims))
+
+
+def _window(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Lists:
+    """What differs between two lists, without their common ends."""
+    while ours and theirs and ours[0] == theirs[0]:
+        ours, theirs = ours[1:], theirs[1:]
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    return ours, theirs

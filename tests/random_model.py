@@ -1,0 +1,125 @@
+"""Random models for property tests: a list of drawn steps, each keeping a value of three dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardc import Mesh, P
+
+SIZES = (4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An op by name, and a number that it may use."""
+
+    op: str
+    number: int
+
+
+class RandomModel(nn.Module):
+    """Runs its steps over ``x`` of [batch, length, width]; a step that changes the width has a weight of its own."""
+
+    def __init__(self, width: int, steps: tuple[Step, ...]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.weights = nn.ParameterDict()
+        self.scale = nn.Parameter(torch.rand(width, dtype=torch.float64) + 0.5)
+        widths = [width]
+        for i, step in enumerate(steps):
+            if step.op == "linear":
+                widths.append(SIZES[step.number % len(SIZES)])
+                self.weights[str(i)] = nn.Parameter(torch.randn(widths[-1], widths[-2], dtype=torch.float64) / 3)
+                self.weights[f"{i}_bias"] = nn.Parameter(torch.randn(widths[-1], dtype=torch.float64))
+            elif step.op == "qkv":
+                self.weights[str(i)] = nn.Parameter(torch.randn(3 * widths[-1], widths[-1], dtype=torch.float64) / 3)
+            elif step.op in ("norm", "table"):
+                rows = 7 if step.op == "table" else 1
+                self.weights[str(i)] = nn.Parameter(torch.randn(rows, widths[-1], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x * self.scale
+        now = before
+        for i, step in enumerate(self.steps):
+            now, before = self._step(i, step, now, before), now
+        return now.square().mean() + now.sum(0).mean()
+
+    def _step(self, i: int, step: Step, x: Tensor, before: Tensor) -> Tensor:
+        if step.op == "linear":
+            return F.linear(x, self.weights[str(i)], self.weights[f"{i}_bias"])
+        if step.op == "qkv":
+            q, k, v = F.linear(x, self.weights[str(i)]).chunk(3, dim=-1)
+            return (q @ k.transpose(1, 2)).softmax(-1) @ v
+        if step.op == "norm":
+            return F.layer_norm(x, x.shape[-1:], self.weights[str(i)][0])
+        if step.op == "table":
+            ids = torch.arange(x.shape[1]) * step.number % 7
+            return x + F.embedding(ids, self.weights[str(i)])
+        if step.op == "residual":
+            return x + before if x.shape == before.shape else x + x.mean(1, keepdim=True)
+        return STEPS[step.op](x, step.number)
+
+
+def _heads(x: Tensor, number: int) -> Tensor:
+    """Split the width, swap, and merge again."""
+    b, t, d = x.shape
+    return x.view(b, t, 2, d // 2).transpose(1, 2).reshape(b, 2 * t, d // 2).reshape(b, t, d) * (1 + number % 2)
+
+
+STEPS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "gelu": lambda x, number: F.gelu(x),
+    "softmax": lambda x, number: x.softmax(number % 3),
+    "transpose": lambda x, number: x * x.sum(dim=number % 3, keepdim=True),
+    "heads": _heads,
+    "flatten": lambda x, number: (x.flatten(0, 1) * 2).view(x.shape),
+    "halves": lambda x, number: torch.cat(x.chunk(2, dim=number % 2)[::-1], dim=number % 2),
+    "max": lambda x, number: x - x.amax(dim=number % 3, keepdim=True),
+    "cumsum": lambda x, number: x.cumsum(number % 3) / 4,
+    "flip": lambda x, number: x.flip(number % 3),
+}
+NAMES = ("linear", "linear", "qkv", "norm", "table", "residual", "residual", *STEPS)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[RandomModel, Tensor]:
+    """A model of up to 7 steps and an input."""
+    batch, length, width = (draw(st.sampled_from(SIZES)) for _ in range(3))
+    steps = draw(st.lists(st.builds(Step, st.sampled_from(NAMES), st.integers(0, 11)), min_size=1, max_size=7))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    return RandomModel(width, tuple(steps)), torch.randn(batch, length, width, dtype=torch.float64)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """A mesh of one to three axes, at most 12 ranks."""
+    sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 2), (4, 2), (2, 2, 2), (2, 3, 2)]))
+    return Mesh(**dict(zip("abc", sizes, strict=False)))
+
+
+@st.composite
+def annotations(draw: st.DrawFn, model: nn.Module, mesh: Mesh, x: Tensor) -> dict[str, P]:
+    """A P that divides for the input and for some of the parameters."""
+    found = {"x": _spec(draw, mesh, tuple(x.shape))}
+    for name, parameter in model.named_parameters():
+        if draw(st.booleans()):
+            found[f"param:{name}"] = _spec(draw, mesh, tuple(parameter.shape))
+    return found
+
+
+def _spec(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:
+    """Each axis cuts a drawn dim that it divides, or none."""
+    entries: list[list[str]] = [[] for _ in shape]
+    left = list(shape)
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        dim = draw(st.integers(-1, len(shape) - 1))
+        if dim >= 0 and left[dim] % size == 0:
+            left[dim] //= size
+            entries[dim].append(axis)
+    is_open = draw(st.booleans())
+    return P(*(tuple(entry) or (P.OPEN if is_open else None) for entry in entries))
