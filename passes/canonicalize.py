@@ -68,12 +68,21 @@ def _drop_device(node: fx.Node) -> None:
 
 def _refuse_random(program: Program) -> None:
     for node in program.calls:
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if _is_random(node):
             source = program.source(node)
             raise NotImplementedError(
                 f"{node.target} in {source.module or 'the model'} ({source.location}): this random op has no "
                 "counter-based form yet, so its values would depend on the mesh"
             )
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an op draws; attention with a dropout of zero does not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 # Ops that change nothing.
