@@ -1,4 +1,6 @@
-"""lower_reshards: agreed -> lowered. Each reshard becomes the cheapest sequence of collectives::
+"""lower_reshards: agreed -> lowered. Each reshard becomes the cheapest sequence of collectives.
+
+::
 
     y: f32[8@dp, 64]{sum tp} = mm(x, w)             y: f32[8@dp, 64]{sum tp} = mm(x, w)
     z: f32[8@dp, 64@tp] = reshard(y)         ->     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)

@@ -20,12 +20,15 @@ from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_part
 from shardc.rule import split_dim
 from shardc.sharding import WHOLE, DimSharding, P, Sharding, TensorType, num_shards
 
-from .search_moves import Lists, Move, Space, State, cheapest_moves
+from .move_axes import Atoms, Move, Space, State
+from .search_moves import cheapest_moves
 
 if TYPE_CHECKING:
     import torch
 
-MAX_ATOMS = 4  # more parts than this in play are not split further for the sake of a permute
+Args = tuple[object, ...]
+MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
+MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
 
 
 def reshard_plan(
@@ -39,7 +42,7 @@ def reshard_plan(
     before, found = _sharding(mesh, type_, src, "src"), []
     after = _sharding(mesh, type_, dst, "dst")
     if not _is_open(before, after):
-        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: a reduction cannot be opened again",
+        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
                             "make dst partial only where src is")  # fmt: skip
     shape = type_.shape
     for step in plan_reshard(before, after, type_):
@@ -144,7 +147,7 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
     atoms = tuple(sorted({part for axes in (*start, *target) for part in axes} | set(_closing(src, dst, ends)),
                          key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))  # fmt: skip
     active = [i for i in range(len(shape)) if start[i] or target[i]]
-    if len(atoms) <= 3:
+    if len(atoms) <= MAX_SPARE:
         active = sorted(active + _spare_dim(src, dst, shape, active, num_shards(sum(target, ()))))
     number = {part: i for i, part in enumerate(atoms)}
     lists = [tuple(tuple(number[part] for part in side[i]) for i in active) for side in (start, target)]
@@ -164,15 +167,15 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
 def _ends_in_play(src: Sharding, dst: Sharding) -> dict[str, list[int]]:
     """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
     ends = part_ends(part for sharding in (src, dst) for part in sharding.cut_axes + sharding.partial_axes)
-    coarse = ends
-    while (split := _uneven_pair(*_rest(src, dst, ends))) is not None:
-        ends = part_ends([AxisPart(name, a, b // a) for name, found in ends.items() for a, b in pairwise(found)] + [split])
-    in_play = {part for axes in sum(_rest(src, dst, ends), ()) for part in axes}
-    return ends if len(in_play) <= MAX_ATOMS else coarse
+    fine = ends
+    while (split := _uneven_pair(*_rest(src, dst, fine))) is not None:
+        fine = {**fine, split.name: sorted([*fine[split.name], split.pre * split.size])}
+    in_play = {part for axes in sum(_rest(src, dst, fine), ()) for part in axes}
+    return fine if len(in_play) <= MAX_SPLIT else ends
 
 
 def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
-    """The major piece of a part that meets a smaller one, or one of another size, in the same place of the other side."""
+    """Where a part meets one of another size in the same place of the other side: the major piece of the larger."""
     for ours, theirs in zip(src, dst, strict=True):
         for a, b in zip(ours, theirs, strict=False):
             common = math.gcd(a.size, b.size)
@@ -229,10 +232,10 @@ def _joined_slices(moves: tuple[Move, ...]) -> Iterator[Move]:
     yield from waiting.values()
 
 
-def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding) -> Iterator[tuple[Kind, tuple[object, ...]]]:
+def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding) -> Iterator[tuple[Kind, Args]]:
     """Each move as a call's arguments after the value."""
 
-    def printed(numbers: tuple[int, ...]) -> tuple[str, ...]:
+    def printed(numbers: Atoms) -> tuple[str, ...]:
         return tuple(map(src.mesh.print_part, merge_parts(atoms[i] for i in numbers)))
 
     for move in moves:
@@ -244,7 +247,7 @@ def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding)
         yield move.kind, (printed(move.atoms), *op, *(active[dim] for dim in move.dims))
 
 
-def _window(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Lists:
+def _window(ours: Atoms, theirs: Atoms) -> tuple[Atoms, Atoms]:
     """What differs between two lists, without their common ends."""
     while ours and theirs and ours[0] == theirs[0]:
         ours, theirs = ours[1:], theirs[1:]

@@ -6,11 +6,13 @@ them local values and a runtime executes them. ``axes`` are printed axis parts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.sharding import num_shards, parse_part
+from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
+from shardc.sharding import DimSharding, Sharding, num_shards, parse_part
 
 if TYPE_CHECKING:
     from torch import fx
@@ -48,7 +50,11 @@ def all_to_all(x: Any, axes: tuple[str, ...], src_dim: int, dst_dim: int) -> Any
 
 
 def collective_permute(x: Any, src_axes: tuple[str, ...], dst_axes: tuple[str, ...]) -> Any:
-    """Local values change places: the one at index i along ``src_axes`` goes to index i along ``dst_axes``."""
+    """Local values change places: the one at index i along ``src_axes`` goes to index i along ``dst_axes``.
+
+    ``src_axes`` lists the parts that give way, dim by dim, ``dst_axes`` those that then cut the same dims, each into as
+    many pieces as before.
+    """
     return x
 
 
@@ -116,9 +122,129 @@ def _collective(program: Program, node: fx.Node) -> Collective:
     before, after = program.local_type(moved), program.local_type(node)
     assert program.mesh is not None and before is not None and after is not None, node
     kind, payload = COLLECTIVES[node.target], max(before.nbytes, after.nbytes)  # type: ignore[index]
-    group_size = num_shards(tuple(parse_part(axis, program.mesh) for axis in axes))
+    group = group_size(program.mesh, kind, node.args[1:])
     return Collective(
         kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
-        payload, wire_bytes(kind, payload, group_size), name=node.name, node=moved.name,
+        payload, wire_bytes(kind, payload, group), name=node.name, node=moved.name,
         phase=program.source(node).phase, source=program.source(node).location, cause=program.cause(node),
     )  # fmt: skip
+
+
+def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:
+    """How many ranks take part in one group of a collective, given its arguments after the value."""
+    axes = _parts(mesh, args[0])
+    if kind == "collective_permute" and _moving(axes) == _moving(_parts(mesh, args[1])):
+        return 1
+    return num_shards(axes)
+
+
+def _moving(axes: Axes) -> Axes:
+    return tuple(part for part in axes if part.size > 1)
+
+
+def _parts(mesh: Mesh, axes: Iterable[str]) -> Axes:
+    return tuple(parse_part(axis, mesh) for axis in axes)
+
+
+# What a collective does to a sharding.
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a reshard: a call of the function ``kind`` with ``args`` after the value, or a view to ``shape``.
+
+    ``sharding`` and ``shape`` (global) are those of the result.
+    """
+
+    kind: Kind | Literal["view"]
+    args: tuple[Any, ...]
+    sharding: Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def axes(self) -> Axes:
+        """The axis parts over which it acts; of a permute, those that give way."""
+        return () if self.kind == "view" else _parts(self.sharding.mesh, self.args[0])
+
+
+def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding:
+    """The sharding after a collective on a value of sharding ``src``, given its arguments after the value.
+
+    Parts of an axis that come to follow each other on a dim are joined.
+    """
+    axes = _parts(src.mesh, args[0])
+    match kind:
+        case "all_gather":
+            return _uncut(src, axes, args[1])
+        case "shard_slice":
+            return _cut(src, axes, args[1])
+        case "all_to_all":
+            return _cut(_uncut(src, axes, args[1]), axes, args[2])
+        case "all_reduce":
+            return _reduced(src, axes, args[1])
+        case "reduce_scatter":
+            return _cut(_reduced(src, axes, args[1]), axes, args[2])
+        case "collective_permute":
+            return _permuted(src, axes, _parts(src.mesh, args[1]))
+    raise AssertionError(f"{kind} does not change a sharding")
+
+
+def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
+    """``axes`` are taken from the minor end of a dim."""
+    cut = src.dims[dim]
+    ends = part_ends(cut.axes + axes)
+    had, gone = split_parts(cut.axes, ends), split_parts(axes, ends)
+    assert gone and not cut.minor and had[-len(gone) :] == gone, f"{axes} are not the minor cuts of dim {dim} of {src}"
+    return src.with_dim(dim, DimSharding(merge_parts(had[: -len(gone)])))
+
+
+def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
+    """``axes`` are added at the minor end of a dim."""
+    cut = src.dims[dim]
+    busy = [part for part in src.cut_axes + src.partial_axes if any(part.overlaps(new) for new in axes)]
+    assert not cut.minor and not busy, f"{axes} cannot cut dim {dim} of {src}"
+    return src.with_dim(dim, DimSharding(merge_parts(cut.axes + axes)))
+
+
+def _reduced(src: Sharding, axes: Axes, op: str) -> Sharding:
+    """``axes`` are partial no more."""
+    ends = part_ends(src.partial_axes + axes)
+    gone = split_parts(axes, ends)
+    found = [(piece, by) for part, by in src.partial for piece in split_parts((part,), ends)]
+    assert all((part, op) in found for part in gone), f"no {op} over {axes} is open in {src}"
+    return replace(src, partial=tuple((part, by) for part, by in found if part not in gone))
+
+
+def _permuted(src: Sharding, axes: Axes, new_axes: Axes) -> Sharding:
+    """On each dim the run of ``axes`` gives way to as many pieces of ``new_axes``."""
+    ends, gone, new = part_ends(axes), split_parts(axes, part_ends(src.cut_axes)), list(new_axes)
+    found = tuple(part for cut in src.dims for part in split_parts(cut.axes, ends) if part in gone)
+    dims = tuple(_exchanged(cut, ends, gone, new) for cut in src.dims)
+    assert found == gone and not new, f"{axes} cannot give way to {new_axes} in {src}"
+    return replace(src, dims=dims)
+
+
+def _exchanged(cut: DimSharding, ends: dict[str, list[int]], gone: Axes, new: list[AxisPart]) -> DimSharding:
+    had = split_parts(cut.axes, ends)
+    run = [i for i, part in enumerate(had) if part in gone]
+    if not run:
+        return cut
+    first, last = run[0], run[-1] + 1
+    assert not cut.minor and len(run) == last - first, f"{gone} is no run of {cut}"
+    return DimSharding(merge_parts(had[:first] + _take(new, _weight(had[first:last])) + had[last:]))
+
+
+def _take(parts: list[AxisPart], weight: int) -> Axes:
+    """The leading parts that cut into ``weight`` pieces, taken away."""
+    count = 0
+    while count < len(parts) and _weight(tuple(parts[: count + 1])) <= weight:
+        count += 1
+    taken = tuple(parts[:count])
+    assert _weight(taken) == weight, (parts, weight)
+    del parts[:count]
+    return taken
+
+
+def _weight(parts: Axes) -> int:
+    """Into how many pieces the parts cut, one of a single rank counted as two, so that it has a place."""
+    return math.prod(max(part.size, 2) for part in parts)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 from shardc.error import ShardingError, did_you_mean
@@ -42,6 +43,38 @@ class AxisPart:
 
 
 Axes = tuple[AxisPart, ...]
+
+
+def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
+    """For each axis, where its parts begin and end, counted in ranks from the major end, in order."""
+    ends: dict[str, set[int]] = {}
+    for part in axes:
+        ends.setdefault(part.name, set()).update((part.pre, part.pre * part.size))
+    return {name: sorted(found) for name, found in ends.items()}
+
+
+def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> Axes:
+    """The same parts, split wherever one of ``ends`` falls inside one."""
+    pieces: list[AxisPart] = []
+    for part in axes:
+        inside = [end for end in ends.get(part.name, ()) if part.pre < end < part.pre * part.size]
+        starts = [part.pre, *inside, part.pre * part.size]
+        for start, end in pairwise(starts):
+            assert end % start == 0, (part, ends)
+            pieces.append(AxisPart(part.name, start, end // start))
+    return tuple(pieces)
+
+
+def merge_parts(axes: Iterable[AxisPart]) -> Axes:
+    """The same parts, those joined that follow each other on their axis."""
+    merged: list[AxisPart] = []
+    for part in axes:
+        last = merged[-1] if merged else None
+        if last is not None and last.name == part.name and last.pre * last.size == part.pre and part.size > 1:
+            merged[-1] = AxisPart(part.name, last.pre, last.size * part.size)
+        else:
+            merged.append(part)
+    return tuple(merged)
 
 
 class Mesh:

@@ -1,0 +1,202 @@
+"""How axes may move between the dims of one value: states, the moves between them and what each costs.
+
+Axis parts are numbered *atoms*. A state says which atoms cut each dim, minor last, and which are partial. Costs are
+exact integers: bytes sent by the ring algorithms, in units of the value's size, and a little for each collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import NamedTuple
+
+from shardc.collective import Kind
+
+Atoms = tuple[int, ...]
+SMALLEST = 2  # an axis of one rank weighs as one of two, so that a plan does not depend on it
+LATENCY = 64  # one collective more must save this part of the largest local value
+
+
+class State(NamedTuple):
+    """For each dim the atoms that cut it, major first; and the atoms over which a reduction is still to be done."""
+
+    lists: tuple[Atoms, ...]
+    partial: Atoms
+
+    @property
+    def used(self) -> set[int]:
+        """Every atom that cuts or is partial."""
+        return {atom for atoms in self.lists for atom in atoms} | set(self.partial)
+
+    def put(self, *changes: tuple[int, Atoms], partial: Atoms | None = None) -> State:
+        """The same with other atoms on some dims."""
+        lists = list(self.lists)
+        for dim, atoms in changes:
+            lists[dim] = atoms
+        return State(tuple(lists), self.partial if partial is None else partial)
+
+
+class Move(NamedTuple):
+    """A collective or a slice: its atoms, major first, the dims it names, and the states before and after."""
+
+    kind: Kind
+    atoms: Atoms
+    dims: tuple[int, ...]
+    before: State
+    after: State
+
+
+Edge = tuple[Move, int]  # a move and its cost
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where a search goes, and within what bounds: a local value is never larger than at both ends.
+
+    ``sizes``: of the atoms. ``room``: what is left of each dim to be cut.
+    """
+
+    sizes: tuple[int, ...]
+    room: tuple[int, ...]
+    src: State
+    dst: State
+
+    @cached_property
+    def _weights(self) -> tuple[int, ...]:
+        return tuple(max(size, SMALLEST) for size in self.sizes)
+
+    @cached_property
+    def _known(self) -> dict[Atoms, int]:
+        return {}
+
+    @cached_property
+    def wanted(self) -> set[int]:
+        """The atoms that cut the target: only these are worth a slice."""
+        return {atom for atoms in self.dst.lists for atom in atoms}
+
+    @cached_property
+    def scale(self) -> int:
+        """The whole value's size, such that every cost is a whole number."""
+        return LATENCY * math.prod(self._weights) ** 2
+
+    @cached_property
+    def bound(self) -> int:
+        """The largest local value allowed."""
+        return max(self.local(self.src), self.local(self.dst))
+
+    @cached_property
+    def latency(self) -> int:
+        """What one more collective must save."""
+        return self.bound // LATENCY
+
+    def pieces(self, atoms: Atoms) -> int:
+        """Into how many pieces atoms cut."""
+        known = self._known.get(atoms)
+        if known is None:
+            known = self._known[atoms] = math.prod([self._weights[atom] for atom in atoms])
+        return known
+
+    def local(self, state: State) -> int:
+        """The size of one rank's value."""
+        return self.scale // math.prod(map(self.pieces, state.lists))
+
+    def fits(self, dim: int, atoms: Atoms) -> bool:
+        """Whether the dim divides by the atoms."""
+        return self.room[dim] % math.prod([self.sizes[atom] for atom in atoms]) == 0
+
+    def counts(self, state: State) -> object:
+        """Into how many pieces each dim is cut, and what is partial: equal where a permute leads."""
+        sizes = [math.prod([self.sizes[atom] for atom in atoms]) for atoms in state.lists]
+        return (*sizes, *(self.pieces(atoms) for atoms in state.lists), state.partial)
+
+    def at_least(self, src: State, dst: State) -> int:
+        """No way between two states costs less.
+
+        A value grows only by what is received; a dim is cut into fewer pieces only by a collective of its own; a
+        reduction takes one, on a value that was at most sliced before.
+        """
+        joined = sum(self.pieces(a) > self.pieces(b) for a, b in zip(src.lists, dst.lists, strict=True))
+        least = max(0, self.local(dst) - self.local(src)) + self.latency * joined
+        if src.partial == dst.partial:
+            return least
+        smallest = self.local(src) // self.pieces(tuple(self.wanted - src.used))
+        return least + smallest - smallest * self.pieces(dst.partial) // self.pieces(src.partial) + self.latency
+
+
+def moves_from(space: Space, state: State) -> Iterator[Edge]:
+    """Every move from a state but permutes."""
+    local, free = space.local(state), sorted(space.wanted - state.used)
+    for dim, atoms in enumerate(state.lists):
+        for atom in free:
+            if space.fits(dim, (*atoms, atom)):
+                yield Move("shard_slice", (atom,), (dim,), state, state.put((dim, (*atoms, atom)))), 0
+        for keep, suffix in _suffixes(atoms):
+            ways = space.pieces(suffix)
+            if local * ways <= space.bound:
+                after = state.put((dim, keep))
+                yield Move("all_gather", suffix, (dim,), state, after), local * ways - local + space.latency
+            for dst, others in enumerate(state.lists):
+                if dst != dim and space.fits(dst, others + suffix):
+                    after = state.put((dim, keep), (dst, others + suffix))
+                    yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + space.latency
+    for some in _arrangements(state.partial):
+        yield from _reductions(space, state, some)
+
+
+def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
+    rest, local = tuple(atom for atom in state.partial if atom not in some), space.local(state)
+    once = local - local // space.pieces(some)
+    if some == tuple(sorted(some)):
+        yield Move("all_reduce", some, (), state, state.put(partial=rest)), 2 * once + space.latency
+    for dim, atoms in enumerate(state.lists):
+        if space.fits(dim, atoms + some):
+            after = state.put((dim, atoms + some), partial=rest)
+            yield Move("reduce_scatter", some, (dim,), state, after), once + space.latency
+
+
+def moves_into(space: Space, state: State) -> Iterator[Edge]:
+    """Every move that leads to a state but permutes: those of ``moves_from``, undone."""
+    local, used = space.local(state), state.used
+    for dim, atoms in enumerate(state.lists):
+        for keep, suffix in _suffixes(atoms):
+            ways = space.pieces(suffix)
+            if local * ways <= space.bound:
+                yield from _cuts_undone(space, state, dim, suffix)
+            for src, others in enumerate(state.lists):
+                if src != dim and space.fits(src, others + suffix):
+                    before = state.put((dim, keep), (src, others + suffix))
+                    yield Move("all_to_all", suffix, (src, dim), before, state), local - local // ways + space.latency
+    for some in _arrangements(tuple(atom for atom in range(len(space.sizes)) if atom not in used)):
+        yield from _joins_undone(space, state, some)
+
+
+def _cuts_undone(space: Space, state: State, dim: int, suffix: Atoms) -> Iterator[Edge]:
+    keep = state.lists[dim][: -len(suffix)]
+    if len(suffix) == 1 and suffix[0] in space.wanted:
+        yield Move("shard_slice", suffix, (dim,), state.put((dim, keep)), state), 0
+    if set(suffix) <= set(space.src.partial):
+        before = state.put((dim, keep), partial=tuple(sorted(state.partial + suffix)))
+        cost = space.local(before) - space.local(state) + space.latency
+        yield Move("reduce_scatter", suffix, (dim,), before, state), cost
+
+
+def _joins_undone(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
+    local = space.local(state)
+    once = local - local // space.pieces(some)
+    for dim, atoms in enumerate(state.lists):
+        if space.fits(dim, atoms + some):
+            yield Move("all_gather", some, (dim,), state.put((dim, atoms + some)), state), once + space.latency
+    if some == tuple(sorted(some)) and set(some) <= set(space.src.partial):
+        before = state.put(partial=tuple(sorted(state.partial + some)))
+        yield Move("all_reduce", some, (), before, state), 2 * once + space.latency
+
+
+def _suffixes(atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
+    return ((atoms[:i], atoms[i:]) for i in reversed(range(len(atoms))))
+
+
+def _arrangements(atoms: Atoms) -> Iterator[Atoms]:
+    return (some for count in range(1, len(atoms) + 1) for some in permutations(atoms, count))
