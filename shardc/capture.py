@@ -144,9 +144,9 @@ class _Joint:
                 no_checkpoints(),
                 annotating(),
                 FakeTensorMode(allow_non_fake_inputs=True),
-                enable_python_dispatcher(),
             ):
                 stack.enter_context(context)
+            stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
             fakes = [
                 torch.empty(
                     entry.type.shape, dtype=entry.type.dtype, device=self.device, requires_grad=entry.requires_grad
@@ -178,7 +178,7 @@ class _Joint:
             for name, tangent in zip(names, tangents, strict=True)
         )
         sources = [tensor for tensor in named.values() if tensor.requires_grad]
-        if not names:
+        if not names or not sources:
             return tangents, [None] * len(sources)
         self.watch.phase = "backward"
         with torch.autocast(self.device.type, enabled=False):
@@ -228,7 +228,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
             with _disable_current_modes():
-                number = known_number(next(reversed(mode.tracer.graph.nodes)), mode.tracer.root)
+                number = known_number(next(reversed(mode.tracer.graph.nodes)), getattr(mode.tracer, "root"))
             if number is None:
                 raise
             return number

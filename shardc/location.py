@@ -10,6 +10,8 @@ from types import CodeType, FrameType
 
 import torch
 
+_GENERATED = ("<frozen", "<string", "<eval_with_key")
+
 
 def user_location(frame: FrameType | None, stop: CodeType) -> str:
     """``file.py:line`` of the user's innermost frame, from ``frame`` up to the one that runs ``stop``."""
@@ -30,6 +32,6 @@ def failing_line(error: BaseException) -> str:
 
 @cache
 def _is_users(filename: str) -> bool:
-    standard = filename.startswith((sysconfig.get_paths()["stdlib"], "<frozen")) and "site-packages" not in filename
+    standard = filename.startswith((sysconfig.get_paths()["stdlib"], *_GENERATED)) and "site-packages" not in filename
     homes = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
     return not standard and not filename.startswith(tuple(home + os.sep for home in homes))
