@@ -1,0 +1,138 @@
+"""Calls of ops with real arguments, each with its rule as a program binds it; read from ``rule_examples.txt``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+import shardc.ops  # noqa: F401
+from shardc.ops.contraction import dot
+from shardc.ops.random import uniform
+from shardc.program import Program, operands
+from shardc.rule import Call, Rule
+from shardc.sharding import TensorType
+
+LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
+EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
+
+
+class Draw(dict[str, Any]):
+    """The names that an example may use; a letter is a size that 2 and 3 divide."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(
+            F=self.floats,
+            P=self.positive,
+            U=self.unit,
+            I=self.ints,
+            M=self.mask,
+            CUDA=self.half,
+            float32=torch.float32,
+            float64=torch.float64,
+            int64=torch.int64,
+            uint64=torch.uint64,
+        )
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __missing__(self, name: str) -> int:
+        self[name] = self.random.choice((6, 12))
+        return self[name]
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self.generator)
+
+    def positive(self, *shape: int) -> Tensor:
+        return self.floats(*shape).abs() + 0.5
+
+    def unit(self, *shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64, generator=self.generator) * 0.8 + 0.1
+
+    def ints(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def mask(self, *shape: int) -> Tensor:
+        return self.floats(*shape) > 0
+
+    def half(self, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        if not torch.cuda.is_available():
+            pytest.skip("an op of CUDA alone")
+        return self.floats(*shape).abs().to(dtype).cuda()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op with real arguments, and its rule, bound as a program binds it."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call: Call
+    rule: Rule
+    tensors: tuple[Tensor | None, ...]  # the operands
+    results: tuple[Tensor | None, ...]
+
+    def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
+        """The results for other operands, and other arguments at some positions."""
+        new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if old is not None}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: new[id(tensor)].clone(), (self.args, self.kwargs))
+        args = list(args)
+        for position, argument in sorted((changed or {}).items()):
+            args[position : position + 1] = [argument]
+        return as_results(self.op(*args, **kwargs))
+
+
+def as_results(found: Any) -> list[Tensor | None]:
+    entries = list(found) if isinstance(found, (tuple, list)) else [found]
+    return [entry if isinstance(entry, Tensor) else None for entry in entries]
+
+
+def type_of(tensor: Tensor | None) -> TensorType | None:
+    return None if tensor is None else TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def make_case(name: str, text: str, seed: int) -> Case:
+    args, kwargs = eval(f"call({text})", {}, _with_call(Draw(seed)))  # the table is ours
+    return case_of(op_named(name), args, kwargs)
+
+
+def _with_call(draw: Draw) -> Draw:
+    draw["call"] = lambda *args, **kwargs: (args, kwargs)
+    return draw
+
+
+def op_named(name: str) -> Any:
+    if name in ("dot", "uniform"):
+        return {"dot": dot, "uniform": uniform}[name]
+    *namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, (namespace or ["aten"])[0]), op), overload)
+
+
+def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
+    graph = fx.Graph()
+    program = Program(graph, (), ())
+    tensors: dict[fx.Node, Tensor] = {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(tensors)}")
+        program.set_type(node, type_of(tensor))
+        tensors[node] = tensor
+        return node
+
+    whole = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
+    found = op(*whole[0], **whole[1])
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (args, dict(kwargs)))  # no tensor twice
+    node = graph.call_function(op, *pytree.tree_map_only(Tensor, placeholder, (args, kwargs)))
+    types = tuple(map(type_of, as_results(found)))
+    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
+    bound = rule(program.call(node)) if rule else program.rule(node)
+    values = tuple(operand and tensors[operand] for operand in operands(node))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(as_results(found)))
