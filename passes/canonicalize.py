@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from shardc.ops.random import uniform
-from shardc.program import Program, is_getitem, takes_device
+from shardc.program import Program, is_getitem, operands, takes_device
 
 aten = torch.ops.aten
 
@@ -199,6 +199,20 @@ def _mean(program: Program, node: fx.Node) -> Results:
     return program.emit(aten.div.Tensor, total, count, like=node)
 
 
+def _mean_loss(program: Program, node: fx.Node) -> Results:
+    """A mean (1) is the sum (2) divided by the number of elements; its gradient is divided before."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in enumerate(schema)}
+    if given["reduction"] != 1:
+        return None
+    shapes = [program.type(operand).shape for operand in operands(node) if operand is not None]
+    count, given["reduction"] = math.prod(torch.broadcast_shapes(*shapes)), 2
+    if "grad_output" in given:
+        given["grad_output"] = program.emit(aten.div.Tensor, given["grad_output"], count, like=node)
+        return program.emit(node.target, *given.values(), like=node)
+    return program.emit(aten.div.Tensor, program.emit(node.target, *given.values(), like=node), count, like=node)
+
+
 def _nll_loss(program: Program, node: fx.Node) -> Results:
     """The mean (1), the sum (2) or each (0) of -x[row, target[row]] over the rows whose target counts."""
     x, target, weight, reduction, ignore = node.args
@@ -321,6 +335,10 @@ REWRITES: dict[Any, Callable[[Program, fx.Node], Results]] = {
     **dict.fromkeys((aten.full_like.default, aten.new_full.default), _full),
     aten.index.Tensor: _index,
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
+    **dict.fromkeys((aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
+                     aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
+                     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+                     aten.binary_cross_entropy_with_logits.default), _mean_loss),
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
 }

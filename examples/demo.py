@@ -1,0 +1,270 @@
+"""Train a character-level GPT on four local ranks and on one device: equal losses, and the bytes that were announced.
+
+The ranks are processes of this machine that talk through gloo, data parallel over dp and tensor parallel over tp. Both
+runs begin with the same weights and see the same batches. Exit code 1 when losses or bytes differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from gpt import DATA, GPT, MEGATRON, Config
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import shardc
+from shardc import Collective
+from shardc.runtime.launch import launch
+from shardc.runtime.wire import sent_bytes
+from shardc.text import bytes_text, table
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # 96 characters
+LOSS_BOUND, BYTES_BOUND = 1e-5, 0.01
+UNCOUNTED = 3  # steps before bytes are counted: optimizer state and buffers are made in the first
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What both runs share. ``batch`` is the global one."""
+
+    steps: int = 80
+    batch: int = 16
+    learning_rate: float = 1e-3
+    log_every: int = 10
+    dp: int = 2
+    tp: int = 2
+    config: Config = field(default_factory=lambda: Config(len(ALPHABET), context=128, layers=4, heads=4, width=128))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run leaves behind: the loss and the seconds of each step, and the parameters' bytes on one rank."""
+
+    parameter_bytes: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedRun:
+    """What rank 0 reports. ``wire_bytes``: counted on the loopback interface, all ranks, a step."""
+
+    run: Run
+    compile_seconds: float
+    collectives: tuple[Collective, ...]
+    wire_bytes: float
+    state: dict[str, Tensor]
+
+
+def main() -> int:
+    settings = _parse()
+    alone = train_alone(settings)
+    print(f"starting {settings.num_ranks} processes", file=sys.stderr)
+    sharded: ShardedRun = launch(train_sharded, settings.num_ranks, settings)[0]
+    tables = (
+        losses_table(settings, alone, sharded.run),
+        bytes_table(settings, sharded),
+        facts(settings, alone, sharded),
+    )
+    print("\n".join(tables))
+    print(f"written by the trained shards:\n\n{sample(settings.config, sharded.state)}")
+    return 0 if is_good(settings, alone, sharded) else 1
+
+
+def _parse() -> Settings:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("steps", "batch", "dp", "tp"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings(), name))
+    return Settings(**vars(parser.parse_args()))
+
+
+# The data: English text that ships with Python, and the same batches for every run.
+
+
+def corpus() -> Tensor:
+    """Python's own help topics as indices into ALPHABET; other characters are left out."""
+    index = {char: i for i, char in enumerate(ALPHABET)}
+    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    return torch.tensor([index[char] for char in text if char in index])
+
+
+def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each step the whole batch: ``ids`` and the characters that follow, ``[batch, context]``."""
+    data, context = corpus(), settings.config.context
+    random = torch.Generator().manual_seed(0)
+    for _ in range(settings.steps):
+        starts = torch.randint(len(data) - context, (settings.batch,), generator=random)
+        windows = data[starts[:, None] + torch.arange(context + 1)]
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def new_model(settings: Settings) -> GPT:
+    """The same weights whenever it is called."""
+    torch.manual_seed(0)
+    return GPT(settings.config)
+
+
+# The runs.
+
+
+def train_alone(settings: Settings) -> Run:
+    """Plain PyTorch on one device."""
+    return train(settings, new_model(settings), Progress("one device", settings.steps))
+
+
+def train(
+    settings: Settings, model: nn.Module, progress: Progress, after: Callable[[int], None] = lambda step: None
+) -> Run:
+    """The training loop of both runs; ``after`` is told the number of steps done."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    run = Run(sum(local(parameter).nbytes for parameter in model.parameters()))
+    for step, (ids, targets) in enumerate(batches(settings), 1):
+        start = time.perf_counter()
+        loss = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.seconds.append(time.perf_counter() - start)
+        progress.show(step, f"loss {run.losses[-1]:.4f}")
+        after(step)
+    return run
+
+
+def train_sharded(settings: Settings) -> ShardedRun:
+    """One rank of the job: the same loop over a parallelized model. Every rank is given the whole batch."""
+    mesh = init_device_mesh("cpu", (settings.dp, settings.tp), mesh_dim_names=("dp", "tp"))
+    start = time.perf_counter()
+    model = shardc.parallelize(new_model(settings), mesh, DATA | MEGATRON, args=next(batches(settings)))
+    compile_seconds = time.perf_counter() - start
+
+    readings: list[int] = []
+    after = partial(read_counter, readings, (UNCOUNTED, settings.steps))
+    run = train(settings, model, Progress(f"{mesh.size()} ranks", settings.steps, mesh.get_rank() == 0), after)
+    return ShardedRun(
+        run,
+        compile_seconds,
+        model.program.collectives,
+        (readings[1] - readings[0]) / (settings.steps - UNCOUNTED),
+        {name: value.full_tensor() for name, value in model.state_dict().items()},
+    )
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def read_counter(readings: list[int], at: tuple[int, ...], step: int) -> None:
+    """Note after some steps what the loopback interface has sent, while all ranks wait."""
+    if step in at:
+        dist.barrier()
+        readings.append(sent_bytes() or 0)
+        dist.barrier()
+
+
+class Progress:
+    """A bar on stderr: redrawn in place on a terminal, else a line at each tenth."""
+
+    def __init__(self, title: str, total: int, is_shown: bool = True) -> None:
+        self.title, self.total, self.is_shown = title, total, is_shown
+
+    def show(self, done: int, remark: str = "") -> None:
+        """Say how far it is."""
+        in_place = sys.stderr.isatty()
+        if not self.is_shown or not (in_place or done * 10 // self.total > (done - 1) * 10 // self.total):
+            return
+        bar = ("#" * (done * 30 // self.total)).ljust(30, ".")
+        end = "\n" if not in_place or done == self.total else ""
+        lead = "\r" if in_place else ""
+        print(f"{lead}{self.title:12} [{bar}] {done}/{self.total}  {remark}", end=end, file=sys.stderr, flush=True)
+
+
+# The report.
+
+
+def losses_table(settings: Settings, alone: Run, run: Run) -> str:
+    """Both losses at each logged step."""
+    steps = sorted({1, settings.steps, *range(settings.log_every, settings.steps + 1, settings.log_every)})
+    pairs = [(step, alone.losses[step - 1], run.losses[step - 1]) for step in steps]
+    rows = [(step, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}") for step, a, b in pairs]
+    return table(("step", "one device", f"{settings.num_ranks} ranks", "difference"), rows)
+
+
+def bytes_table(settings: Settings, sharded: ShardedRun) -> str:
+    """The collectives of one step by kind with the bytes that all ranks send, as announced and as counted."""
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for found in sharded.collectives:
+        sent = found.wire_bytes * settings.num_ranks
+        kinds.setdefault((found.kind, "+".join(found.axes), found.phase), []).append(sent)
+    rows = [(*kind, str(len(sent)), bytes_text(sum(sent))) for kind, sent in kinds.items()]
+    total = announced_bytes(settings, sharded)
+    rows.append(("announced, all ranks", "", "", str(len(sharded.collectives)), bytes_text(total)))
+    rows.append(("counted on the wire", "", "", "", bytes_text(sharded.wire_bytes)))
+    return table(("collective", "axes", "phase", "a step", "bytes a step"), rows)
+
+
+def facts(settings: Settings, alone: Run, sharded: ShardedRun) -> str:
+    """What is held against a bound, and what it costs."""
+    rows = [
+        ("largest difference of losses", f"{loss_difference(alone, sharded.run):.1e}", f"<= {LOSS_BOUND:.0e}"),
+        ("bytes counted against announced", f"{bytes_difference(settings, sharded):+.2%}", f"<= {BYTES_BOUND:.0%}"),
+        ("parameters on one device", bytes_text(alone.parameter_bytes), ""),
+        ("parameters a rank", bytes_text(sharded.run.parameter_bytes), ""),
+        ("seconds to compile", f"{sharded.compile_seconds:.1f}", ""),
+        ("seconds a step, one device", f"{statistics.median(alone.seconds):.3f}", ""),
+        (f"seconds a step, {settings.num_ranks} ranks", f"{statistics.median(sharded.run.seconds):.3f}", ""),
+    ]
+    return table(("", "", "bound"), rows)
+
+
+def is_good(settings: Settings, alone: Run, sharded: ShardedRun) -> bool:
+    """Whether losses and bytes keep their bounds; a loss that is no number does not."""
+    losses, bytes_ = loss_difference(alone, sharded.run), bytes_difference(settings, sharded)
+    return losses <= LOSS_BOUND and abs(bytes_) <= BYTES_BOUND
+
+
+def announced_bytes(settings: Settings, sharded: ShardedRun) -> int:
+    """What the plan says that all ranks send in one step."""
+    return sum(found.wire_bytes for found in sharded.collectives) * settings.num_ranks
+
+
+def bytes_difference(settings: Settings, sharded: ShardedRun) -> float:
+    """How much more was counted than announced, as a share."""
+    return sharded.wire_bytes / announced_bytes(settings, sharded) - 1
+
+
+def loss_difference(alone: Run, sharded: Run) -> float:
+    """The largest difference of the losses of any step; nan where one is."""
+    return (torch.tensor(alone.losses) - torch.tensor(sharded.losses)).abs().max().item()
+
+
+def sample(config: Config, state: dict[str, Tensor], length: int = 160) -> str:
+    """Text that a model with these weights writes."""
+    model = GPT(config)
+    model.load_state_dict(state)
+    random, ids = torch.Generator().manual_seed(0), torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        for _ in range(length):
+            odds = F.softmax(model(ids[:, -config.context :])[0, -1] / 0.8, dim=-1)
+            ids = torch.cat((ids, torch.multinomial(odds, 1, generator=random)[None]), dim=1)
+    return "".join(ALPHABET[i] for i in ids[0].tolist()).strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

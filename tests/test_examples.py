@@ -1,0 +1,159 @@
+"""Every example runs, alone and as a target; of the demo its pieces, since ``make demo`` runs it whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardc
+from shardc import Collective, Mesh
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import demo  # noqa: E402
+import gpt  # noqa: E402
+from demo import ALPHABET, Run, Settings, ShardedRun  # noqa: E402
+
+TINY = Settings(steps=3, batch=4, config=gpt.Config(len(ALPHABET), context=16, layers=1, heads=2, width=16))
+
+
+def run(*command: str) -> str:
+    """The stdout of a command that is run in the checkout."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(command, env=kept | {"PATH": path}, cwd=EXAMPLES.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_mlp_prints_its_plan_and_equals_one_device() -> None:
+    printed = run("python", "examples/mlp.py")
+    assert "all_reduce" in printed
+    differences = [float(found) for found in re.findall(r"differs from one device by (\S+)", printed)]
+    assert len(differences) == 5 and max(differences) <= 1e-5
+
+
+@pytest.mark.slow
+def test_hf_gpt2_has_the_same_losses_on_virtual_ranks_and_under_torchrun_with_dropout_on() -> None:
+    alone = run("python", "examples/hf_gpt2.py", "--steps", "3", "--layers", "1")
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
+    ranks = run(*torchrun, "examples/hf_gpt2.py", "--steps", "3", "--layers", "1")
+    losses = [float(found) for found in re.findall(r"loss (\S+)", alone)]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert [float(found) for found in re.findall(r"loss (\S+)", ranks)] == pytest.approx(losses, abs=2e-4)
+
+
+def collectives(target: Callable[[], gpt.Target], mesh: Mesh) -> tuple[Collective, ...]:
+    model, args, kwargs, annotations = target()
+    return shardc.compile(model, mesh, annotations, args=args, kwargs=kwargs).collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [gpt.gpt, gpt.gpt_separate_qkv, gpt.gpt_tied, gpt.gpt_dropout])
+def test_two_weight_annotations_a_block_are_megatron(target: Callable[[], gpt.Target]) -> None:
+    found = collectives(target, Mesh(dp=2, tp=2))
+    assert {each.kind for each in found} == {"all_reduce"}
+    along_tp = Counter(each.phase for each in found if "tp" in each.axes)
+    assert along_tp == {"forward": 2 * gpt.Config().layers, "backward": 2 * gpt.Config().layers}
+
+
+@pytest.mark.slow
+def test_cut_parameters_are_gathered_and_their_gradients_reduce_scattered() -> None:
+    found = collectives(gpt.gpt_fsdp, Mesh(dp=4))
+    num_parameters = len(list(gpt.gpt_fsdp()[0].parameters()))
+    kinds = Counter(each.kind for each in found)
+    assert kinds["reduce_scatter"] == num_parameters
+    assert kinds["all_gather"] >= num_parameters
+    assert [each.local_shape_out for each in found if each.kind == "all_reduce"] == [()]  # the loss
+
+
+@pytest.mark.slow
+def test_the_gpt_equals_one_device_on_virtual_ranks() -> None:
+    model, args, kwargs, annotations = gpt.gpt()
+    program = shardc.compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    loss, gradients = program.simulate(*args, **kwargs)
+    expected = model(*args, **kwargs)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5)
+
+
+# The demo's pieces.
+
+
+def test_the_text_is_english_in_the_alphabet() -> None:
+    data = demo.corpus()
+    text = "".join(ALPHABET[i] for i in data[:5000].tolist())
+    assert len(data) > 100_000 and 0 <= data.min() and data.max() < len(ALPHABET) == 96
+    assert text.count(" the ") > 10
+
+
+def test_batches_are_the_same_for_every_run_and_targets_are_the_characters_that_follow() -> None:
+    first, again = list(demo.batches(TINY)), list(demo.batches(TINY))
+    assert len(first) == TINY.steps and first[0][0].shape == (4, 16)
+    assert all(
+        torch.equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert all(torch.equal(ids[:, 1:], targets[:, :-1]) for ids, targets in first)
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def test_both_runs_begin_with_the_same_weights() -> None:
+    one, other = demo.new_model(TINY).state_dict(), demo.new_model(TINY).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_run_on_one_device_learns() -> None:
+    run = demo.train_alone(replace(TINY, steps=20))
+    assert len(run.losses) == len(run.seconds) == 20
+    assert run.losses[-1] < run.losses[0]
+
+
+def sharded_run(losses: list[float], wire_bytes: float) -> ShardedRun:
+    each = Collective("all_reduce", ("dp",), "float32", (1000,), (1000,), 4000, 4000, phase="backward")
+    return ShardedRun(Run(2000, losses, [0.2] * 3), 1.5, (each, replace(each, axes=("tp",)), each), wire_bytes, {})
+
+
+def test_the_tables_show_both_losses_and_the_bytes_of_all_ranks() -> None:
+    alone, sharded = Run(4000, [3.0, 2.5, 2.0], [0.1] * 3), sharded_run([3.0, 2.5, 2.000001], 48_096.0)
+    losses = demo.losses_table(TINY, alone, sharded.run).splitlines()
+    assert losses[0].split() == ["step", "one", "device", "4", "ranks", "difference"]
+    assert losses[-1].split() == ["3", "2.000000", "2.000001", "1.0e-06"]
+    bytes_ = demo.bytes_table(TINY, sharded)
+    assert re.search(r"all_reduce +dp +backward +2 +32\.0 kB", bytes_) and re.search(r"announced.* 3 +48\.0 kB", bytes_)
+    assert "+0.20%" in demo.facts(TINY, alone, sharded)
+
+
+@pytest.mark.parametrize(
+    ("last_loss", "wire_bytes", "good"),
+    [(2.000001, 48_096.0, True), (2.0001, 48_096.0, False), (2.0, 49_000.0, False), (2.0, 40_000.0, False),
+     (float("nan"), 48_096.0, False)],
+)  # fmt: skip
+def test_the_demo_fails_when_losses_or_bytes_differ(last_loss: float, wire_bytes: float, good: bool) -> None:
+    alone = Run(4000, [3.0, 2.5, 2.0], [0.1] * 3)
+    assert demo.is_good(TINY, alone, sharded_run([3.0, 2.5, last_loss], wire_bytes)) is good
+
+
+def test_the_sample_is_text() -> None:
+    text = demo.sample(TINY.config, demo.new_model(TINY).state_dict(), length=20)
+    assert 0 < len(text) <= 21 and set(text) <= set(ALPHABET)
+
+
+def test_progress_off_a_terminal_is_a_line_at_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = demo.Progress("ranks", 80)
+    for step in range(1, 81):
+        progress.show(step)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and "[##############################] 80/80" in lines[-1]
