@@ -7,7 +7,7 @@ In a round all ops but contractions go first. A gradient is tied to its paramete
     x: f32[8@dp, 64]   w: f32[64, 256@tp]
     y = dot(x, w, "a b, b c -> a c")                ->      y: f32[8@dp, 256@tp] = dot(...)
 
-State: for each value its dims, the dims that may not change, and for each axis where it came from. A step takes one op,
+State: for each value its dims, the dims that may not change, the axes kept for them, and where each axis came from. A step takes one op,
 brings its tensors' cuts to a common longest form factor by factor, and queues the ops around each value that changed.
 Invariants: pinned dims never move; an axis cuts a value once; cuts divide sizes.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.annotations import Pin
-from shardc.mesh import Mesh
+from shardc.mesh import Axes, Mesh
 from shardc.ops.contraction import dot
 from shardc.program import Origin, Program, Value, is_getitem, operands
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
@@ -80,6 +80,7 @@ class _State:
     dims: dict[Value, list[DimSharding]] = field(default_factory=dict)
     shapes: dict[Value, tuple[int, ...]] = field(default_factory=dict)
     closed: dict[Value, set[int]] = field(default_factory=dict)
+    reserved: dict[Value, Axes] = field(default_factory=dict)
     origins: dict[Value, dict[str, Origin]] = field(default_factory=dict)
     ops: list[_Op] = field(default_factory=list)
     around: dict[Value, list[int]] = field(default_factory=dict)
@@ -122,9 +123,10 @@ class _State:
         return _Op("tie", Rule((dims,), (dims,), sizes), (one, other), (dims, dims))
 
     def close(self, pin: Pin) -> None:
-        """From the start no one but the user moves a pinned dim."""
+        """From the start no one but the user moves a pinned dim, and its axes are kept for it."""
         value = self._pinned(pin)
         self.closed[value] = set(range(len(self.shapes[value]))) - pin.open
+        self.reserved[value] = pin.sharding.cut_axes
 
     def start(self, pins: Iterable[Pin], rank: int) -> None:
         """Set the pins of a round, and queue the ops around them; ops that waited get another turn."""
@@ -193,7 +195,7 @@ class _State:
         dim = next(i for i, factors in enumerate(dims) if factor in factors)
         before = cuts.get(factor, WHOLE)
         new_parts = [part for part in cut.all_axes if part not in before.all_axes]
-        used = [part for cut in self.dims[value] for part in cut.all_axes]
+        used = [*self.reserved.get(value, ()), *(part for cut in self.dims[value] for part in cut.all_axes)]
         if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
             return
         if dims_sharding((dims[dim],), cuts, op.rule.sizes)[0] != self.dims[value][dim]:
