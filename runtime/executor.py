@@ -94,6 +94,10 @@ class Executor:
         self._run(self._bwd, envs)
         return [self._collect(env, False) for env in envs]
 
+    def keeps(self, index: int) -> bool:
+        """Whether an input is saved for backward."""
+        return self._inputs[index] in self._kept
+
     def _run(self, instructions: Iterable[Instruction], envs: list[Env]) -> None:
         for each in instructions:
             if each.collective:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.annotations import Spec, match, resolve
+from shardc.annotations import Pin, Spec, match, resolve
 from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective, collectives_of
 from shardc.error import ShardingError, did_you_mean
@@ -21,6 +22,8 @@ from shardc.sharding import Sharding
 if TYPE_CHECKING:
     import torch
     from torch import fx, nn
+
+    from shardc.runtime.module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +138,13 @@ class Compiled:
 
 def compile(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None = None, *,  # noqa: A001
             args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, train: bool = True,
-            differentiable: tuple[str, ...] = ()) -> Compiled:
+            differentiable: tuple[str, ...] = (), fixed: tuple[Pin, ...] = ()) -> Compiled:
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
     global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
-    did wrong, CaptureError for a model that cannot be captured.
+    did wrong, CaptureError for a model that cannot be captured. ``fixed``: shardings that are settled already and stand
+    above annotations.
     """
     from shardc.passes.pipeline import run_passes
 
@@ -154,7 +158,34 @@ def compile(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None 
 
     start = time.perf_counter()
     captured = capture(model, args, kwargs or {}, train=train, modules=matched.modules, differentiable=differentiable)
-    program = replace(captured.program, mesh=described, pins=resolve(captured.program, matched, described))
+    settled = {(pin.kind, pin.name) for pin in fixed}
+    pins = [pin for pin in resolve(captured.program, matched, described) if (pin.kind, pin.name) not in settled]
+    program = replace(captured.program, mesh=described, pins=(*pins, *fixed))
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
     return Compiled(model, program, captured.convention, stages, seconds)
+
+
+def parallelize(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None = None, *,
+                args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None,
+                runtime: Literal["auto", "virtual", "distributed"] = "auto",
+                compile: Literal["eager", "inductor"] = "eager",
+                differentiable: tuple[str, ...] = ()) -> ParallelModule:
+    """The model as a module that runs on a mesh; the model itself is left as it was.
+
+    With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
+    ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
+    Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
+    """
+    from shardc.runtime.module import parallel_module
+
+    module = parallel_module(model, mesh, partial(_compile_call, mesh, annotations, differentiable), runtime, compile)
+    if args is not None or kwargs is not None:
+        module.compiled(args or (), kwargs or {})
+    return module
+
+
+def _compile_call(mesh: Any, annotations: Mapping[str, Spec] | None, differentiable: tuple[str, ...], model: nn.Module,
+                  args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, fixed: tuple[Pin, ...]) -> Compiled:
+    return compile(model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable,
+                   fixed=fixed)

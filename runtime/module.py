@@ -1,0 +1,225 @@
+"""What ``parallelize`` returns: the user's model as an ``nn.Module`` that runs on every rank of a mesh."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.annotations import Pin
+from shardc.convention import call_leaves, call_signature
+from shardc.mesh import Mesh
+from shardc.program import Program
+from shardc.sharding import Sharding
+
+from .border import Border, border_of
+from .comm import Comm
+from .distributed import make_device_mesh
+from .executor import Executor
+from .step import Compilation, Runner, Step
+
+MAX_PROGRAMS = 16
+RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor}
+
+
+class CompileFn(Protocol):
+    """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations."""
+
+    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool,
+                 fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
+
+
+def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto",
+                    backend: str = "eager") -> ParallelModule:  # fmt: skip
+    """The module for a mesh: virtual ranks for a Mesh, torch.distributed for a DeviceMesh or where ``runtime`` says so.
+
+    ``backend`` runs the program: ``eager`` or ``inductor``.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if runtime == "distributed" and isinstance(mesh, Mesh):
+        mesh = make_device_mesh(mesh, device.type)
+    if runtime == "virtual":
+        mesh = Mesh.of(mesh)
+    border = border_of(mesh, device)
+    return ParallelModule(model, border, compile_fn, RUNNERS[backend])
+
+
+class ParallelModule(nn.Module):
+    """A model that computes on a mesh: the same module tree and names, parameters and buffers of its own.
+
+    The user's model is left as it was: its modules are copied, and so is every tensor. On a DeviceMesh each parameter
+    and buffer is a DTensor, replicated until the first call is compiled and in its propagated sharding from then on;
+    on virtual ranks they stay plain and whole. What is no module, parameter or buffer is looked up on the copy.
+
+    A call is compiled when its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
+    gradients on or off. An attribute that ``forward`` reads is a constant from the first compilation on. ``seed`` and
+    ``step`` key random ops; ``step`` counts calls in training mode.
+    """
+
+    def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
+                 make_runner: Callable[[Program, Comm], Runner] = Executor) -> None:  # fmt: skip
+        super().__init__()
+        self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
+        self._border, self._compile, self._make_runner = border, compile_fn, make_runner
+        self._placed: dict[tuple[str, str], Sharding] = {}
+        self._steps: OrderedDict[Hashable, Step] = OrderedDict()
+        self._latest: Step | None = None
+        self.seed, self.step = 0, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; global values in, as plain tensors or DTensors.
+
+        0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
+        """
+        step = self.compiled(args, kwargs)
+        random = torch.tensor([self.seed, self.step])
+        self.step += self.training
+        return step(self._state(step.compiled), args, kwargs, random)
+
+    @property
+    def program(self) -> Any:
+        """What the latest call was compiled to."""
+        if self._latest is None:
+            raise RuntimeError("there is no program yet: call the model once, or give args= to parallelize")
+        return self._latest.compiled
+
+    def compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+        """The program for a call, compiled if its signature is new; parameters then take their shardings."""
+        train = torch.is_grad_enabled() and self._wants_gradients(args, kwargs)
+        key = self._signature(args, kwargs, train)
+        if key not in self._steps:
+            self._steps[key] = self._new_step(args, kwargs, train)
+            self._forget_oldest()
+        self._steps.move_to_end(key)
+        self._latest = self._steps[key]
+        return self._latest
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Switch between training and evaluation, like every module."""
+        super().train(mode)
+        if "_model" in self.__dict__:
+            self._model.training = mode
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters and buffers, each as a DTensor or whole."""
+        mine = self.state_dict()
+        loaded = {name: self._like(mine.get(name), value, name) for name, value in state_dict.items()}
+        return super().load_state_dict(loaded, strict, assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_model"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        twin = ParallelModule(nn.Module(), self._border, self._compile, self._make_runner)
+        twin._adopt(copy.deepcopy(self._model, memo))
+        twin._placed, twin.seed, twin.step = dict(self._placed), self.seed, self.step
+        memo[id(self)] = twin
+        return twin
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Hold a model's children, parameters and buffers as one's own: the same dicts, under the same names."""
+        self.__dict__["_model"] = model
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = model.__dict__[name]
+        self.training = model.training
+
+    def _wants_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        leaves, _ = call_leaves(self._model.forward, args, kwargs)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        return any(tensor.requires_grad for tensor in (*self._model.parameters(), *tensors))
+
+    def _signature(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Hashable:
+        leaves, _ = call_leaves(self._model.forward, args, kwargs)
+        placed = tuple((name, leaf.placements) for name, leaf in leaves if isinstance(leaf, DTensor))
+        dtypes = tuple(tensor.dtype for _, tensor in self._tensors())
+        return call_signature(self._model, args, kwargs, train), placed, dtypes
+
+    def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
+        compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
+        self._border.agree(compiled.program)
+        self._place(compiled.program)
+        return Step(compiled, self._border, self._make_runner(compiled.program, self._border.comm))
+
+    def _forget_oldest(self) -> None:
+        if len(self._steps) > MAX_PROGRAMS:
+            warnings.warn(
+                f"a {type(self._model).__name__} was compiled for more than {MAX_PROGRAMS} signatures: the oldest is "
+                "forgotten. Give it inputs of fewer shapes, or pad them.", stacklevel=4,
+            )  # fmt: skip
+            self._steps.popitem(last=False)
+
+    def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
+        """The shardings that parameters have from an earlier compilation, and DTensors among the arguments."""
+        leaves, _ = call_leaves(self._model.forward, args, kwargs)
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        given = {("input", name): self._border.sharding(tensor, f"input {name!r}") for name, tensor in tensors}
+        return tuple(
+            Pin(name, kind, sharding, frozenset(), f"{kind} {name!r} lies so already")
+            for (kind, name), sharding in {**self._placed, **given}.items()
+            if sharding is not None
+        )
+
+    def _place(self, program: Program) -> None:
+        """Give parameters and buffers the shardings that a program wants, the first time."""
+        tensors = dict(self._tensors())
+        for put, node in zip(program.inputs, program.placeholders, strict=True):
+            tensor = tensors.get((put.kind, put.name))
+            if tensor is None:
+                continue
+            sharding = program.sharding(node)
+            before = self._placed.setdefault((put.kind, put.name), sharding)
+            if before is sharding:
+                placed = self._border.placed(tensor, sharding, f"{put.kind} {put.name!r}")
+                if placed is not tensor:
+                    _become(tensor, placed)
+
+    def _state(self, compiled: Compilation) -> dict[tuple[str, str], Tensor]:
+        constants = {("buffer", name): tensor for name, tensor in compiled.convention.constants.items()}
+        return constants | dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """Parameters and buffers by kind and name, tied ones under each of their names."""
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            yield ("parameter", name), parameter
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            yield ("buffer", name), buffer
+
+    def _like(self, mine: Any, value: Any, name: str) -> Any:
+        if isinstance(mine, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            sharding = self._border.sharding(mine, name)
+            assert sharding is not None
+            return self._border.placed(self._border.own(value), sharding, name)
+        return value
+
+
+def _own_tensors(model: nn.Module, border: Border) -> dict[int, Any]:
+    """A memo for deepcopy: what takes the place of each parameter and buffer, tied ones once."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(border.own(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = border.own(buffer)
+    return memo
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    """Let every holder of ``tensor``, an optimizer among them, hold the value of ``other``."""
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, other)

@@ -1,0 +1,192 @@
+"""One compiled call: a user's tensors through the executor, as one node of torch's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from shardc.convention import CallingConvention
+from shardc.error import ShardingError
+from shardc.program import Program
+from shardc.sharding import Sharding
+
+from .border import Border
+from .executor import Saved, Values
+
+State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
+
+
+class Compilation(Protocol):
+    """What compiling a call gives: a localized program, and how the call's arguments and results map to it."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def convention(self) -> CallingConvention: ...
+
+
+class Runner(Protocol):
+    """What runs the two parts of a program: the executor, or compiled code."""
+
+    def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]: ...
+    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
+    def keeps(self, index: int) -> bool: ...
+
+
+class Step:
+    """A compiled call, ready for every call of its signature."""
+
+    def __init__(self, compiled: Compilation, border: Border, runner: Runner) -> None:
+        self.compiled, self.border, self.runner = compiled, border, runner
+        self.program = compiled.program
+        self._placeholders, self._results = self.program.placeholders, self.program.results
+        self._ends = Ends.of(self.program)
+        self._is_plain = {i: self._comes_back_plain(i) for i in self._ends.outputs}
+
+    def __call__(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], random: Tensor) -> Any:
+        """Run a call: its result is in the model's own containers; buffers are written back."""
+        given = iter(self.compiled.convention.flatten(args, kwargs))
+        values: list[Tensor | None] = []
+        for put in self.program.inputs:
+            if put.kind == "input":
+                values.append(next(given))
+            elif put.kind == "tangent":
+                values.append(None)
+            else:
+                values.append(random if put.kind == "random" else state[put.kind, put.name])
+        if self._ends.tangents and torch.is_grad_enabled():
+            outputs = _Run.apply(self, *values)
+        else:
+            with torch.no_grad():
+                outputs = self.forward(values)[0]
+        return self.compiled.convention.unflatten(outputs)
+
+    def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
+        """Run the forward part: the outputs, and what is saved."""
+        results, saved = self.runner.forward(self._enter(values))
+        columns = list(zip(*results, strict=True))
+        for put, i in self._ends.buffers.items():
+            buffer = values[put]
+            assert buffer is not None
+            self.border.write(buffer, _present(columns[i]), *self._described(i))
+        outputs = [self._leave(i, columns[i], self._is_plain[i]) for i in self._ends.outputs]
+        # A plain one that is saved as well would keep itself alive through its own graph.
+        return tuple(output if isinstance(output, DTensor) else output.detach() for output in outputs), saved
+
+    def backward(self, saved: Saved, gradients: Values, is_plain: Sequence[bool], keep: bool) -> list[Tensor | None]:
+        """Run the backward part: the gradients of all inputs; ``is_plain`` says which of them were no DTensors."""
+        results = self.runner.backward(saved, self._enter(self._as_tangents(gradients)), keep)
+        columns = list(zip(*results, strict=True))
+        found: list[Tensor | None] = [None] * len(is_plain)
+        for put, i in self._ends.gradients.items():
+            if self._results[i] is not None:
+                found[put] = self._leave(i, columns[i], is_plain[put])
+        return found
+
+    def _enter(self, values: Values) -> list[list[Tensor | None]]:
+        """For each rank its pieces, parallel to the program's inputs."""
+        columns: list[list[Any]] = []
+        for i, (put, node, value) in enumerate(zip(self.program.inputs, self._placeholders, values, strict=True)):
+            pieces: list[Any] = [None] * len(self.border.comm.positions)
+            if value is not None:
+                pieces = self.border.enter(value, self.program.sharding(node), f"{put.kind} {put.name!r}")
+            if i in self._ends.buffers and self.runner.keeps(i):  # written back before the backward reads it
+                pieces = [piece.clone() for piece in pieces]
+            columns.append(pieces)
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _as_tangents(self, gradients: Values) -> list[Tensor | None]:
+        """The incoming gradients of all outputs as values of the program's inputs, zeros where there is none."""
+        values: list[Tensor | None] = [None] * len(self.program.inputs)
+        for put in self._ends.tangents.values():
+            type_ = self.program.inputs[put].type
+            values[put] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.border.comm.device)
+        for i, gradient in zip(self._ends.outputs, gradients, strict=True):
+            if gradient is not None:
+                values[self._tangent(i)] = gradient
+        return values
+
+    def _tangent(self, i: int) -> int:
+        name = self.program.outputs[i].name
+        if name not in self._ends.tangents:
+            raise ShardingError(
+                f"output {name!r}", "a gradient reaches it in backward",
+                "it was compiled as not differentiable, to keep a dense gradient out of every step",
+                f"say differentiable=({name!r},) to parallelize, or detach it",
+            )  # fmt: skip
+        return self._ends.tangents[name]
+
+    def _leave(self, i: int, pieces: Sequence[Tensor | None], is_plain: bool) -> Tensor:
+        return self.border.leave(_present(pieces), *self._described(i), is_plain)
+
+    def _described(self, i: int) -> tuple[Sharding, str]:
+        """The sharding of a result, and how to call it."""
+        node, output = self._results[i], self.program.outputs[i]
+        assert node is not None, output
+        return self.program.sharding(node), f"{output.kind} {output.name!r}"
+
+    def _comes_back_plain(self, i: int) -> bool:
+        """Whether an output is 0-dim, or an annotation asks for it whole."""
+        name, node = self.program.outputs[i].name, self._results[i]
+        asked = any(
+            pin.kind == "output" and pin.name == name and not pin.sharding.cut_axes and not pin.open
+            for pin in self.program.pins
+        )
+        return asked or node is None or not self.program.type(node).shape
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which inputs and outputs of a program belong together, by index.
+
+    ``outputs``: the model's. ``tangents``: by the output's name, an input. ``buffers`` and ``gradients``: for an input
+    the output that is its new value, or its gradient.
+    """
+
+    outputs: tuple[int, ...]
+    tangents: Mapping[str, int]
+    buffers: Mapping[int, int]
+    gradients: Mapping[int, int]
+
+    @staticmethod
+    def of(program: Program) -> Ends:
+        """Those of a program, whose gradients follow the inputs that require them."""
+        inputs, outputs = list(enumerate(program.inputs)), list(enumerate(program.outputs))
+        gradients = [i for i, output in outputs if output.kind == "gradient"]
+        wanting = [put for put, given in inputs if given.requires_grad] if gradients else []
+        assert [program.inputs[put].name for put in wanting] == [program.outputs[i].name for i in gradients]
+        named = {given.name: put for put, given in inputs if given.kind == "buffer"}
+        return Ends(
+            tuple(i for i, output in outputs if output.kind == "output"),
+            {given.name: put for put, given in inputs if given.kind == "tangent"},
+            {named[output.name]: i for i, output in outputs if output.kind == "buffer"},
+            dict(zip(wanting, gradients, strict=True)),
+        )
+
+
+def _present(pieces: Sequence[Tensor | None]) -> list[Tensor]:
+    return [piece for piece in pieces if piece is not None]
+
+
+class _Run(torch.autograd.Function):
+    """The forward part in torch's forward, the backward part in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *values: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs, ctx.saved = step.forward(values)
+        ctx.step = step
+        ctx.is_plain = [not isinstance(value, DTensor) for value in values]
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph())
