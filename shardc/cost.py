@@ -24,31 +24,31 @@ def memory_of(program: Program) -> dict[str, int]:
     ``optimizer`` is Adam's state of the parameters that are trained. ``saved``: what forward made and backward uses.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
-    parameters = [(given, type_) for given, type_ in local_inputs(program) if given.kind == "parameter"]
+    parameters = {given.name: program.local_type(node) for given, node in _inputs(program) if given.kind == "parameter"}
+    trained = [name for name, _ in _gradients(program) if name in parameters]
     live = list(storages(program))
     return {
-        "parameters": sum(type_.nbytes for _, type_ in parameters),
-        "gradients": sum(_gradient_bytes(program)),
-        "optimizer": ADAM_STATES * sum(type_.nbytes for given, type_ in parameters if given.requires_grad),
+        "parameters": sum(map(_nbytes, parameters.values())),
+        "gradients": sum(_nbytes(program.local_type(node)) for name, node in _gradients(program) if name in parameters),
+        "optimizer": ADAM_STATES * sum(_nbytes(parameters[name]) for name in trained),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
         "peak": _peak(live),
     }
 
 
-def local_inputs(program: Program) -> Iterator[tuple[Input, TensorType]]:
-    """Each input with what one rank holds of it."""
-    for given, node in zip(program.inputs, program.placeholders, strict=True):
-        type_ = program.local_type(node)
-        assert type_ is not None, node
-        yield given, type_
+def _inputs(program: Program) -> Iterator[tuple[Input, fx.Node]]:
+    return zip(program.inputs, program.placeholders, strict=True)
 
 
-def _gradient_bytes(program: Program) -> Iterator[int]:
-    parameters = {given.name for given in program.inputs if given.kind == "parameter"}
+def _gradients(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """The gradients that there are, by the names of what they are of."""
     for output, node in zip(program.outputs, program.results, strict=True):
-        type_ = None if node is None else program.local_type(node)
-        if type_ is not None and output.kind == "gradient" and output.name in parameters:
-            yield type_.nbytes
+        if output.kind == "gradient" and node is not None:
+            yield output.name, node
+
+
+def _nbytes(type_: TensorType | None) -> int:
+    return 0 if type_ is None else type_.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,7 +333,8 @@ def _parse_entries(text: str) -> Iterator[Entry]:
                 raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
             yield Blocks(int(count), tuple(axes.strip().split("+")))
         else:
-            yield {"-": None, "?": P.OPEN}[item] if item in ("-", "?") else tuple(item.split("+"))
+            names = item.split("+")
+            yield {"-": None, "?": P.OPEN}[item] if item in ("-", "?") else tuple(names) if len(names) > 1 else item
 
 
 def _split_commas(text: str) -> list[str]:

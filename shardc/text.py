@@ -57,7 +57,8 @@ def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
 
 def _input_lines(program: Program) -> Iterator[str]:
     for input_, node in zip(program.inputs, program.placeholders, strict=True):
-        yield f"  {input_.kind} {input_.name}: {type_text(program, node)}"
+        if input_.kind != "random" or node.users:
+            yield f"  {input_.kind} {input_.name}: {type_text(program, node)}".replace("random random", "random")
 
 
 def _result_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
@@ -77,7 +78,7 @@ def _body_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
             yield from ("", source.phase)
             module = location = ""
         if source.module != module:
-            yield f"  {source.module or '(no module)'}"
+            yield f"  {source.module or '(model)'}"
         remark = [source.location] if source.location not in ("", location) else []
         remark += [remarks[node]] if node in remarks else []
         comment = f"  # {'; '.join(remark)}" if remark else ""

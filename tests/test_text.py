@@ -101,7 +101,7 @@ forward
     dot_1: f32[16@dp, 64]{sum tp} = dot(relu_default, mlp.down.weight, "b k, k n -> b n")  # mlp.down.py:6
     all_reduce: f32[16@dp, 64] = all_reduce(dot_1, ("tp",), "sum")  # mlp.down.py:7; 3072 B on the wire, because \
 mlp.down.weight=tp,- cuts what mlp.down sums over
-  (no module)
+  (model)
     sum_default: f32[] = sum(all_reduce, dtype=float32)
 
 backward
@@ -191,7 +191,7 @@ def test_memory_is_by_class_on_one_rank() -> None:
     assert memory_of(megatron()) == {
         "parameters": 2 * parameter,
         "gradients": parameter,
-        "optimizer": 4 * parameter,
+        "optimizer": 2 * parameter,
         "saved": hidden,
         "peak": 2 * parameter + x + loss + 2 * parameter,
     }
