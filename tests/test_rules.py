@@ -39,7 +39,8 @@ def check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
         if whole is not None and dims is not None:
             parts = {index: results[r] for index, results in found.items()}
             assert {tuple(part.shape) for part in parts.values()} == {local_shape(dims, whole.shape, sizes)}
-            assert_same(case, put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
+            if not whole.is_meta:
+                assert_same(case, put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
 
 
 def cut_operands(case: Case, pieces: Mapping[str, int], index: Sequence[int]) -> list[Tensor | None]:
@@ -182,8 +183,8 @@ def test_no_rule_is_without_an_example() -> None:
 
 def test_every_rule_but_these_lets_something_be_cut() -> None:
     """A rule that quietly turned all whole would pass every other test."""
-    can_be_cut = {name for name, text in EXAMPLES if "CUDA(" not in text and cuttable(make_case(name, text, 0).rule)}
-    never = {name for name, text in EXAMPLES if "CUDA(" not in text} - can_be_cut
+    can_be_cut = {name for name, text in EXAMPLES if cuttable(make_case(name, text, 0).rule)}
+    never = {name for name, _ in EXAMPLES} - can_be_cut
     assert never == {
         "arange.default", "arange.start", "arange.start_step", "linspace.default", "eye.default", "eye.m",
         "scalar_tensor.default", "mean.default", "any.default", "all.default", "prod.default", "squeeze.default",
