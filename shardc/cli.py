@@ -144,11 +144,11 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     return {**target.annotations, **given}
 
 
-def _load(options: argparse.Namespace) -> Target:
+def _load(options: argparse.Namespace, device: str) -> Target:
     from shardc.target import Wish, load_target
 
     with _progress(f"loading {options.target}"):
-        wish = Wish(dict(options.settings), options.batch, options.seq)
+        wish = Wish(dict(options.settings), options.batch, options.seq, device)
         return load_target(options.target, wish, options.mesh)
 
 
@@ -157,7 +157,7 @@ def _dump(options: argparse.Namespace) -> int:
     from shardc.dump import dump
 
     _check_pass(options.after)
-    target = _load(options)
+    target = _load(options, device="meta")
     annotations = _annotations(options, target)
     with _progress(f"compiling for {options.mesh}"):
         compiled = compile(
@@ -194,7 +194,7 @@ def _write(text: str, path: str | None) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from shardc.verify import differences_text, verify
 
-    target = _load(options)
+    target = _load(options, device="cpu")
     annotations = _annotations(options, target)
     found = verify(
         target.model,

@@ -15,6 +15,12 @@ from shardc.ops.contraction import dot
 from shardc.program import Input, Program, Value, is_getitem, operands
 from shardc.sharding import TensorType
 
+aten = torch.ops.aten
+
+COUNTED_AS = {  # ops that torch has no formula for, by those that have the same operands
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
 ADAM_STATES = 2  # exp_avg and exp_avg_sq, of the parameter's dtype: 8 bytes a local fp32 element
 
 
@@ -136,7 +142,8 @@ def _node_flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
         a, b = operand(node.args[0]), operand(node.args[1])  # type: ignore[arg-type]
         assert a is not None and b is not None
         return dot_flops(a, b, str(node.args[2]))
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
     results = tuple(_meta(type_of(node, index)) for index in range(len(program.types(node))))

@@ -35,11 +35,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the command line says of a target: config or function settings, and the size of made up inputs."""
+    """What is asked of a target: config or function settings, the size of made up inputs, and where those are made.
+
+    ``device="meta"``: only shapes are needed, so nothing is allocated; a function makes its own all the same.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     batch: int | None = None
     seq: int | None = None
+    device: str = "cpu"
 
 
 def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
@@ -123,7 +127,8 @@ def _transformers_target(model_type: str, wish: Wish, mesh: Mesh) -> Target:
         raise UsageError(f"TARGET hf:{model_type}: transformers has no such model type{f'; {near}' if near else ''}")
     config = AutoConfig.for_model(model_type, **wish.settings)
     torch.manual_seed(0)
-    model, kwargs = _model_and_inputs(config, wish)
+    with torch.device(wish.device):
+        model, kwargs = _model_and_inputs(config, wish)
     return Target(model, (), kwargs, _default_annotations(model_type, kwargs, mesh))
 
 

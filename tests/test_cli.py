@@ -11,7 +11,7 @@ import pytest
 import torch
 from targets import mlp
 
-from shardc import Mesh, P, cli, verify
+from shardc import Mesh, P, cli, compile, verify
 from shardc.cli import main
 from shardc.target import UsageError, Wish, load_target
 
@@ -176,7 +176,7 @@ def test_a_mesh_that_does_not_read_is_a_usage_error(mesh: str, capsys: pytest.Ca
 def test_an_internal_error_shows_its_traceback_and_exits_with_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_load", lambda options: 1 / 0)
+    monkeypatch.setattr(cli, "_load", lambda options, device: 1 / 0)
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -234,6 +234,17 @@ def test_gpt2_of_transformers_gets_inputs_and_two_annotations_a_block() -> None:
         "transformer.h.*.mlp.c_proj.weight": P("tp"),
     }
     assert set(load_target("hf:gpt2", wish, Mesh(tp=2)).annotations) == set(target.annotations) - set(target.kwargs)
+
+
+def test_a_target_of_transformers_is_dumped_without_allocating_and_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}
+    settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    assert main(["dump", "hf:gpt2", *ON_FOUR, *settings]) == 0
+    target = load_target("hf:gpt2", Wish(small), Mesh(dp=2, tp=2))
+    compiled = compile(target.model, Mesh(dp=2, tp=2), target.annotations, kwargs=target.kwargs)
+    assert capsys.readouterr().out == compiled.dump()
+    on_meta = load_target("hf:gpt2", Wish(small, device="meta"), Mesh(dp=2, tp=2))
+    assert all(parameter.is_meta for parameter in on_meta.model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,18 @@ def test_flops_of_a_convolution_come_from_torch() -> None:
     assert flops_of(program) == 2 * (2 * 8 * 8) * 5 * 3 * 3 * 3
 
 
+def test_attention_on_a_cpu_counts_as_torch_counts_it() -> None:
+    graph = fx.Graph()
+    program = Program(graph, tuple(Input(name, "input", f32(2, 4, 16, 8)) for name in "qkv"), ())
+    qkv = [graph.placeholder(name) for name in "qkv"]
+    attend = graph.call_function(aten._scaled_dot_product_flash_attention_for_cpu.default, (*qkv, 0.0, True))
+    graph.output(())
+    for node in qkv:
+        program.set_type(node, f32(2, 4, 16, 8))
+    program.set_type(attend, (f32(2, 4, 16, 8), f32(2, 4, 16)))
+    assert flops_of(program) == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
 def test_the_json_form_holds_what_the_contract_names() -> None:
     record = json.loads(json_text(program_json(megatron(), {})))
     assert record["version"] == 1 and record["mesh"] == {"dp": 2, "tp": 4}
