@@ -126,7 +126,7 @@ class _Plan:
         cut = [part for claim in claims if claim.factor not in rule.whole for part in claim.cut.all_axes]
 
         def nbytes(group: frozenset[int]) -> int:
-            return max(self._type(given[i]).nbytes for i in group)
+            return max(self.type(given[i]).nbytes for i in group)
 
         def may_ride(group: frozenset[int]) -> bool:
             partials = {self.lies[value].partial for i, value in enumerate(given) if value and i in group}
@@ -145,7 +145,8 @@ class _Plan:
         results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
 
-    def _type(self, value: Value | None) -> TensorType:
+    def type(self, value: Value | None) -> TensorType:
+        """The type of a value."""
         assert value is not None
         type_ = self.program.types(value[0])[value[1]]
         assert type_ is not None
@@ -162,7 +163,7 @@ class _Plan:
         return claims
 
     def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
-        type_ = self._type(value)
+        type_ = self.type(value)
         nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
         origins = self.program.origins(value[0])[value[1]]
         return [
@@ -231,8 +232,20 @@ class _Rewriter:
                 self._operands(node)
                 made = self.plan.made[node]
                 self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
+                self._explain_partial(node)
             if node.op != "output" and not self.program.has_many(node):
                 self._reduce(node)
+
+    def _explain_partial(self, node: fx.Node) -> None:
+        """A sum is open over an axis because an operand was cut by it, or was such a sum."""
+        came: dict[str, Origin] = {}
+        for operand in filter(None, operands(node)):
+            for axis, origin in self.program.origin(operand).items():
+                came.setdefault(axis, Origin(origin.annotation, origin.rank, node.name, origin))
+        self.program.set_origins(node, tuple(
+            {part.name: came[part.name] for part in made.partial_axes if part.name in came} | dict(known) if made else {}
+            for made, known in zip(self.plan.made[node], self.program.origins(node), strict=True)
+        ))
 
     def _operands(self, node: fx.Node) -> None:
         new = [
@@ -248,7 +261,7 @@ class _Rewriter:
         self.holder[value] = node
         if self.program.sharding(node) != lies:
             with self.program.graph.inserting_after(node):
-                self.holder[value] = self._insert(node, lies, f"{_name(self.program, node)} is a sum over {_axes(self.program.sharding(node))}")
+                self.holder[value] = self._insert(node, lies, _name(self.program, next(iter(node.users))))
 
     def _resharded(self, operand: fx.Node, wanted: Sharding, user: fx.Node) -> fx.Node:
         held = self.holder[self.program.value(operand)]
@@ -256,24 +269,36 @@ class _Rewriter:
             return held
         if (held, wanted) not in self.done:
             with self.program.graph.inserting_before(user):
-                cause = f"{_name(self.program, user)} wants {_name(self.program, held)} as {wanted}"
-                self.done[held, wanted] = self._insert(held, wanted, cause)
+                self.done[held, wanted] = self._insert(held, wanted, _name(self.program, user))
         return self.done[held, wanted]
 
-    def _insert(self, node: fx.Node, wanted: Sharding, cause: str) -> fx.Node:
-        type_ = self.program.types(self.program.value(node)[0])[self.program.value(node)[1]]
+    def _insert(self, node: fx.Node, wanted: Sharding, user: str) -> fx.Node:
+        """A reshard of the node for a user."""
+        type_ = self.plan.type(self.program.value(node))
+        lies = self.program.sharding(node)
         new = self.program.insert(reshard, (node,), type_, node)
         self.program.set_sharding(new, wanted)
         self.program.set_origins(new, (self.program.origin(node),))
-        self.program.set_cause(new, "; ".join([cause, *_origins(self.program, node)]))
+        why = f"{_name(self.program, node)} is {lies.text(type_)}, {user} wants {wanted.text(type_)}"
+        self.program.set_cause(new, "; ".join([why, *_origins(self.program, node)]))
         return new
 
     def _output(self, node: fx.Node) -> None:
         results = [
-            result and self._resharded(result, self._output_sharding(output, result), node)
+            result and self._result(result, self._output_sharding(output, result), f"the {output.kind} {output.name}")
             for output, result in zip(self.program.outputs, self.program.results, strict=True)
         ]
         node.args = (tuple(results),)
+
+    def _result(self, result: fx.Node, wanted: Sharding, what: str) -> fx.Node:
+        """What the program returns, resharded as soon as it is known."""
+        held = self.holder[self.program.value(result)]
+        if self.program.sharding(held) == wanted:
+            return held
+        if (held, wanted) not in self.done:
+            with self.program.graph.inserting_after(held):
+                self.done[held, wanted] = self._insert(held, wanted, what)
+        return self.done[held, wanted]
 
     def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
         """A gradient or a buffer lies as what it belongs to, any other output as propagate wished."""
@@ -290,10 +315,6 @@ class _Rewriter:
 def _name(program: Program, node: fx.Node) -> str:
     module = program.source(node).module
     return f"{node.name} ({module})" if module else node.name
-
-
-def _axes(sharding: Sharding) -> str:
-    return "+".join(sharding.mesh.print_part(part) for part in sharding.partial_axes)
 
 
 def _origins(program: Program, node: fx.Node) -> list[str]:
