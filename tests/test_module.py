@@ -1,0 +1,337 @@
+"""The parallel module trains like the user's own: on virtual ranks, and on gloo with DTensor parameters."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from parallel_models import FSDP, MEGATRON, MLP, TIED, Summed, TiedModel, batch, ids
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardc
+from shardc.error import ShardingError
+from shardc.mesh import Mesh
+from shardc.runtime.border import shard_batch
+from shardc.runtime.distributed import make_device_mesh
+from shardc.sharding import P
+
+MESH = Mesh(dp=2, tp=2)
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def models(model=MLP, annotations=MEGATRON, mesh=MESH, **options):
+    """The user's model in float64, and the same one on the mesh."""
+    torch.manual_seed(0)
+    alone = model().double()
+    return alone, shardc.parallelize(alone, mesh, annotations, **options)
+
+
+def doubles(seed, rows=4):
+    return [tensor.double() for tensor in batch(seed, rows)]
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(mine, theirs):
+    torch.testing.assert_close(full(mine), full(theirs), atol=1e-12, rtol=1e-12)
+
+
+def assert_same_state(parallel, alone):
+    theirs = alone.state_dict()
+    assert list(parallel.state_dict()) == list(theirs)
+    for name, tensor in parallel.state_dict().items():
+        assert_same(tensor, theirs[name])
+
+
+def train(parallel, alone, make_optimizer, steps=4, clip=None):
+    optimizers = make_optimizer(parallel.parameters()), make_optimizer(alone.parameters())
+    for step in range(steps):
+        losses = [model(*doubles(step)) for model in (parallel, alone)]
+        assert_same(*losses)
+        for loss, model, optimizer in zip(losses, (parallel, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            if clip:
+                assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+            optimizer.step()
+    assert_same_state(parallel, alone)
+
+
+class TestOnVirtualRanks:
+    @pytest.mark.parametrize("annotations", [MEGATRON, FSDP])
+    @pytest.mark.parametrize("optimizer", ["adamw foreach", "sgd"])
+    def test_it_trains_like_one_device(self, annotations, optimizer):
+        alone, parallel = models(annotations=annotations)
+        train(parallel, alone, OPTIMIZERS[optimizer])
+
+    def test_the_users_model_is_left_as_it_was(self):
+        alone, parallel = models()
+        before = copy.deepcopy(alone.state_dict())
+        parallel(*doubles(0)).backward()
+        OPTIMIZERS["sgd"](parallel.parameters()).step()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in alone.state_dict().items())
+        assert all(parameter.grad is None for parameter in alone.parameters())
+
+    def test_names_modules_and_attributes_are_those_of_the_model(self):
+        alone, parallel = models(TiedModel, TIED)
+        assert [name for name, _ in parallel.named_modules()] == [name for name, _ in alone.named_modules()]
+        assert parallel.head.weight is parallel.embedding.weight
+        assert not parallel.scale.requires_grad
+        assert isinstance(parallel.dropout, nn.Dropout) and parallel.fused.out_features == 24
+        with pytest.raises(AttributeError, match="no attribute 'absent'"):
+            _ = parallel.absent
+
+    def test_buffers_are_written_back_and_frozen_parameters_get_no_gradient(self):
+        alone, parallel = models(TiedModel, TIED)
+        for model in (alone, parallel):
+            model.dropout.p = 0.0
+        for step in range(3):
+            outputs = [model(**ids(step)) for model in (parallel, alone)]
+            assert_same(outputs[0].loss, outputs[1].loss)
+            assert type(outputs[0]).__name__ == "Output" and outputs[0].count == 3
+            assert_same(outputs[0].logits, outputs[1].logits)
+            for output in outputs:
+                output.loss.backward()
+        assert parallel.calls == 3 and parallel.scale.grad is None
+        assert_same(parallel.embedding.weight.grad, alone.embedding.weight.grad)
+        assert_same_state(parallel, alone)
+
+    def test_gradients_accumulate_like_torchs(self):
+        alone, parallel = models()
+        for model in (alone, parallel):
+            model(*doubles(0)).backward()
+            loss = model(*doubles(1))
+            (2 * loss).backward(retain_graph=True)
+            loss.backward()
+        assert_same(parallel.up.weight.grad, alone.up.weight.grad)
+
+    def test_a_second_backward_needs_retain_graph(self):
+        _, parallel = models()
+        loss = parallel(*doubles(0))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="say retain_graph=True"):
+            loss.backward()
+
+    def test_an_optimizer_step_before_the_backward_is_refused(self):
+        _, parallel = models()
+        first, second = parallel(*doubles(0)), parallel(*doubles(1))
+        first.backward()
+        OPTIMIZERS["sgd"](parallel.parameters()).step()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            second.backward()
+
+    def test_a_forward_without_a_backward_is_forgotten(self):
+        alone, parallel = models()
+        parallel(*doubles(0))
+        train(parallel, alone, OPTIMIZERS["sgd"], steps=1)
+
+    def test_inputs_that_require_grad_get_their_gradients(self):
+        alone, parallel = models()
+        gradients = []
+        for model in (parallel, alone):
+            x, y = doubles(0)
+            x.requires_grad_()
+            model(x * 2, y).backward()
+            gradients.append(x.grad)
+        assert_same(*gradients)
+
+    def test_every_output_without_a_scalar_is_differentiable(self):
+        alone, parallel = models(Summed, {"x": P("dp")})
+        for model in (parallel, alone):
+            y, _ = model(doubles(0)[0])
+            y.square().sum().backward()
+            _, z = model(doubles(1)[0])
+            z.sum().backward()
+        assert_same(parallel.linear.weight.grad, alone.linear.weight.grad)
+
+    def test_a_gradient_that_reaches_logits_is_refused_unless_asked_for(self):
+        _, parallel = models(TiedModel, TIED)
+        output = parallel(**ids(0))
+        with pytest.raises(ShardingError) as caught:
+            (output.loss + output.logits.sum()).backward()
+        assert str(caught.value).splitlines() == [
+            "output 'logits': a gradient reaches it in backward",
+            "  it was compiled as not differentiable, to keep a dense gradient out of every step",
+            "  say differentiable=('logits',) to parallelize, or detach it",
+        ]
+        alone, parallel = models(TiedModel, TIED, differentiable=("logits",))
+        for model in (parallel, alone):
+            model.dropout.p = 0.0
+            output = model(**ids(0))
+            (output.loss + output.logits.sum()).backward()
+        assert_same(parallel.out.weight.grad, alone.out.weight.grad)
+
+    def test_without_gradients_only_the_forward_is_compiled(self):
+        alone, parallel = models()
+        with torch.no_grad():
+            assert_same(parallel(*doubles(0)), alone(*doubles(0)))
+        assert all(output.kind == "output" for output in parallel.program.program.outputs)
+        alone.requires_grad_(False)
+        frozen = shardc.parallelize(alone, MESH, MEGATRON)
+        assert not frozen(*doubles(0)).requires_grad
+
+    def test_eval_turns_dropout_off_and_leaves_buffers(self):
+        alone, parallel = models(TiedModel, TIED)
+        parallel.eval()
+        assert_same(parallel(**ids(0)).logits, alone.eval()(**ids(0)).logits)
+        assert parallel.calls == 0 and parallel.step == 0
+
+    def test_dropout_depends_on_seed_and_step_alone(self):
+        def losses(mesh, seed):
+            _, parallel = models(TiedModel, TIED, mesh)
+            parallel.seed = seed
+            return [parallel(**ids(0)).loss.item() for _ in range(2)]
+
+        first, second = losses(MESH, 0)
+        assert first != second
+        assert losses(Mesh(dp=1, tp=4), 0) == pytest.approx([first, second], abs=1e-12)
+        assert losses(MESH, 1)[0] != first
+
+    def test_a_new_signature_is_compiled_anew_and_an_old_one_is_not(self):
+        alone, parallel = models(args=doubles(0))
+        first = parallel.program
+        assert_same(parallel(*doubles(0, rows=8)), alone(*doubles(0, rows=8)))
+        assert parallel.program is not first
+        parallel(*doubles(1))
+        assert parallel.program is first
+        parallel.up.bias.requires_grad_(False)
+        parallel(*doubles(1)).backward()
+        assert parallel.up.bias.grad is None
+
+    def test_many_signatures_are_warned_of(self, monkeypatch):
+        monkeypatch.setattr("shardc.runtime.module.MAX_PROGRAMS", 2)
+        _, parallel = models()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for rows in (2, 4, 8):
+                parallel(*doubles(0, rows))
+        assert ["compiled for more than 2 signatures" in str(warning.message) for warning in caught] == [True]
+
+    def test_there_is_no_program_before_the_first_call(self):
+        _, parallel = models()
+        with pytest.raises(RuntimeError, match="call the model once"):
+            _ = parallel.program
+
+    def test_a_copy_trains_apart(self):
+        alone, parallel = models()
+        parallel(*doubles(0)).backward()
+        twin = copy.deepcopy(parallel)
+        train(twin, alone, OPTIMIZERS["sgd"], steps=2)
+        assert not torch.equal(twin.up.weight, parallel.up.weight)
+
+
+def on_gloo(model=MLP, annotations=MEGATRON, **options):
+    return models(model, annotations, make_device_mesh(MESH), **options)
+
+
+def run_training(name, annotations, clip):
+    alone, parallel = on_gloo(annotations=annotations)
+    train(parallel, alone, OPTIMIZERS[name], clip=clip)
+    placements = {name: parameter.placements for name, parameter in parallel.named_parameters()}
+    return placements, [type(parameter.grad) for parameter in parallel.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dtensor_parameters_train_like_one_device(gloo, name):
+    for placements, kinds in gloo.run(run_training, name, MEGATRON, 0.05):
+        assert placements == {
+            "up.weight": (Replicate(), Shard(0)),
+            "up.bias": (Replicate(), Shard(0)),
+            "down.weight": (Replicate(), Shard(1)),
+            "down.bias": (Replicate(), Replicate()),
+        }
+        assert set(kinds) == {DTensor}
+
+
+def test_parameters_cut_over_the_batch_axis_train_like_one_device(gloo):
+    for placements, _ in gloo.run(run_training, "adamw foreach", FSDP, None):
+        assert set(placements.values()) == {(Shard(0), Replicate())}
+
+
+def run_tied():
+    alone, parallel = on_gloo(TiedModel, TIED)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (parallel, alone)]
+    for step in range(2):
+        outputs = []
+        for model, optimizer in zip((parallel, alone), optimizers, strict=True):
+            model.dropout.p = 0.0
+            outputs.append(model(**ids(step)))
+            optimizer.zero_grad()
+            outputs[-1].loss.backward()
+            model.clip_grad_norm_(0.1) if model is parallel else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        assert_same(outputs[0].loss, outputs[1].loss)
+        assert_same(outputs[0].logits, outputs[1].logits)
+    assert_same_state(parallel, alone)
+    assert parallel.head.weight is parallel.embedding.weight and parallel.scale.grad is None
+    assert type(outputs[0].loss) is torch.Tensor and isinstance(outputs[0].logits, DTensor)
+    return parallel.fused.weight.placements, outputs[0].logits.placements
+
+
+def test_tied_frozen_fused_and_mutated_tensors_live_on_the_mesh(gloo):
+    for weight, logits in gloo.run(run_tied):
+        assert weight == (Replicate(), _StridedShard(0, split_factor=3))
+        assert logits[0] == Shard(0)
+
+
+def run_states():
+    """state_dict, load_state_dict, deepcopy and DTensor inputs and outputs."""
+    alone, parallel = on_gloo(args=doubles(0))
+    other, twin = on_gloo(args=doubles(0))
+    for parameter in other.parameters():
+        parameter.data.add_(1)
+    parallel.load_state_dict(other.state_dict())
+    assert_same_state(parallel, other)
+    twin.load_state_dict(parallel.state_dict())
+    assert_same_state(copy.deepcopy(twin), other)
+    alone.load_state_dict({name: full(tensor) for name, tensor in twin.state_dict().items()})
+    x, y = doubles(3)
+    mesh = make_device_mesh(MESH)
+    row = mesh.get_coordinate()[0]
+    mine = [shard_batch(tensor.chunk(2)[row].requires_grad_(), mesh, P("dp")) for tensor in (x, y)]
+    mine[0].retain_grad()
+    x.requires_grad_()
+    parallel(*mine).backward()
+    alone(x, y).backward()
+    assert_same(mine[0].grad, x.grad)
+    assert mine[0].grad.placements == (Shard(0), Replicate())
+    assert_same(parallel.up.weight.grad, alone.up.weight.grad)
+    again = [tensor.detach().requires_grad_() for tensor in doubles(4)]
+    parallel(*again).backward()
+    theirs = [tensor.detach().requires_grad_() for tensor in again]
+    alone(*theirs).backward()
+    assert type(again[0].grad) is torch.Tensor
+    assert_same(again[0].grad, theirs[0].grad)
+
+
+def run_outputs():
+    """A cut output is a DTensor whose gradient may lie otherwise; one that is asked for whole is plain."""
+    alone, parallel = on_gloo(Summed, {"x": P("dp"), "linear.weight": P("tp")})
+    x = doubles(0)[0]
+    y, z = parallel(x)
+    assert isinstance(y, DTensor) and y.placements[0] == Shard(0)
+    (y.sum() + z.square().sum()).full_tensor().backward()
+    a, b = alone(x)
+    (a.sum() + b.square().sum()).backward()
+    assert_same(parallel.linear.weight.grad, alone.linear.weight.grad)
+    _, whole = on_gloo(Summed, {"x": P("dp"), "output:*": P()})
+    assert all(type(tensor) is torch.Tensor for tensor in whole(x))
+    assert_same(whole(x)[0], a)
+
+
+def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):
+    gloo.run(run_states)
+
+
+def test_outputs_keep_their_sharding_unless_an_annotation_asks_for_them_whole(gloo):
+    gloo.run(run_outputs)
