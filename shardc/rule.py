@@ -271,8 +271,12 @@ def _merge_parts(axes: Axes) -> Axes:
     return tuple(merged)
 
 
-def factor_cuts(dims: Dims, sharding: Sharding, shape: tuple[int, ...], sizes: Mapping[str, int],
-                ) -> dict[str, DimSharding]:
+def factor_cuts(
+    dims: Dims,
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> dict[str, DimSharding]:
     """How a tensor's sharding cuts the factors of its dims; only factors that are cut appear."""
     cuts: dict[str, DimSharding] = {}
     for factors, dim, size in zip(dims, sharding.dims, shape, strict=True):
