@@ -57,10 +57,8 @@ class Match:
         """The annotation as the user wrote it."""
         return f"{self.pattern}: {self.spec!r}"
 
-    @property
-    def who(self) -> str:
-        """The value, and the pattern where that is another text."""
-        kind = {"param": "parameter"}.get(self.kind, self.kind)
+    def who(self, kind: str) -> str:
+        """The value as one of a kind, and the pattern where that is another text."""
         by = "" if self.pattern in (self.name, f"{self.kind}:{self.name}") else f" (annotated by {self.pattern!r})"
         return f"{kind} {self.name!r}{by}"
 
@@ -215,16 +213,18 @@ def _agreed(matches: Sequence[Match]) -> tuple[Match, ...]:
     for entry in matches:
         other = found.setdefault((entry.kind, entry.name), entry)
         if other.spec != entry.spec:
-            errors.append(
-                ShardingError(
-                    Match(entry.kind, entry.name, entry.spec, entry.name).who,
-                    f"{other.text}, and {entry.text}",
-                    "two annotations say different things of one value",
-                    "make the patterns disjoint, or the specs equal",
-                )
-            )
+            errors.append(_torn(other, entry))
     raise_all(errors)
     return tuple(found.values())
+
+
+def _torn(one: Match, other: Match) -> ShardingError:
+    return ShardingError(
+        f"{'parameter' if one.kind == 'param' else one.kind} {one.name!r}",
+        f"{one.text}, and {other.text}",
+        "two annotations say different things of one value",
+        "make the patterns disjoint, or the specs equal",
+    )
 
 
 def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
@@ -240,7 +240,7 @@ def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
 
 
 def _pin(entry: Match, kind: str, type_: TensorType, mesh: Mesh) -> Pin:
-    sharding = entry.spec.sharding(mesh, type_.shape, entry.who)
+    sharding = entry.spec.sharding(mesh, type_.shape, entry.who(kind))
     open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
     return Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority)
 

@@ -227,8 +227,9 @@ class _Watch(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
+            tracer: Any = mode.tracer
             with _disable_current_modes():
-                number = known_number(next(reversed(mode.tracer.graph.nodes)), getattr(mode.tracer, "root"))
+                number = known_number(next(reversed(tracer.graph.nodes)), tracer.root)
             if number is None:
                 raise
             return number

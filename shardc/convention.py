@@ -21,13 +21,15 @@ class Signature:
     """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
 
     ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
-    value. ``state``: the training flag of every module and the ``requires_grad`` of every parameter.
+    value. ``state``: the training flag of every module and the ``requires_grad`` of every parameter. ``autocast``: the
+    dtype that autocast casts to, by device type.
     """
 
     leaves: tuple[tuple[str, Hashable], ...]
     tree: Tree
     train: bool
     state: tuple[bool, ...]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ def call_signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """The signature of a call of ``model``."""
     leaves, tree = call_leaves(model.forward, args, kwargs)
     state = [module.training for module in model.modules()] + [p.requires_grad for p in model.parameters()]
-    return Signature(tuple((name, leaf_of(value)) for name, value in leaves), tree, train, tuple(state))
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    described = tuple((name, leaf_of(value)) for name, value in leaves)
+    return Signature(described, tree, train, tuple(state), tuple(autocast))
 
 
 def call_leaves(

@@ -83,8 +83,8 @@ def eager(
     given = [
         value for _, value in flatten((args, dict(kwargs)))[0] if isinstance(value, Tensor) and value.requires_grad
     ]
-    if train and hasattr(model, "config"):
-        model.config.use_cache = False
+    for config in [module.config for module in model.modules() if train and hasattr(module, "config")]:
+        config.use_cache = False
     output = model(*args, **kwargs)
     _, tensors, _ = output_leaves(output)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -112,7 +112,7 @@ def assert_same(
     tangents: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> Captured:
-    """Capture with the parameters on meta, interpret with the real ones, compare all with eager; returns the capture."""
+    """Capture with the parameters on meta, interpret with the real ones, compare with eager; returns the capture."""
     kwargs = kwargs or {}
     captured = capture(on_meta(model), args, kwargs, **options)
     verify(captured.program)
@@ -355,6 +355,68 @@ def test_every_node_has_a_type_and_arguments_of_plain_kinds():
     assert program.types(backward)[1] == TensorType((4, 3, 3, 3), torch.float64)
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0]
+
+
+class Of(nn.Module):
+    """A function of a weight and the input, as a model."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.weight, x)
+
+
+def force(weight: Tensor, x: Tensor) -> Tensor:
+    """A gradient inside the forward, as in models of forces."""
+    x = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad((x @ weight).pow(3).sum(), x, create_graph=True)
+    return found.square().sum()
+
+
+def half(weight: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x.float() @ weight.float()).float().sum()
+
+
+def written(weight: Tensor, x: Tensor) -> Tensor:
+    """Writes into a view of its own tensor."""
+    y = (x @ weight).clone()
+    y[:, :, 1:3].mul_(2).add_(1)
+    y[0].zero_()
+    return y.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda w, x: Square.apply(x @ w).sum(), force, half, written, lambda w, x: torch.vmap(lambda r: r @ w)(x).tanh(),
+     lambda w, x: torch.einsum("btd,de->bte", x, w), lambda w, x: x + w.new_tensor([1.0, 2.0]).sum()],
+    ids=["autograd.Function", "grad in forward", "autocast", "in-place", "vmap", "einsum", "new_tensor"],
+)  # fmt: skip
+def test_functions_of_every_kind_equal_eager(function):
+    assert_same(Of(function), (torch.randn(2, 4, 6),))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_an_encoder_of_torch_equals_eager(train):
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    assert_same(nn.TransformerEncoder(layer, 2).train(train), (torch.randn(2, 4, 6),), train=train)
+
+
+def test_an_lstm_equals_eager():
+    assert_same(nn.LSTM(6, 5, 2, batch_first=True), (torch.randn(2, 4, 6),))
+
+
 # Outputs and inputs in containers.
 
 
@@ -453,6 +515,8 @@ def test_a_call_that_is_not_the_captured_one_is_refused_by_leaf():
 def test_a_signature_tells_calls_apart_that_need_another_program(other):
     model, x = Mlp(), torch.randn(4, 6)
     mine = call_signature(model, (x,), {}, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mine != call_signature(model, (x,), {}, True)
     assert mine == call_signature(model, (torch.zeros(4, 6),), {}, True)
     assert hash(mine) == hash(call_signature(model, (torch.zeros(4, 6),), {}, True))
     assert mine != other(model, x)
@@ -475,6 +539,22 @@ def test_gpt2_takes_the_path_for_compilers_where_the_eager_one_reads_the_mask():
     ids, mask = torch.randint(0, 17, (2, 8)), torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3] = 0
     assert_same(model, (), {"input_ids": ids, "labels": ids, "attention_mask": mask})
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 13}
+
+
+def test_llama_bert_and_t5_of_transformers():
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, T5Config
+    from transformers import T5ForConditionalGeneration as T5
+
+    ids = torch.randint(0, 13, (2, 8))
+    call = {"input_ids": ids, "labels": ids}
+    assert_same(LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1, pad_token_id=0)), (), call)
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    assert_same(BertForMaskedLM(BertConfig(**SMALL, **off)), (), call | {"attention_mask": torch.ones_like(ids)})
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 13}
+    assert_same(T5(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)), (), call)
 
 
 def test_a_key_value_cache_is_an_output_and_an_input():
