@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -25,7 +25,7 @@ from shardc.mesh import Axes, Mesh
 from shardc.ops.contraction import dot
 from shardc.program import Origin, Program, Value, is_getitem, operands
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
-from shardc.sharding import WHOLE, DimSharding, P, Sharding
+from shardc.sharding import WHOLE, DimSharding, P, Sharding, num_shards
 
 PARAMETER_KINDS = ("parameter", "buffer")
 
@@ -34,16 +34,25 @@ def propagate(program: Program) -> Program:
     """The program with a sharding on every value."""
     program = program.copy(level="annotated")
     assert program.mesh is not None
-    state = _State(program, program.mesh)
-    pins = [*program.pins, *_annotated_values(program)]
+    pins = (*program.pins, *_annotated_values(program))
+    state = _spread(program, program.mesh, pins)
+    promoted = state.promoted
+    if promoted:
+        pins = tuple(promoted.get(pin, pin) for pin in pins)
+        state = _spread(program, program.mesh, pins)
+    state.write()
+    return replace(program, pins=pins, notes=program.notes + tuple(map(_promotion, promoted.items())))
+
+
+def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...]) -> _State:
+    state = _State(program, mesh)
     for pin in pins:
         state.close(pin)
     for key in sorted({_round(pin) for pin in pins}):
         state.start([pin for pin in pins if _round(pin) == key], rank=key[1])
         state.settle(contractions=False)
         state.settle(contractions=True)
-    state.write()
-    return program
+    return state
 
 
 def _round(pin: Pin) -> tuple[int, int]:
@@ -60,6 +69,12 @@ def _annotated_values(program: Program) -> Iterator[Pin]:
             sharding = spec.sharding(program.mesh, type_.shape, f"annotate in {source.module} ({source.location})")
             opened = frozenset(dim for dim in range(len(type_.shape)) if spec.is_open(dim))
             yield Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
+
+
+def _promotion(pins: tuple[Pin, Pin]) -> str:
+    """What the dump says of a pin that was moved into blocks."""
+    before, after = pins
+    return f"{before.name}: {before.text} cuts each block that the model takes apart, {after.sharding}, not the whole dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,8 @@ class _State:
     origins: dict[Value, dict[str, Origin]] = field(default_factory=dict)
     ops: list[_Op] = field(default_factory=list)
     around: dict[Value, list[int]] = field(default_factory=dict)
+    roots: dict[int, Pin] = field(default_factory=dict)
+    promoted: dict[Pin, Pin] = field(default_factory=dict)
     queue: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
 
@@ -136,7 +153,8 @@ class _State:
                 if dim not in pin.open:
                     self.dims[value][dim] = cut
             for part in pin.sharding.cut_axes:
-                self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
+                origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
+                self.roots[id(origin)] = pin
             self._queue_around(value)
 
     def _pinned(self, pin: Pin) -> Value:
@@ -173,6 +191,8 @@ class _State:
     def _step(self, op: _Op) -> None:
         tensors = [(value, dims) for value, dims in zip(op.values, op.dims, strict=True)
                    if value is not None and dims is not None]
+        for value, dims in tensors:
+            self._promote(op, value, dims)
         cuts = [self._cuts(value, dims, op.rule) for value, dims in tensors]
         for factor in dict.fromkeys(factor for cut in cuts for factor in cut):
             if factor in op.rule.whole or op.rule.sizes[factor] == 1:
@@ -185,6 +205,25 @@ class _State:
             for i, (value, dims) in enumerate(tensors):
                 if op.rule.has(factor, dims) and cuts[i].get(factor, WHOLE) != cut:
                     self._extend(op, value, dims, cuts[i], factor, cut, tensors[source][0])
+
+    def _promote(self, op: _Op, value: Value, dims: Dims) -> None:
+        """A parameter cut plainly, of which an op takes equal blocks apart, is to be cut within each block."""
+        for factors, cut, size in zip(dims, self.dims[value], self.shapes[value], strict=True):
+            if len(factors) > 1 and factors[0] in op.rule.whole and cut.axes and not cut.minor:
+                pin, block = self._root(value, cut), size // op.rule.sizes[factors[0]]
+                if pin is not None and block % num_shards(cut.axes) == 0 and block < size:
+                    dim = pin.sharding.dims.index(cut)
+                    assert self.shapes[self._pinned(pin)][dim] == size, f"{pin} reached {op.name} through another size"
+                    within = pin.sharding.with_dim(dim, DimSharding((), ((block, cut.axes),)))
+                    self.promoted[pin] = replace(pin, sharding=within)
+
+    def _root(self, value: Value, cut: DimSharding) -> Pin | None:
+        """The parameter's pin that a cut came from, where it is that pin's own cut."""
+        origin = self.origins[value].get(cut.axes[0].name)
+        while origin is not None and origin.before is not None:
+            origin = origin.before
+        pin = self.roots.get(id(origin))
+        return pin if pin is not None and pin.kind in PARAMETER_KINDS and cut in pin.sharding.dims else None
 
     def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, DimSharding]:
         return factor_cuts(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)

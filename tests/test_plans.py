@@ -1,0 +1,93 @@
+"""The plans that users come for: how many collectives, of what, from how few annotations."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import shardc
+from examples.gpt import DATA, GPT, Config
+from shardc import Mesh, P
+
+LAYERS = 3
+ROW = {"*.attn.proj.weight": P(None, "tp"), "*.mlp.down.weight": P(None, "tp")}
+COLUMN_FUSED = {"*.attn.qkv.weight": P("tp"), "*.mlp.up.weight": P("tp")}
+COLUMN_SEPARATE = {"*.attn.q.weight": P("tp"), "*.mlp.up.weight": P("tp")}
+
+
+def compile_gpt(mesh: Mesh, annotations: Mapping[str, P], batch: int = 8, **sizes: Any) -> shardc.Compiled:
+    with torch.device("meta"):
+        model = GPT(Config(layers=LAYERS, **sizes))
+        ids = torch.empty(batch, model.config.context, dtype=torch.int64)
+    return shardc.compile(model, mesh, annotations, args=(ids, ids))
+
+
+def collectives(compiled: shardc.Compiled) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(compiled.dump(format="json"))["collectives"]
+    return found
+
+
+def count_on(axis: str, compiled: shardc.Compiled) -> Counter[tuple[str, str]]:
+    return Counter((each["kind"], each["phase"]) for each in collectives(compiled) if axis in each["axes"])
+
+
+@pytest.mark.parametrize(
+    ("annotations", "fused"),
+    [(ROW, True), (COLUMN_FUSED, True), (ROW, False), (COLUMN_SEPARATE, False)],
+    ids=["row weights of a fused qkv", "column weights of a fused qkv", "row weights", "column weights"],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied head"])
+def test_two_weight_annotations_a_block_give_two_and_two_all_reduces_a_layer(
+    annotations: dict[str, P], fused: bool, tied: bool
+) -> None:
+    compiled = compile_gpt(Mesh(dp=2, tp=4), DATA | annotations, fused=fused, tied=tied)
+    expected = {("all_reduce", "forward"): 2 * LAYERS, ("all_reduce", "backward"): 2 * LAYERS}
+    assert count_on("tp", compiled) == expected
+    moved = [each for each in collectives(compiled) if each["axes"] == ["dp"] and each["phase"] == "forward"]
+    assert all(each["bytes"] <= 8 for each in moved), "data parallelism moves two scalars in the forward, no activation"
+
+
+def test_a_plain_cut_of_a_fused_weight_becomes_a_cut_of_each_block_and_the_dump_says_so() -> None:
+    compiled = compile_gpt(Mesh(tp=2), {"*.attn.qkv.weight": P("tp")})
+    assert str(compiled.shardings["blocks.0.attn.qkv.weight"]) == "[(_ 64@tp), _]"
+    assert "blocks.0.attn.qkv.weight: *.attn.qkv.weight: P('tp') cuts each block" in compiled.dump()
+
+
+def test_q_k_and_v_are_inferred_from_the_attention_output() -> None:
+    compiled = compile_gpt(Mesh(dp=2, tp=4), DATA | {"*.attn.proj.weight": P(None, "tp")}, fused=False)
+    assert {str(compiled.shardings[f"blocks.0.attn.{name}.weight"]) for name in "qkv"} == {"[_@tp, _]"}
+    assert {str(compiled.shardings[f"blocks.0.attn.{name}.bias"]) for name in "qkv"} == {"[_@tp]"}
+
+
+@pytest.mark.parametrize("batch", [4, 8, 64, 1024])
+def test_parameters_cut_over_the_data_axis_are_gathered_and_their_gradients_scattered(batch: int) -> None:
+    compiled = compile_gpt(Mesh(dp=4), DATA | {"param:*": P("dp")}, batch=batch)
+    found = collectives(compiled)
+    assert Counter(each["kind"] for each in found if each["bytes"] > 8) == {
+        "all_gather": len(list(compiled.model.parameters())),
+        "reduce_scatter": len(list(compiled.model.parameters())),
+    }
+    small = [each for each in found if each["bytes"] <= 8]
+    assert len(small) == 2, "the sum of the losses and the number of targets"
+
+
+def test_a_partial_sum_of_attention_and_mlp_is_added_before_it_is_reduced() -> None:
+    class Parallel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
+            self.gate, self.out = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.down(self.up(x).relu()) + self.out(self.gate(x).tanh())
+            return x.square().sum()
+
+    compiled = shardc.compile(
+        Parallel(), Mesh(tp=2), {"down.weight": P(None, "tp"), "out.weight": P(None, "tp")}, args=(torch.randn(4, 8),)
+    )
+    assert [(each.kind, each.phase) for each in compiled.collectives] == [("all_reduce", "forward")]
