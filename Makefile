@@ -36,10 +36,10 @@ examples: .venv/installed-test
 wheel-test: .venv/installed-test
 	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
 	$(BIN)/python -m build --wheel --outdir $(WHEEL)
-	$(BIN)/python -m venv $(WHEEL)/venv
+	$(BIN)/python -m venv --without-pip $(WHEEL)/venv
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(WHEEL)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
-	$(WHEEL)/venv/bin/python -m pip install --quiet --no-deps $(WHEEL)/*.whl
+	$(BIN)/python -m pip --python $(WHEEL)/venv/bin/python install --quiet --no-deps $(WHEEL)/*.whl
 	$(WHEEL)/venv/bin/python -P -c 'import shardc; assert "$(WHEEL)" in shardc.__file__, shardc.__file__'
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow"
 
