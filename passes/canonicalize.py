@@ -63,7 +63,9 @@ def _substitute(program: Program, node: fx.Node, new: Results) -> None:
 def _drop_device(node: fx.Node) -> None:
     """A constant is made where the runtime computes: the device it was captured on says nothing."""
     if takes_device(node.target):
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
+        node.kwargs = {
+            key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")
+        }
 
 
 def _refuse_random(program: Program) -> None:
@@ -202,7 +204,10 @@ def _mean(program: Program, node: fx.Node) -> Results:
 def _mean_loss(program: Program, node: fx.Node) -> Results:
     """A mean (1) is the sum (2) divided by the number of elements; its gradient is divided before."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in enumerate(schema)}
+    given = {
+        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(schema)
+    }
     if given["reduction"] != 1:
         return None
     shapes = [program.type(operand).shape for operand in operands(node) if operand is not None]
@@ -226,7 +231,9 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     counted, safe = _counted_targets(program, node, target, ignore)
     picked = emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, safe, 1)), 1)
     dtype = program.type(x).dtype
-    losses = emit(aten.where.self, counted, emit(aten.neg.default, picked), emit(aten.scalar_tensor.default, 0.0, dtype=dtype))
+    losses = emit(
+        aten.where.self, counted, emit(aten.neg.default, picked), emit(aten.scalar_tensor.default, 0.0, dtype=dtype)
+    )
     count = emit(aten.sum.dim_IntList, counted, [0], False, dtype=dtype)
     if reduction == 0:
         return losses, count
@@ -279,7 +286,9 @@ class _Draws:
         assert isinstance(x, fx.Node) and isinstance(p, float)
         keep = 1.0 - p if train else 1.0
         mask = self._emit(node, aten.lt.Scalar, self._uniform(node), keep)
-        scaled = self._emit(node, aten.mul.Tensor, x, self._emit(node, aten._to_copy.default, mask, dtype=self._dtype(x)))
+        scaled = self._emit(
+            node, aten.mul.Tensor, x, self._emit(node, aten._to_copy.default, mask, dtype=self._dtype(x))
+        )
         result = self._emit(node, aten.mul.Scalar, scaled, 1.0 / keep if keep else 0.0)
         _substitute(self.program, node, (result, mask))
 
@@ -317,28 +326,50 @@ class _Draws:
         """Each element's row-major index in the whole value, from one arange a dim, so that any dim may be cut."""
         total = self._emit(node, aten.scalar_tensor.default, 0, dtype=torch.int64)
         for dim, size in enumerate(shape):
-            along = self._emit(node, aten.mul.Scalar, self._emit(node, aten.arange.default, size), math.prod(shape[dim + 1 :]))
+            along = self._emit(
+                node, aten.mul.Scalar, self._emit(node, aten.arange.default, size), math.prod(shape[dim + 1 :])
+            )
             spread = [1] * dim + [size] + [1] * (len(shape) - dim - 1)
             total = self._emit(node, aten.add.Tensor, total, self._emit(node, aten.reshape.default, along, spread))
         return total
 
 
 REWRITES: dict[Any, Callable[[Program, fx.Node], Results]] = {
-    **dict.fromkeys((aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default,
-                     aten.contiguous.default), _identity),
+    **dict.fromkeys(
+        (
+            aten.clone.default,
+            aten.detach.default,
+            aten.alias.default,
+            aten.lift_fresh_copy.default,
+            aten.contiguous.default,
+        ),
+        _identity,
+    ),
     aten._to_copy.default: _copy,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
     aten.expand.default: _expand,
-    **dict.fromkeys((aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.empty_like.default), _full_of(0)),
+    **dict.fromkeys(
+        (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.empty_like.default), _full_of(0)
+    ),
     **dict.fromkeys((aten.ones_like.default, aten.ones.default, aten.new_ones.default), _full_of(1)),
     **dict.fromkeys((aten.full_like.default, aten.new_full.default), _full),
     aten.index.Tensor: _index,
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
-    **dict.fromkeys((aten.mse_loss.default, aten.mse_loss_backward.default, aten.smooth_l1_loss.default,
-                     aten.smooth_l1_loss_backward.default, aten.huber_loss.default, aten.huber_loss_backward.default,
-                     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
-                     aten.binary_cross_entropy_with_logits.default), _mean_loss),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss.default,
+            aten.huber_loss_backward.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_backward.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        _mean_loss,
+    ),
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
 }

@@ -106,7 +106,9 @@ class _Plan:
         given = [operand and self.program.value(operand) for operand in operands(node)]
         claims = self._claims(node, rule, given)
         riders = self._riders(node, rule, given, claims)
-        self.broken |= {value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders}
+        self.broken |= {
+            value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
+        }
         passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
         cuts = assign(rule, claims, tuple(part for part, _ in passing))
         self.wanted[node] = tuple(
@@ -171,22 +173,25 @@ class _Plan:
             for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
         ]
 
-    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value,
-                          passing: Partial) -> Sharding:
+    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:
         lies = self.lies[value]
         if dims is None:
             return Sharding.replicated(lies.mesh, len(lies.dims))
         return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), passing)
 
-    def _result_sharding(self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts,
-                         passing: Partial) -> Sharding:
+    def _result_sharding(
+        self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts, passing: Partial
+    ) -> Sharding:
         """Cut as its factors are; partial over the cuts of the factors that it does not have."""
         mesh, dims = self.program.mesh, rule.results[index]
         assert mesh is not None
         if dims is None:
             return Sharding.replicated(mesh, len(type_.shape))
         open_: Partial = tuple(
-            (part, rule.reduce) for factor, cut in cuts.items() if rule.is_partial(factor, index) for part in cut.all_axes
+            (part, rule.reduce)
+            for factor, cut in cuts.items()
+            if rule.is_partial(factor, index)
+            for part in cut.all_axes
         )
         return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
 
@@ -242,10 +247,15 @@ class _Rewriter:
         for operand in filter(None, operands(node)):
             for axis, origin in self.program.origin(operand).items():
                 came.setdefault(axis, Origin(origin.annotation, origin.rank, node.name, origin))
-        self.program.set_origins(node, tuple(
-            {part.name: came[part.name] for part in made.partial_axes if part.name in came} | dict(known) if made else {}
-            for made, known in zip(self.plan.made[node], self.program.origins(node), strict=True)
-        ))
+        self.program.set_origins(
+            node,
+            tuple(
+                {part.name: came[part.name] for part in made.partial_axes if part.name in came} | dict(known)
+                if made
+                else {}
+                for made, known in zip(self.plan.made[node], self.program.origins(node), strict=True)
+            ),
+        )
 
     def _operands(self, node: fx.Node) -> None:
         new = [
@@ -302,8 +312,11 @@ class _Rewriter:
 
     def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
         """A gradient or a buffer lies as what it belongs to, any other output as propagate wished."""
-        owners = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-                  if given.kind != "tangent"}
+        owners = {
+            given.name: node
+            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+            if given.kind != "tangent"
+        }
         if output.kind != "output":
             return self.program.sharding(owners[output.name])
         producer, index = self.program.value(result)

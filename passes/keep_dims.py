@@ -187,7 +187,9 @@ def merged_dims(src: Sequence[int], dst: Sequence[int]) -> list[tuple[int, ...]]
 
 def _split_names(names: Names, merged: dict[str, tuple[int, ...]]) -> Names:
     return tuple(
-        part for name in names for part in ([f"{name}{i}" for i in range(len(merged[name]))] if name in merged else [name])
+        part
+        for name in names
+        for part in ([f"{name}{i}" for i in range(len(merged[name]))] if name in merged else [name])
     )
 
 
@@ -203,8 +205,10 @@ def _spec(product: _Product) -> str:
     """The names as single letters, in order of appearance."""
     fresh = (chr(code) for code in count(ord("a")))
     letters: dict[str, str] = {}
-    sides = [" ".join(letters.setdefault(name, letters.get(name) or next(fresh)) for name in names)
-             for names in (*product.names, product.out)]
+    sides = [
+        " ".join(letters.setdefault(name, letters.get(name) or next(fresh)) for name in names)
+        for names in (*product.names, product.out)
+    ]
     return f"{sides[0]}, {sides[1]} -> {sides[2]}"
 
 
@@ -230,9 +234,7 @@ def _sum_unmerged(program: Program, node: fx.Node) -> None:
 
 
 def _reshape(program: Program, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    return program.insert(
-        aten.reshape.default, (node, list(shape)), TensorType(shape, program.type(node).dtype), node
-    )
+    return program.insert(aten.reshape.default, (node, list(shape)), TensorType(shape, program.type(node).dtype), node)
 
 
 def _join_reshapes(program: Program) -> None:

@@ -8,6 +8,7 @@ two sides cannot be seen alike, those dims are gathered and sliced again.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -56,11 +57,11 @@ def reshard_plan(
 def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, ...]:
     """The steps from ``src`` to ``dst``; the last step's sharding is ``dst``. ``dst`` is partial only where ``src`` is.
 
-    Local values on the way are never larger than at both ends, save where blocks do not line up.
+    Local values on the way are never larger than at both ends, save where cuts do not line up.
     """
     assert src.mesh == dst.mesh and _is_open(src, dst), (src, dst)
     assert src.is_even(type.shape) and dst.is_even(type.shape), (src.text(type), dst.text(type))
-    sizes = [_subdim_sizes(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
+    sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
     fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
     apart = _apart(src, dst, sizes, fine)
     if apart:
@@ -103,20 +104,21 @@ def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) ->
 # Seeing both sides alike.
 
 
-def _subdim_sizes(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, ...] | None:
+def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, ...] | None:
     """The dim as separate dims on which both cuts are plain; None if there are none."""
     if src == dst or not (src.minor or dst.minor):
         return (size,)
-    trailing = {1, size}
+    marks: Counter[int] = Counter()  # how many elements lie behind each border between two dims
     for cut in (src, dst):
-        trailing |= {math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor))}
-    marks = sorted(trailing, reverse=True)
-    if any(major % minor for major, minor in pairwise(marks)):
+        marks |= Counter([size, 1, *(math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor)))])
+    borders = sorted(marks.elements(), reverse=True)
+    if any(major % minor for major, minor in pairwise(borders)):
         return None
-    sizes = tuple(major // minor for major, minor in pairwise(marks))
+    sizes = tuple(major // minor for major, minor in pairwise(borders))
     for cut in (src, dst):
-        taken = merge_parts(part for sub in split_dim(cut, size, sizes) for part in sub.all_axes)
-        if taken != merge_parts(cut.all_axes):
+        subs = split_dim(cut, size, sizes)
+        taken = merge_parts(part for sub in subs for part in sub.axes)
+        if taken != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
             return None
     return sizes
 
@@ -144,24 +146,36 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
     """The steps between two shardings that are plain on every dim on which they differ."""
     ends = _ends_in_play(src, dst)
     start, target = _rest(src, dst, ends)
-    atoms = tuple(sorted({part for axes in (*start, *target) for part in axes} | set(_closing(src, dst, ends)),
-                         key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))  # fmt: skip
+    in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
+    atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
     active = [i for i in range(len(shape)) if start[i] or target[i]]
     if len(atoms) <= MAX_SPARE:
         active = sorted(active + _spare_dim(src, dst, shape, active, num_shards(sum(target, ()))))
-    number = {part: i for i, part in enumerate(atoms)}
-    lists = [tuple(tuple(number[part] for part in side[i]) for i in active) for side in (start, target)]
-    space = Space(
-        tuple(part.size for part in atoms),
-        tuple(shape[i] // math.prod(p.size for p in _kept(src.dims[i], start[i], ends)) for i in active),
-        State(lists[0], tuple(sorted(number[part] for part in _closing(src, dst, ends)))), State(lists[1], ()),
-    )  # fmt: skip
-    moves = cheapest_moves(space)
-    assert moves is not None, f"no way from {src} to {dst} on {shape}"
+    moves = cheapest_moves(_space(src, dst, shape, ends, atoms, active))
+    if moves is None:
+        via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
+        yield from _plain_steps(src, via, shape)
+        yield from _plain_steps(via, dst, shape)
+        return
     sharding = src
     for kind, args in _calls(_joined_slices(moves), atoms, active, src):
         sharding = steps_sharding(sharding, kind, args)
         yield Step(kind, args, sharding, shape)
+
+
+def _space(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], ends: dict[str, list[int]], atoms: Axes, active: list[int]
+) -> Space:
+    number = {part: i for i, part in enumerate(atoms)}
+    start, target = ([tuple(number[part] for part in side[i]) for i in active] for side in _rest(src, dst, ends))
+    kept = [num_shards(split_parts(src.dims[i].axes, ends)) // num_shards(_rest(src, dst, ends)[0][i]) for i in active]
+    closing = tuple(sorted(number[part] for part in _closing(src, dst, ends)))
+    return Space(
+        tuple(part.size for part in atoms),
+        tuple(shape[i] // pieces for i, pieces in zip(active, kept, strict=True)),
+        State(tuple(start), closing),
+        State(tuple(target), ()),
+    )
 
 
 def _ends_in_play(src: Sharding, dst: Sharding) -> dict[str, list[int]]:
@@ -204,11 +218,6 @@ def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: lis
     """A dim that does not change, on which the new cuts can wait."""
     even = (i for i, cut in enumerate(dst.dims) if not cut.minor and cut.local_size(shape[i]) % count == 0)
     return [i for i in even if i not in active and count > 1 and src.dims[i] == dst.dims[i]][:1]
-
-
-def _kept(dim: DimSharding, rest: Axes, ends: dict[str, list[int]]) -> Axes:
-    axes = split_parts(dim.axes, ends)
-    return axes[: len(axes) - len(rest)]
 
 
 def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:

@@ -74,7 +74,9 @@ def _annotated_values(program: Program) -> Iterator[Pin]:
 def _promotion(pins: tuple[Pin, Pin]) -> str:
     """What the dump says of a pin that was moved into blocks."""
     before, after = pins
-    return f"{before.name}: {before.text} cuts each block that the model takes apart, {after.sharding}, not the whole dim"
+    return (
+        f"{before.name}: {before.text} cuts each block that the model takes apart, {after.sharding}, not the whole dim"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,16 @@ class _State:
 
     def _ties(self) -> Iterator[_Op]:
         """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
-        by_name = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-                   if given.kind != "tangent"}
-        tangents = {given.name: node for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-                    if given.kind == "tangent"}
+        by_name = {
+            given.name: node
+            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+            if given.kind != "tangent"
+        }
+        tangents = {
+            given.name: node
+            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+            if given.kind == "tangent"
+        }
         for output, node in zip(self.program.outputs, self.program.results, strict=True):
             partner = (tangents if output.kind == "output" else by_name).get(output.name)
             if node is not None and partner is not None:
@@ -189,8 +197,11 @@ class _State:
                 self._step(self.ops[index])
 
     def _step(self, op: _Op) -> None:
-        tensors = [(value, dims) for value, dims in zip(op.values, op.dims, strict=True)
-                   if value is not None and dims is not None]
+        tensors = [
+            (value, dims)
+            for value, dims in zip(op.values, op.dims, strict=True)
+            if value is not None and dims is not None
+        ]
         for value, dims in tensors:
             self._promote(op, value, dims)
         cuts = [self._cuts(value, dims, op.rule) for value, dims in tensors]
@@ -228,8 +239,16 @@ class _State:
     def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, DimSharding]:
         return factor_cuts(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)
 
-    def _extend(self, op: _Op, value: Value, dims: Dims, cuts: dict[str, DimSharding], factor: str, cut: DimSharding,
-                source: Value) -> None:
+    def _extend(
+        self,
+        op: _Op,
+        value: Value,
+        dims: Dims,
+        cuts: dict[str, DimSharding],
+        factor: str,
+        cut: DimSharding,
+        source: Value,
+    ) -> None:
         """Cut a factor of a value further, where its dim is open and the axes are free there."""
         dim = next(i for i, factors in enumerate(dims) if factor in factors)
         before = cuts.get(factor, WHOLE)

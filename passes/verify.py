@@ -129,4 +129,3 @@ CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {
     "lowered": (_no_reshards,),
     "localized": (_types_are_local,),
 }
-

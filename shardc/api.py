@@ -54,7 +54,9 @@ class Compiled:
         """The program after the named pass; ``capture`` is the first."""
         if name not in self.stages:
             raise ShardingError(
-                f"pass {name!r}", f"the passes are {', '.join(self.stages)}", "there is no such pass",
+                f"pass {name!r}",
+                f"the passes are {', '.join(self.stages)}",
+                "there is no such pass",
                 did_you_mean(name, self.stages) or "name one of them",
             )
         return self.stages[name]
@@ -68,8 +70,11 @@ class Compiled:
     def shardings(self) -> dict[str, Sharding]:
         """The sharding of every parameter, buffer, input, output and node, by name."""
         program = self.program
-        found = {node.name: program.sharding(node) for node in program.graph.nodes
-                 if node.op != "output" and not program.has_many(node)}
+        found = {
+            node.name: program.sharding(node)
+            for node in program.graph.nodes
+            if node.op != "output" and not program.has_many(node)
+        }
         for output, node in zip(program.outputs, program.results, strict=True):
             if node is not None and output.kind == "output":
                 found[output.name] = program.sharding(node)
@@ -91,8 +96,9 @@ class Compiled:
 
         return dump(self, format)
 
-    def simulate(self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0,
-                 **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor | None]]:
+    def simulate(
+        self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any
+    ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run every rank in this process: whole outputs in the model's own containers, and whole gradients by name.
 
         ``grad_outputs``: the gradient of each differentiable output, by name; ones where there is none.
@@ -101,9 +107,16 @@ class Compiled:
 
         return self.run(simulate, self.program, args, kwargs, grad_outputs, seed, step)
 
-    def run(self, runtime: Any, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any],
-            grad_outputs: Mapping[str, torch.Tensor] | None = None, seed: int = 0,
-            step: int = 0) -> tuple[Any, dict[str, torch.Tensor | None]]:
+    def run(
+        self,
+        runtime: Any,
+        program: Program,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        grad_outputs: Mapping[str, torch.Tensor] | None = None,
+        seed: int = 0,
+        step: int = 0,
+    ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
         inputs = self._inputs(program, args, kwargs, grad_outputs or {}, seed, step)
         results = runtime(program, inputs)
@@ -115,14 +128,24 @@ class Compiled:
                 gradients[output.name] = result
         return self.convention.unflatten(outputs), gradients
 
-    def _inputs(self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any],
-                grad_outputs: Mapping[str, torch.Tensor], seed: int, step: int) -> list[torch.Tensor]:
+    def _inputs(
+        self,
+        program: Program,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        grad_outputs: Mapping[str, torch.Tensor],
+        seed: int,
+        step: int,
+    ) -> list[torch.Tensor]:
         """The values of the program's inputs, whole, in order."""
         import torch
 
         given = iter(self.convention.flatten(args, kwargs))
-        state = {**dict(self.model.named_parameters(remove_duplicate=False)),
-                 **dict(self.model.named_buffers(remove_duplicate=False)), **self.convention.constants}
+        state = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+            **self.convention.constants,
+        }
         values: list[torch.Tensor] = []
         for put in program.inputs:
             if put.kind in ("parameter", "buffer"):
@@ -136,9 +159,17 @@ class Compiled:
         return values
 
 
-def compile(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None = None, *,  # noqa: A001
-            args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, train: bool = True,
-            differentiable: tuple[str, ...] = (), fixed: tuple[Pin, ...] = ()) -> Compiled:
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    annotations: Mapping[str, Spec] | None = None,
+    *,  # noqa: A001
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    train: bool = True,
+    differentiable: tuple[str, ...] = (),
+    fixed: tuple[Pin, ...] = (),
+) -> Compiled:
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
@@ -166,11 +197,17 @@ def compile(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None 
     return Compiled(model, program, captured.convention, stages, seconds)
 
 
-def parallelize(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | None = None, *,
-                args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None,
-                runtime: Literal["auto", "virtual", "distributed"] = "auto",
-                compile: Literal["eager", "inductor"] = "eager",
-                differentiable: tuple[str, ...] = ()) -> ParallelModule:
+def parallelize(
+    model: nn.Module,
+    mesh: Any,
+    annotations: Mapping[str, Spec] | None = None,
+    *,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    runtime: Literal["auto", "virtual", "distributed"] = "auto",
+    compile: Literal["eager", "inductor"] = "eager",
+    differentiable: tuple[str, ...] = (),
+) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
@@ -181,11 +218,21 @@ def parallelize(model: nn.Module, mesh: Any, annotations: Mapping[str, Spec] | N
 
     module = parallel_module(model, mesh, partial(_compile_call, mesh, annotations, differentiable), runtime, compile)
     if args is not None or kwargs is not None:
-        module.compiled(args or (), kwargs or {})
+        module.compile_for(args or (), kwargs or {})
     return module
 
 
-def _compile_call(mesh: Any, annotations: Mapping[str, Spec] | None, differentiable: tuple[str, ...], model: nn.Module,
-                  args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, fixed: tuple[Pin, ...]) -> Compiled:
-    return compile(model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable,
-                   fixed=fixed)
+def _compile_call(
+    mesh: Any,
+    annotations: Mapping[str, Spec] | None,
+    differentiable: tuple[str, ...],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    train: bool,
+    fixed: tuple[Pin, ...],
+) -> Compiled:
+    return compile(
+        model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable, fixed=fixed
+    )

@@ -97,7 +97,9 @@ class Mesh:
         for name, size in axes.items():
             if not isinstance(size, int) or size < 1:
                 raise ShardingError(
-                    "Mesh", f"axis {name!r} has size {size!r}", "a size is a whole number of ranks, 1 or more",
+                    "Mesh",
+                    f"axis {name!r} has size {size!r}",
+                    "a size is a whole number of ranks, 1 or more",
                     f"write Mesh({name}=2)",
                 )
         self.axis_names = tuple(axes)
@@ -105,7 +107,9 @@ class Mesh:
         self.device_ids = None if device_ids is None else tuple(device_ids)
         if self.device_ids is not None and sorted(self.device_ids) != list(range(self.size)):
             raise ShardingError(
-                "Mesh", f"device_ids={self.device_ids}", f"{self} has {self.size} ranks, each must appear once",
+                "Mesh",
+                f"device_ids={self.device_ids}",
+                f"{self} has {self.size} ranks, each must appear once",
                 f"list each of 0..{self.size - 1} once",
             )
 
@@ -117,7 +121,9 @@ class Mesh:
         names = getattr(mesh, "mesh_dim_names", None)
         if names is None:
             raise ShardingError(
-                "mesh", f"a {type(mesh).__name__}", "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names",
+                "mesh",
+                f"a {type(mesh).__name__}",
+                "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names",
                 "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
             )
         ids = tuple(mesh.mesh.flatten().tolist())
@@ -133,7 +139,9 @@ class Mesh:
         """The number of ranks along an axis; a ShardingError names near axes if there is none."""
         if name not in self.axis_names:
             raise ShardingError(
-                f"axis {name!r}", f"the mesh is {self}", "it has no such axis",
+                f"axis {name!r}",
+                f"the mesh is {self}",
+                "it has no such axis",
                 did_you_mean(name, self.axis_names) or f"use one of {', '.join(self.axis_names)}",
             )
         return self.shape[self.axis_names.index(name)]

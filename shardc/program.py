@@ -215,7 +215,8 @@ class Program:
     def call(self, node: fx.Node) -> Call:
         """The node's call, with types for nodes."""
         return Call(
-            self._with_types(node.args), self._with_types(node.kwargs),
+            self._with_types(node.args),
+            self._with_types(node.kwargs),
             tuple(operand and self.types(self.value(operand)[0])[self.value(operand)[1]] for operand in operands(node)),
             self.types(node),
         )
@@ -238,8 +239,15 @@ class Program:
 
     # Building.
 
-    def insert(self, target: Callable[..., Any], args: tuple[Any, ...], type_: Types, like: fx.Node,
-               kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:
+    def insert(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        type_: Types,
+        like: fx.Node,
+        kwargs: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
         """Insert a call at the graph's insertion point, with the source of ``like``."""
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
         self.set_type(node, type_)

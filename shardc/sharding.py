@@ -83,14 +83,18 @@ class Sharding:
             size = self.mesh.axis_size(part.name)
             if size % (part.pre * part.size):
                 raise ShardingError(
-                    f"axis part {part.name}:({part.pre}){part.size}", f"{self.mesh}, {part.name}={size}",
-                    "the axis does not split that way", f"pre * size must divide {size}",
+                    f"axis part {part.name}:({part.pre}){part.size}",
+                    f"{self.mesh}, {part.name}={size}",
+                    "the axis does not split that way",
+                    f"pre * size must divide {size}",
                 )
             for other in seen:
                 if part.overlaps(other):
                     raise ShardingError(
-                        f"sharding {self.text()}", f"axis {part.name!r} of {self.mesh}",
-                        "an axis can cut one dim of a value, once", f"write {part.name!r} in one place only",
+                        f"sharding {self.text()}",
+                        f"axis {part.name!r} of {self.mesh}",
+                        "an axis can cut one dim of a value, once",
+                        f"write {part.name!r} in one place only",
                     )
             seen.append(part)
 
@@ -224,8 +228,12 @@ class P:
         self.rest_open = bool(entries) and entries[-1] is Ellipsis
         kept = entries[:-1] if self.rest_open else entries
         if any(entry is Ellipsis for entry in kept):
-            raise ShardingError(f"P{entries}", "a '...' before the end", "'...' stands for all further dims",
-                                "write P.OPEN for one open dim")
+            raise ShardingError(
+                f"P{entries}",
+                "a '...' before the end",
+                "'...' stands for all further dims",
+                "write P.OPEN for one open dim",
+            )
         self.entries = cast("tuple[Entry, ...]", kept)
         self.priority = priority
 
@@ -265,7 +273,9 @@ class P:
         """
         if len(self.entries) > len(shape):
             raise ShardingError(
-                who, f"{self!r} on shape {list(shape)}", f"{len(self.entries)} entries for {len(shape)} dims",
+                who,
+                f"{self!r} on shape {list(shape)}",
+                f"{len(self.entries)} entries for {len(shape)} dims",
                 f"write at most {len(shape)} entries",
             )
         dims = [WHOLE] * len(shape)
@@ -273,18 +283,21 @@ class P:
             try:
                 dims[dim] = _dim_sharding(entry, mesh, shape[dim])
             except ShardingError as error:
-                raise ShardingError(who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem,
-                                    error.remedy) from None
+                raise ShardingError(
+                    who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
+                ) from None
             self._check_even(dims[dim], mesh, shape, dim, who)
         return self._checked(Sharding, mesh, tuple(dims), who, shape)
 
-    def _checked(self, make: type[Sharding], mesh: Mesh, dims: tuple[DimSharding, ...], who: str,
-                 shape: tuple[int, ...]) -> Sharding:
+    def _checked(
+        self, make: type[Sharding], mesh: Mesh, dims: tuple[DimSharding, ...], who: str, shape: tuple[int, ...]
+    ) -> Sharding:
         try:
             return make(mesh, dims)
         except ShardingError as error:
-            raise ShardingError(who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem,
-                                error.remedy) from None
+            raise ShardingError(
+                who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
+            ) from None
 
     def _check_even(self, cut: DimSharding, mesh: Mesh, shape: tuple[int, ...], dim: int, who: str) -> None:
         if cut.is_even(shape[dim]):
@@ -292,7 +305,8 @@ class P:
         axes = cut.all_axes
         count = shape[dim] // cut.minor[0][0] if cut.minor else 1
         raise ShardingError(
-            who, f"{self!r} on shape {list(shape)}, {mesh}",
+            who,
+            f"{self!r} on shape {list(shape)}, {mesh}",
             f"dim {dim} of size {shape[dim]}{f' in {count} blocks' if count > 1 else ''} does not divide by "
             f"{'*'.join(f'{mesh.print_part(part)}={part.size}' for part in axes)}",
             f"choose a multiple of {count * num_shards(axes)} for dim {dim}, or leave it whole with None",
@@ -304,8 +318,12 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
         return WHOLE
     if isinstance(entry, Blocks):
         if size % entry.count:
-            raise ShardingError("", f"size {size}", f"{size} does not split in {entry.count} equal blocks",
-                                f"use a block count that divides {size}")
+            raise ShardingError(
+                "",
+                f"size {size}",
+                f"{size} does not split in {entry.count} equal blocks",
+                f"use a block count that divides {size}",
+            )
         return DimSharding((), ((size // entry.count, tuple(parse_part(axis, mesh) for axis in entry.axes)),))
     names = (entry,) if isinstance(entry, str) else entry
     return DimSharding(tuple(parse_part(name, mesh) for name in names))
