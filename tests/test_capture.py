@@ -672,6 +672,42 @@ def test_a_branch_on_what_is_known_without_inputs_is_taken():
     assert ops(captured) == {"aten.mul.Tensor"}
 
 
+def test_what_is_known_costs_no_more_for_a_larger_batch():
+    class Packed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+            steps = torch.diff(positions, prepend=positions[:, :1] - 1)
+            if ((steps != 1).cumsum(-1)[:, -1] == 0).all() and not (positions < 0).any():
+                return x * 2
+            return x
+
+    captured = capture(Packed(), (torch.empty(1 << 40, 8, device="meta"),), {})
+    assert ops(captured) == {"aten.mul.Tensor"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        (lambda rows: rows.sum() == 12, True),
+        (lambda rows: rows.cumsum(0)[-1, 1] == 4, True),
+        (lambda rows: (rows + torch.arange(4).unsqueeze(1)).max() == 5, True),
+        (lambda rows: torch.cat([rows, rows]).shape[0] == 8 and torch.cat([rows, rows])[:, 2].sum() == 16, True),
+        (lambda rows: (rows == rows.t().contiguous().t()).all(), True),
+        (lambda rows: (rows > torch.tensor(1)).any(), True),
+        (lambda rows: (rows.float().mean(0) > 1).all(), False),
+    ],
+)
+def test_what_is_known_has_its_own_value_on_equal_rows(ask, expected):
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if ask(torch.arange(3).unsqueeze(0).expand(4, -1)) else x * 3
+
+    rows = torch.arange(3).unsqueeze(0).expand(4, -1)
+    assert bool(ask(rows)) is expected
+    captured = assert_same(Asks(), (torch.randn(3),))
+    assert [node.args[1] for node in captured.program.calls] == [2 if expected else 3]
+
+
 def test_a_tensor_that_requires_grad_must_be_a_parameter():
     class Hidden(nn.Module):
         def __init__(self) -> None:
