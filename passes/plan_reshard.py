@@ -150,7 +150,7 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
     atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
     active = [i for i in range(len(shape)) if start[i] or target[i]]
     if len(atoms) <= MAX_SPARE:
-        active = sorted(active + _spare_dim(src, dst, shape, active, num_shards(sum(target, ()))))
+        active = sorted(active + _spare_dim(src, dst, shape, active, sum(target, ())))
     moves = cheapest_moves(_space(src, dst, shape, ends, atoms, active))
     if moves is None:
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
@@ -214,10 +214,10 @@ def _without_common(ours: Axes, theirs: Axes) -> tuple[Axes, Axes]:
     return ours[common:], theirs[common:]
 
 
-def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: list[int], count: int) -> list[int]:
+def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: list[int], new: Axes) -> list[int]:
     """A dim that does not change, on which the new cuts can wait."""
-    even = (i for i, cut in enumerate(dst.dims) if not cut.minor and cut.local_size(shape[i]) % count == 0)
-    return [i for i in even if i not in active and count > 1 and src.dims[i] == dst.dims[i]][:1]
+    same = [i for i, cut in enumerate(dst.dims) if i not in active and cut == src.dims[i] and not cut.minor and new]
+    return [i for i in same if dst.dims[i].local_size(shape[i]) % num_shards(new) == 0][:1]
 
 
 def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
