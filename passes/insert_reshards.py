@@ -17,14 +17,15 @@ resharded to one target once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.collective import reshard
 from shardc.mesh import Axes, AxisPart
-from shardc.program import Origin, Output, Program, Value, is_getitem, operands, set_operands
+from shardc.node import is_getitem, operands, set_operands
+from shardc.program import Origin, Output, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
@@ -103,7 +104,7 @@ class _Plan:
     def _visit(self, node: fx.Node) -> None:
         rule = self.program.rule(node)
         self.wished[node] = self.program.shardings(node)
-        given = [operand and self.program.value(operand) for operand in operands(node)]
+        given = self.program.operand_values(node)
         claims = self._claims(node, rule, given)
         riders = self._riders(node, rule, given, claims)
         self.broken |= {
@@ -112,7 +113,7 @@ class _Plan:
         passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
         cuts = assign(rule, claims, tuple(part for part, _ in passing))
         self.wanted[node] = tuple(
-            value and self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
+            None if value is None else self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
             for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
         )
         self.made[node] = tuple(
@@ -123,12 +124,12 @@ class _Plan:
             if made is not None:
                 self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
 
-    def _riders(self, node: fx.Node, rule: Rule, given: list[Value | None], claims: list[Claim]) -> frozenset[int]:
+    def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
         cut = [part for claim in claims if claim.factor not in rule.whole for part in claim.cut.all_axes]
 
         def nbytes(group: frozenset[int]) -> int:
-            return max(self.type(given[i]).nbytes for i in group)
+            return max(self.program.value_type(value).nbytes for i, value in enumerate(given) if value and i in group)
 
         def may_ride(group: frozenset[int]) -> bool:
             partials = {self.lies[value].partial for i, value in enumerate(given) if value and i in group}
@@ -147,14 +148,7 @@ class _Plan:
         results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
 
-    def type(self, value: Value | None) -> TensorType:
-        """The type of a value."""
-        assert value is not None
-        type_ = self.program.types(value[0])[value[1]]
-        assert type_ is not None
-        return type_
-
-    def _claims(self, node: fx.Node, rule: Rule, given: list[Value | None]) -> list[Claim]:
+    def _claims(self, node: fx.Node, rule: Rule, given: Sequence[Value | None]) -> list[Claim]:
         claims: list[Claim] = []
         for value, dims in zip(given, rule.operands, strict=True):
             if value is not None and dims is not None:
@@ -165,7 +159,7 @@ class _Plan:
         return claims
 
     def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
-        type_ = self.type(value)
+        type_ = self.program.value_type(value)
         nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
         origins = self.program.origins(value[0])[value[1]]
         return [
@@ -284,7 +278,7 @@ class _Rewriter:
 
     def _insert(self, node: fx.Node, wanted: Sharding, user: str) -> fx.Node:
         """A reshard of the node for a user."""
-        type_ = self.plan.type(self.program.value(node))
+        type_ = self.program.value_type(self.program.value(node))
         lies = self.program.sharding(node)
         new = self.program.insert(reshard, (node,), type_, node)
         self.program.set_sharding(new, wanted)
@@ -312,13 +306,10 @@ class _Rewriter:
 
     def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
         """A gradient or a buffer lies as what it belongs to, any other output as propagate wished."""
-        owners = {
-            given.name: node
-            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-            if given.kind != "tangent"
-        }
-        if output.kind != "output":
-            return self.program.sharding(owners[output.name])
+        inputs = self.program.named_inputs
+        for kind in ("parameter", "buffer", "input"):
+            if output.kind != "output" and (kind, output.name) in inputs:
+                return self.program.sharding(inputs[kind, output.name])
         producer, index = self.program.value(result)
         wished = self.plan.wished[producer][index]
         assert wished is not None

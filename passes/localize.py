@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.program import Program, is_getitem, op_rule
+from shardc.node import is_getitem, operand
+from shardc.program import Program, op_rule
 from shardc.rule import Call
 from shardc.sharding import Sharding, TensorType
 
@@ -26,7 +27,7 @@ def localize(program: Program) -> Program:
             _set_local_type(program, node)
     for node, call in calls.items():
         if str(node.target) == "shardc.annotate.default":
-            program.replace(node, node.args[0])  # type: ignore[arg-type]
+            program.replace(node, operand(node))
         else:
             _localize_arguments(program, node, call)
     return program

@@ -18,12 +18,11 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from shardc.annotations import Pin
 from shardc.mesh import Axes, Mesh
 from shardc.ops.contraction import dot
-from shardc.program import Origin, Program, Value, is_getitem, operands
+from shardc.node import is_getitem
+from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, P, Sharding, num_shards
 
@@ -121,26 +120,18 @@ class _State:
     def _graph_ops(self) -> Iterator[_Op]:
         for node in self.program.calls:
             rule = self.program.rule(node)
-            given = tuple(operand and self.program.value(operand) for operand in operands(node))
-            made = tuple(type_ and (node, index) for index, type_ in enumerate(self.program.types(node)))
+            given = self.program.operand_values(node)
+            made = tuple(None if type_ is None else (node, i) for i, type_ in enumerate(self.program.types(node)))
             yield _Op(node.name, rule, given + made, rule.operands + rule.results, node.target is dot)
 
     def _ties(self) -> Iterator[_Op]:
         """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
-        by_name = {
-            given.name: node
-            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-            if given.kind != "tangent"
-        }
-        tangents = {
-            given.name: node
-            for given, node in zip(self.program.inputs, self.program.placeholders, strict=True)
-            if given.kind == "tangent"
-        }
+        inputs = self.program.named_inputs
         for output, node in zip(self.program.outputs, self.program.results, strict=True):
-            partner = (tangents if output.kind == "output" else by_name).get(output.name)
-            if node is not None and partner is not None:
-                yield self._tie(self.program.value(node), self.program.value(partner))
+            kinds = ("tangent",) if output.kind == "output" else ("parameter", "buffer", "input")
+            for partner in (inputs[kind, output.name] for kind in kinds if (kind, output.name) in inputs):
+                if node is not None:
+                    yield self._tie(self.program.value(node), self.program.value(partner))
 
     def _tie(self, one: Value, other: Value) -> _Op:
         sizes = {f"d{i}": size for i, size in enumerate(self.shapes[one])}
@@ -166,16 +157,14 @@ class _State:
             self._queue_around(value)
 
     def _pinned(self, pin: Pin) -> Value:
-        for node in self.program.graph.nodes:
-            if pin.kind == "value" and node.name == pin.name:
-                return self.program.value(node)
-        if pin.kind == "output":
-            names = [(output.kind, output.name) for output in self.program.outputs]
-            result = self.program.results[names.index(("output", pin.name))]
-            assert result is not None, pin
-            return self.program.value(result)
-        names = [(given.kind, given.name) for given in self.program.inputs]
-        return self.program.value(self.program.placeholders[names.index((pin.kind, pin.name))])  # type: ignore[arg-type]
+        if pin.kind == "value":
+            return next((node, 0) for node in self.program.calls if node.name == pin.name)
+        if pin.kind != "output":
+            return self.program.value(self.program.named_inputs[pin.kind, pin.name])
+        names = [output.name if output.kind == "output" else None for output in self.program.outputs]
+        result = self.program.results[names.index(pin.name)]
+        assert result is not None, pin
+        return self.program.value(result)
 
     def _queue_around(self, value: Value) -> None:
         for index in self.around.get(value, ()):

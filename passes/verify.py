@@ -10,7 +10,8 @@ from collections.abc import Callable
 from torch import fx
 
 from shardc.collective import COLLECTIVES, reshard
-from shardc.program import LEVELS, Level, Program, is_getitem, operands
+from shardc.node import is_getitem, operands
+from shardc.program import LEVELS, Level, Program
 from shardc.rule import factor_cuts
 from shardc.sharding import WHOLE, DimSharding, TensorType
 
@@ -75,7 +76,7 @@ def _ops_agree(program: Program) -> None:
 def _op_agrees(program: Program, node: fx.Node) -> None:
     rule = program.rule(node)
     tensors = [
-        (dims, program.sharding(operand), program.types(program.value(operand)[0])[program.value(operand)[1]])
+        (dims, program.sharding(operand), program.value_type(program.value(operand)))
         for dims, operand in zip(rule.operands, operands(node), strict=True)
         if operand is not None and dims is not None
     ]

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from shardc.collective import COLLECTIVES
-from shardc.program import Program, takes_device
+from shardc.node import takes_device
+from shardc.program import Program
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 

@@ -12,7 +12,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from shardc.ops.contraction import dot
-from shardc.program import Input, Program, Value, is_getitem, operands
+from shardc.node import is_getitem, operands
+from shardc.program import Input, Program, Value
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from shardc.error import CaptureError
-from shardc.program import Input, Output, Program, Source, Types, is_getitem
+from shardc.node import is_getitem
+from shardc.program import Input, Output, Program, Source, Types
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten

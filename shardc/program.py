@@ -5,8 +5,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import fx
 
 from shardc.annotations import Pin
 from shardc.mesh import Mesh
+from shardc.node import is_getitem, op_name, operands, takes_device
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
 
@@ -109,6 +109,11 @@ class Program:
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
 
     @property
+    def named_inputs(self) -> dict[tuple[str, str], fx.Node]:
+        """The placeholders by kind and name."""
+        return {(put.kind, put.name): node for put, node in zip(self.inputs, self.placeholders, strict=True)}
+
+    @property
     def output_node(self) -> fx.Node:
         """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
         return next(reversed(self.graph.nodes))
@@ -161,6 +166,16 @@ class Program:
             assert isinstance(producer, fx.Node) and isinstance(index, int)
             return producer, index
         return node, 0
+
+    def value_type(self, value: Value) -> TensorType:
+        """The type of a value."""
+        type_ = self.types(value[0])[value[1]]
+        assert type_ is not None, value
+        return type_
+
+    def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
+        """The values that a call takes, in the order of ``operands``."""
+        return tuple(None if operand is None else self.value(operand) for operand in operands(node))
 
     def sharding(self, node: fx.Node) -> Sharding:
         """The sharding of a node with one result (or of a getitem)."""
@@ -217,7 +232,7 @@ class Program:
         return Call(
             self._with_types(node.args),
             self._with_types(node.kwargs),
-            tuple(operand and self.types(self.value(operand)[0])[self.value(operand)[1]] for operand in operands(node)),
+            tuple(value and self.value_type(value) for value in self.operand_values(node)),
             self.types(node),
         )
 
@@ -235,13 +250,13 @@ class Program:
         node.meta.pop("rule", None)
 
     def _with_types(self, argument: Any) -> Any:
-        return fx.map_arg(argument, lambda node: self.types(self.value(node)[0])[self.value(node)[1]])
+        return fx.map_arg(argument, lambda node: self.value_type(self.value(node)))  # type: ignore[arg-type, return-value]
 
     # Building.
 
     def insert(
         self,
-        target: Callable[..., Any],
+        target: Any,
         args: tuple[Any, ...],
         type_: Types,
         like: fx.Node,
@@ -254,17 +269,15 @@ class Program:
         self.set_source(node, self.source(like))
         return node
 
-    def emit(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """Insert a call whose type is found by running it on meta tensors."""
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
-    def infer(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Types:
+    def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Types:
         """The type of a call whose arguments hold typed nodes."""
 
         def meta(node: fx.Node) -> torch.Tensor:
-            producer, index = self.value(node)
-            type_ = self.types(producer)[index]
-            assert type_ is not None, node
+            type_ = self.value_type(self.value(node))
             return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
         with_device = {"device": "meta"} if takes_device(target) else {}
@@ -281,64 +294,6 @@ def _types_of(result: Any) -> Types:
     if isinstance(result, (tuple, list)):
         return tuple(None if item is None else TensorType(tuple(item.shape), item.dtype) for item in result)
     return TensorType(tuple(result.shape), result.dtype)
-
-
-def takes_device(target: Any) -> bool:
-    """Whether an op makes a tensor on a device that it is told."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
-
-
-def op_name(target: Any) -> str:
-    """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
-    schema = getattr(target, "_schema", None)
-    return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether a node picks one result of an op that has several."""
-    return node.op == "call_function" and node.target is operator.getitem
-
-
-def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
-    found: list[fx.Node | None] = []
-    for i, argument in enumerate(schema.arguments):
-        if "Tensor" not in str(argument.type):
-            continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        entries = given if isinstance(given, (list, tuple)) else [given]
-        found.extend(entry if isinstance(entry, fx.Node) else None for entry in entries)
-    return tuple(found)
-
-
-def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
-    """Give a call other tensor arguments, in the order of ``operands``."""
-    left = iter(new)
-
-    def replaced(entry: Any) -> Any:
-        fresh = next(left)
-        return entry if fresh is None else fresh
-
-    def one(given: Any) -> Any:
-        return type(given)(map(replaced, given)) if isinstance(given, (list, tuple)) else replaced(given)
-
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        node.args = tuple(replaced(entry) if isinstance(entry, fx.Node) else entry for entry in node.args)
-        return
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for i, argument in enumerate(schema.arguments):
-        if "Tensor" in str(argument.type):
-            if i < len(args):
-                args[i] = one(args[i])
-            else:
-                kwargs[argument.name] = one(kwargs.get(argument.name))
-    node.args = tuple(args)
-    node.kwargs = {name: value for name, value in kwargs.items() if value is not None or name in node.kwargs}
 
 
 def op_rule(target: Any) -> OpRule | None:

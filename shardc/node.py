@@ -1,0 +1,82 @@
+"""The arguments of an fx call: its tensors in schema order, its values by name. No facts about values live here."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one result of an op that has several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def op_name(target: Any) -> str:
+    """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
+    schema = getattr(target, "_schema", None)
+    return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
+
+
+def takes_device(target: Any) -> bool:
+    """Whether an op makes a tensor on a device that it is told."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call of an op with a schema, by name and in order, defaults included."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return {
+        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(schema)
+    }
+
+
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """The node that is the argument at a position."""
+    given = node.args[position]
+    assert isinstance(given, fx.Node), (node, position, given)
+    return given
+
+
+def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
+    if not hasattr(node.target, "_schema"):
+        return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
+    entries = (entry for _, given in _tensor_arguments(node) for entry in _entries(given))
+    return tuple(entry if isinstance(entry, fx.Node) else None for entry in entries)
+
+
+def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
+    """Give a call other tensor arguments, in the order of ``operands``; None keeps what is there."""
+    left = iter(new)
+
+    def replaced(entry: Any) -> Any:
+        return next(left) or entry
+
+    if not hasattr(node.target, "_schema"):
+        node.args = tuple(replaced(entry) if isinstance(entry, fx.Node) else entry for entry in node.args)
+        return
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for key, given in _tensor_arguments(node):
+        fresh = type(given)(map(replaced, given)) if isinstance(given, (list, tuple)) else replaced(given)
+        if isinstance(key, int):
+            args[key] = fresh
+        elif key in kwargs:
+            kwargs[key] = fresh
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _tensor_arguments(node: fx.Node) -> Iterator[tuple[int | str, Any]]:
+    """The arguments that may hold tensors, each by its position or, beyond those given by position, its name."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if "Tensor" in str(argument.type):
+            by_position = i < len(node.args)
+            yield (i, node.args[i]) if by_position else (argument.name, node.kwargs.get(argument.name))
+
+
+def _entries(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [given]
