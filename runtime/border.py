@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
@@ -19,7 +21,20 @@ from .agreement import check_agreement
 from .comm import Comm, SimulatedComm
 from .distributed import TorchComm, gather_whole
 from .piece import global_shape, shard, unshard
-from .placement import check_order, placements, sharding_of, to_dtensor
+from .placement import DTensorMaker, check_order, local, placements, sharding_of, to_dtensor
+
+
+class Door(Protocol):
+    """Where one input or output of a program passes: its sharding, shape and name are settled."""
+
+    def enter(self, tensor: Tensor) -> list[Tensor]:
+        """The pieces of a tensor."""
+
+    def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """The tensor of these pieces; ``is_plain``: whole, and no DTensor."""
+
+    def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Give a buffer the value of these pieces, in place."""
 
 
 class Border(Protocol):
@@ -36,14 +51,8 @@ class Border(Protocol):
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
         """How a tensor lies already; None for a whole one."""
 
-    def enter(self, tensor: Tensor, sharding: Sharding, name: str) -> list[Tensor]:
-        """The pieces of a tensor."""
-
-    def leave(self, pieces: Sequence[Tensor], sharding: Sharding, name: str, is_plain: bool) -> Tensor:
-        """The tensor of these pieces; ``is_plain``: whole, and no DTensor."""
-
-    def write(self, tensor: Tensor, pieces: Sequence[Tensor], sharding: Sharding, name: str) -> None:
-        """Give a buffer the value of these pieces, in place."""
+    def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
+        """The door for a value of a program, of a global shape."""
 
     def agree(self, program: Program) -> None:
         """A ShardingError if another process is about to run another program."""
@@ -67,34 +76,47 @@ class VirtualBorder:
         """Never known: all is whole."""
         return None
 
-    def enter(self, tensor: Tensor, sharding: Sharding, name: str) -> list[Tensor]:
-        """Every rank's piece."""
-        return [shard(tensor, sharding, position) for position in self.comm.positions]
-
-    def leave(self, pieces: Sequence[Tensor], sharding: Sharding, name: str, is_plain: bool) -> Tensor:
-        """The whole; an AssertionError if replicas differ."""
-        return unshard(pieces, sharding, global_shape(pieces[0].shape, sharding), name)
-
-    def write(self, tensor: Tensor, pieces: Sequence[Tensor], sharding: Sharding, name: str) -> None:
-        """Give a buffer the value of these pieces."""
-        tensor.copy_(self.leave(pieces, sharding, name, True))
+    def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
+        """A door that cuts and joins."""
+        return VirtualDoor(sharding, shape, name)
 
     def agree(self, program: Program) -> None:
         """One process always does."""
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualDoor:
+    """Whole tensors to the pieces of every rank, and back."""
+
+    value: Sharding
+    shape: tuple[int, ...]
+    name: str
+
+    def enter(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's piece."""
+        return [shard(tensor, self.value, position) for position in range(self.value.mesh.size)]
+
+    def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """The whole; an AssertionError if replicas differ."""
+        return unshard(pieces, self.value, self.shape, self.name)
+
+    def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Give a buffer the value of these pieces."""
+        tensor.copy_(self.leave(pieces, is_plain=True))
 
 
 class DistributedBorder:
     """One rank of a torch.distributed job: parameters and cut values are DTensors on the one mesh."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
-        self._comm = TorchComm(device_mesh)
-        self.comm: Comm = self._comm
-        check_order(self._comm.mesh)
+        self.torch_comm = TorchComm(device_mesh)
+        self.comm: Comm = self.torch_comm
+        check_order(self.comm.mesh)
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh that every DTensor is on."""
-        return self._comm.device_mesh
+        return self.torch_comm.device_mesh
 
     def own(self, tensor: Tensor) -> Tensor:
         """A replicated DTensor with a copy."""
@@ -104,7 +126,7 @@ class DistributedBorder:
 
     def placed(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's piece."""
-        piece = shard(_local(tensor), sharding, self._comm.position).clone(memory_format=torch.contiguous_format)
+        piece = shard(local(tensor), sharding, self.torch_comm.position).clone(memory_format=torch.contiguous_format)
         return to_dtensor(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
@@ -118,31 +140,50 @@ class DistributedBorder:
             )  # fmt: skip
         return sharding_of(tensor.placements, tensor.shape, self.comm.mesh, name)
 
-    def enter(self, tensor: Tensor, sharding: Sharding, name: str) -> list[Tensor]:
-        """One piece; of a DTensor that lies otherwise, after a redistribution by torch."""
-        if not isinstance(tensor, DTensor):
-            return [shard(tensor.to(self.comm.device), sharding, self._comm.position)]
-        wanted = placements(sharding, tensor.shape, name)
-        if tensor.placements != wanted:
-            whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-            return [shard(_local(whole), sharding, self._comm.position)]
-        return [_local(tensor)]
-
-    def leave(self, pieces: Sequence[Tensor], sharding: Sharding, name: str, is_plain: bool) -> Tensor:
-        """A DTensor, or the whole."""
-        (piece,) = pieces
-        shape = global_shape(piece.shape, sharding)
-        if is_plain:
-            return gather_whole(self._comm, piece, sharding, shape, name)
-        return to_dtensor(piece.contiguous(), sharding, shape, self.device_mesh, name)
-
-    def write(self, tensor: Tensor, pieces: Sequence[Tensor], sharding: Sharding, name: str) -> None:
-        """Give a buffer the value of this rank's piece."""
-        _local(tensor).copy_(pieces[0])
+    def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
+        """A door between DTensors and local tensors."""
+        return DistributedDoor(self.torch_comm, sharding, shape, name)
 
     def agree(self, program: Program) -> None:
         """Compare the collectives of all ranks."""
-        check_agreement(self._comm, program)
+        check_agreement(self.torch_comm, program)
+
+
+class DistributedDoor:
+    """Plain global tensors or DTensors to the piece of this rank, and back."""
+
+    def __init__(self, comm: TorchComm, sharding: Sharding, shape: tuple[int, ...], name: str) -> None:
+        self.comm, self.value, self.shape, self.name = comm, sharding, shape, name
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """How a DTensor lies that passes as it is; a ShardingError where no DTensor can lie so."""
+        return placements(self.value, self.shape, self.name)
+
+    @cached_property
+    def make(self) -> DTensorMaker:
+        """What makes a DTensor of this rank's piece."""
+        return DTensorMaker(self.value, self.shape, self.comm.device_mesh, self.name)
+
+    def enter(self, tensor: Tensor) -> list[Tensor]:
+        """One piece; of a DTensor that lies otherwise, after a redistribution by torch."""
+        if not isinstance(tensor, DTensor):
+            return [shard(tensor.to(self.comm.device), self.value, self.comm.position)]
+        if tensor.placements == self.placements:
+            return [local(tensor)]
+        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return [shard(local(whole), self.value, self.comm.position)]
+
+    def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """A DTensor, or the whole."""
+        (piece,) = pieces
+        if is_plain:
+            return gather_whole(self.comm, piece, self.value, self.shape, self.name)
+        return self.make(piece.contiguous())
+
+    def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Give a buffer the value of this rank's piece."""
+        local(tensor).copy_(pieces[0])
 
 
 def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
@@ -156,11 +197,3 @@ def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
 def border_of(mesh: Any, device: torch.device | str = "cpu") -> Border:
     """The border of a torch DeviceMesh, or of a Mesh's virtual ranks."""
     return DistributedBorder(mesh) if isinstance(mesh, DeviceMesh) else VirtualBorder(Mesh.of(mesh), device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The piece that a DTensor holds, not a copy."""
-    assert isinstance(tensor, DTensor), type(tensor)
-    with torch.no_grad():
-        local: Tensor = tensor.to_local()
-    return local

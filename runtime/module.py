@@ -25,6 +25,7 @@ from .executor import Executor
 from .step import Compilation, Runner, Step
 
 MAX_PROGRAMS = 16
+Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor}
 
 
@@ -77,10 +78,16 @@ class ParallelModule(nn.Module):
 
         0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
         """
-        step = self.compiled(args, kwargs)
+        tensors = dict(self._tensors())
+        step = self._step_for(args, kwargs, tensors)
         random = torch.tensor([self.seed, self.step])
         self.step += self.training
-        return step(self._state(step.compiled), args, kwargs, random)
+        constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
+        return step(constants | tensors, args, kwargs, random)
+
+    def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compile a call before it is made; parameters take their shardings."""
+        self._step_for(args, kwargs, dict(self._tensors()))
 
     @property
     def program(self) -> Any:
@@ -88,17 +95,6 @@ class ParallelModule(nn.Module):
         if self._latest is None:
             raise RuntimeError("there is no program yet: call the model once, or give args= to parallelize")
         return self._latest.compiled
-
-    def compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-        """The program for a call, compiled if its signature is new; parameters then take their shardings."""
-        train = torch.is_grad_enabled() and self._wants_gradients(args, kwargs)
-        key = self._signature(args, kwargs, train)
-        if key not in self._steps:
-            self._steps[key] = self._new_step(args, kwargs, train)
-            self._forget_oldest()
-        self._steps.move_to_end(key)
-        self._latest = self._steps[key]
-        return self._latest
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``."""
@@ -139,16 +135,20 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
 
-    def _wants_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _step_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Tensors) -> Step:
+        """The program for a call, compiled if its signature is new."""
         leaves, _ = call_leaves(self._model.forward, args, kwargs)
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        return any(tensor.requires_grad for tensor in (*self._model.parameters(), *tensors))
-
-    def _signature(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Hashable:
-        leaves, _ = call_leaves(self._model.forward, args, kwargs)
-        placed = tuple((name, leaf.placements) for name, leaf in leaves if isinstance(leaf, DTensor))
-        dtypes = tuple(tensor.dtype for _, tensor in self._tensors())
-        return call_signature(self._model, args, kwargs, train), placed, dtypes
+        given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))
+        placed = tuple(tensor.placements for tensor in given if isinstance(tensor, DTensor))
+        dtypes = tuple(tensor.dtype for tensor in tensors.values())
+        key = call_signature(self._model, args, kwargs, train), placed, dtypes
+        if key not in self._steps:
+            self._steps[key] = self._new_step(args, kwargs, train)
+            self._forget_oldest()
+        self._steps.move_to_end(key)
+        self._latest = self._steps[key]
+        return self._latest
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
         compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
@@ -188,10 +188,6 @@ class ParallelModule(nn.Module):
                 placed = self._border.placed(tensor, sharding, f"{put.kind} {put.name!r}")
                 if placed is not tensor:
                     _become(tensor, placed)
-
-    def _state(self, compiled: Compilation) -> dict[tuple[str, str], Tensor]:
-        constants = {("buffer", name): tensor for name, tensor in compiled.convention.constants.items()}
-        return constants | dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Parameters and buffers by kind and name, tied ones under each of their names."""

@@ -14,6 +14,8 @@ Region = tuple[tuple[int, int], ...]  # for each sub-dim, where a piece starts a
 
 def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
     """The piece of a whole tensor that the rank at ``position`` holds; a view where it can be one."""
+    if not sharding.cut_axes:
+        return whole
     piece = whole.reshape(_refined_shape(sharding, tuple(whole.shape)))
     for dim, (start, length) in enumerate(region(sharding, tuple(whole.shape), position)):
         piece = piece.narrow(dim, start, length)

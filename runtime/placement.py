@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,36 @@ def to_dtensor(
     piece: Tensor, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str = "value"
 ) -> DTensor:
     """The piece of one rank as a DTensor on the whole mesh; nothing is sent or checked."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    placed = placements(sharding, shape, name)
-    return DTensor.from_local(piece, device_mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensorMaker(sharding, shape, device_mesh, name)(piece)
+
+
+class DTensorMaker:
+    """Makes DTensors of one sharding and shape; the first is a step of autograd, further ones look nothing up."""
+
+    def __init__(self, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str) -> None:
+        self.device_mesh, self.shape = device_mesh, torch.Size(shape)
+        self.stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        self.placements = placements(sharding, shape, name)
+        self._specs: dict[torch.dtype, Any] = {}
+
+    def __call__(self, piece: Tensor) -> DTensor:
+        """The DTensor whose piece on this rank is given."""
+        spec = self._specs.get(piece.dtype)
+        if spec is not None:
+            return DTensor(piece, spec, requires_grad=False)
+        made = DTensor.from_local(
+            piece, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        self._specs[piece.dtype] = getattr(made, "_spec", None)
+        return made
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece that a DTensor holds, not a copy."""
+    assert isinstance(tensor, DTensor), type(tensor)
+    with torch.no_grad():
+        piece: Tensor = tensor.to_local()
+    return piece
 
 
 def placements(sharding: Sharding, shape: Sequence[int], name: str = "value") -> tuple[Placement, ...]:

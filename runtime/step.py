@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
 from shardc.error import ShardingError
-from shardc.program import Program
-from shardc.sharding import Sharding
+from shardc.program import Input, Output, Program
 
-from .border import Border
+from .border import Border, Door
 from .executor import Saved, Values
+from .piece import global_shape
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
 
@@ -49,6 +49,9 @@ class Step:
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
         self._is_plain = {i: self._comes_back_plain(i) for i in self._ends.outputs}
+        self._entries = [self._door(*pair) for pair in zip(self._placeholders, self.program.inputs, strict=True)]
+        ends = zip(self._results, self.program.outputs, strict=True)
+        self._exits = [self._door(node, end) if node is not None else None for node, end in ends]
 
     def __call__(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], random: Tensor) -> Any:
         """Run a call: its result is in the model's own containers; buffers are written back."""
@@ -75,7 +78,7 @@ class Step:
         for put, i in self._ends.buffers.items():
             buffer = values[put]
             assert buffer is not None
-            self.border.write(buffer, _present(columns[i]), *self._described(i))
+            self._exit(i).write(buffer, _present(columns[i]))
         outputs = [self._leave(i, columns[i], self._is_plain[i]) for i in self._ends.outputs]
         # A plain one that is saved as well would keep itself alive through its own graph.
         return tuple(output if isinstance(output, DTensor) else output.detach() for output in outputs), saved
@@ -93,10 +96,9 @@ class Step:
     def _enter(self, values: Values) -> list[list[Tensor | None]]:
         """For each rank its pieces, parallel to the program's inputs."""
         columns: list[list[Any]] = []
-        for i, (put, node, value) in enumerate(zip(self.program.inputs, self._placeholders, values, strict=True)):
-            pieces: list[Any] = [None] * len(self.border.comm.positions)
-            if value is not None:
-                pieces = self.border.enter(value, self.program.sharding(node), f"{put.kind} {put.name!r}")
+        absent = [None] * len(self.border.comm.positions)
+        for i, (door, value) in enumerate(zip(self._entries, values, strict=True)):
+            pieces: list[Any] = absent if value is None else door.enter(value)
             if i in self._ends.buffers and self.runner.keeps(i):  # written back before the backward reads it
                 pieces = [piece.clone() for piece in pieces]
             columns.append(pieces)
@@ -124,13 +126,17 @@ class Step:
         return self._ends.tangents[name]
 
     def _leave(self, i: int, pieces: Sequence[Tensor | None], is_plain: bool) -> Tensor:
-        return self.border.leave(_present(pieces), *self._described(i), is_plain)
+        return self._exit(i).leave(_present(pieces), is_plain)
 
-    def _described(self, i: int) -> tuple[Sharding, str]:
-        """The sharding of a result, and how to call it."""
-        node, output = self._results[i], self.program.outputs[i]
-        assert node is not None, output
-        return self.program.sharding(node), f"{output.kind} {output.name!r}"
+    def _exit(self, i: int) -> Door:
+        door = self._exits[i]
+        assert door is not None, self.program.outputs[i]
+        return door
+
+    def _door(self, node: fx.Node, end: Input | Output) -> Door:
+        sharding = self.program.sharding(node)
+        shape = global_shape(self.program.type(node).shape, sharding)
+        return self.border.door(sharding, shape, f"{end.kind} {end.name!r}")
 
     def _comes_back_plain(self, i: int) -> bool:
         """Whether an output is 0-dim, or an annotation asks for it whole."""

@@ -90,7 +90,7 @@ class Compiled:
 
         return memory_of(self.program)
 
-    def dump(self, format: str = "text") -> str:  # noqa: A002 (the contract's name)
+    def dump(self, format: str = "text") -> str:
         """The program and its collectives as text, json or dot."""
         from shardc.dump import dump
 
@@ -163,7 +163,7 @@ def compile(
     model: nn.Module,
     mesh: Any,
     annotations: Mapping[str, Spec] | None = None,
-    *,  # noqa: A001
+    *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     train: bool = True,
