@@ -10,10 +10,11 @@ from collections.abc import Callable
 from torch import fx
 
 from shardc.collective import COLLECTIVES, reshard
-from shardc.node import is_getitem, operands
-from shardc.program import LEVELS, Level, Program
-from shardc.rule import factor_cuts
-from shardc.sharding import WHOLE, DimSharding, TensorType
+from shardc.mesh import AxisPart
+from shardc.node import is_getitem
+from shardc.program import LEVELS, Level, Program, Value
+from shardc.rule import Dims, Rule, dims_sharding, factor_cuts
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType
 
 from .keep_dims import SPECS
 
@@ -75,29 +76,52 @@ def _ops_agree(program: Program) -> None:
 
 def _op_agrees(program: Program, node: fx.Node) -> None:
     rule = program.rule(node)
-    tensors = [
-        (dims, program.sharding(operand), program.value_type(program.value(operand)))
-        for dims, operand in zip(rule.operands, operands(node), strict=True)
-        if operand is not None and dims is not None
-    ]
-    results = [
-        (dims, sharding, type_)
-        for dims, sharding, type_ in zip(rule.results, program.shardings(node), program.types(node), strict=True)
-        if dims is not None and sharding is not None
-    ]
     cuts: dict[str, DimSharding] = {}
-    for dims, sharding, type_ in [*tensors, *results]:
-        assert type_ is not None
-        found = factor_cuts(dims, sharding, type_.shape, rule.sizes)
-        assert sharding.cut_axes == () or found, f"{node}: {sharding.text(type_)} does not fit {dims}"
+    for value, dims in [*_taken(program, node, rule), *_made(program, node, rule)]:
+        sharding, shape = _sharding(program, value), program.value_type(value).shape
+        found = factor_cuts(dims, sharding, shape, rule.sizes)
+        assert dims_sharding(dims, found, rule.sizes) == sharding.dims, f"{node}: {sharding} of {shape} on {dims}"
         for factor in (factor for factors in dims for factor in factors):
             cut = cuts.setdefault(factor, found.get(factor, WHOLE))
             assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut by {cut} and {found.get(factor)}"
-            assert not (cut != WHOLE and factor in rule.whole), f"{node}: factor {factor} must be whole"
-    for index, sharding in enumerate(program.shardings(node)):
-        for factor, cut in cuts.items():
-            is_open = sharding is None or set(cut.all_axes) <= set(sharding.partial_axes)
-            assert is_open or not rule.is_partial(factor, index), f"{node}: {factor} is cut by {cut}, yet {sharding}"
+            assert cut == WHOLE or factor not in rule.whole, f"{node}: factor {factor} must be whole"
+    passing = _passing(program, node, rule)
+    for value, _ in _made(program, node, rule):
+        unsummed = {part for factor, cut in cuts.items() if rule.is_partial(factor, value[1]) for part in cut.all_axes}
+        found_open = set(_sharding(program, value).partial_axes)
+        assert found_open == unsummed | passing, f"{node}: partial over {found_open}, not {unsummed | passing}"
+
+
+Tensors = list[tuple[Value, Dims]]
+
+
+def _taken(program: Program, node: fx.Node, rule: Rule) -> Tensors:
+    values = program.operand_values(node)
+    return [(value, dims) for value, dims in zip(values, rule.operands, strict=True) if value and dims is not None]
+
+
+def _made(program: Program, node: fx.Node, rule: Rule) -> Tensors:
+    return [((node, i), dims) for i, dims in enumerate(rule.results) if dims is not None]
+
+
+def _sharding(program: Program, value: Value) -> Sharding:
+    sharding = program.shardings(value[0])[value[1]]
+    assert sharding is not None, value
+    return sharding
+
+
+def _passing(program: Program, node: fx.Node, rule: Rule) -> set[AxisPart]:
+    """The axes over which operands are open: one group that the op is linear in, alike, or none."""
+    partials = {
+        i: _sharding(program, value).partial
+        for i, value in enumerate(program.operand_values(node))
+        if value is not None and _sharding(program, value).partial
+    }
+    if not partials:
+        return set()
+    assert frozenset(partials) in rule.linear, f"{node}: operands {sorted(partials)} are partial"
+    assert len(set(partials.values())) == 1, f"{node}: operands are partial in different ways: {partials}"
+    return {part for part, _ in next(iter(partials.values()))}
 
 
 def _outputs_are_whole_sums(program: Program) -> None:

@@ -240,7 +240,7 @@ def _take(parts: list[AxisPart], weight: int) -> Axes:
     while count < len(parts) and _weight(tuple(parts[: count + 1])) <= weight:
         count += 1
     taken = tuple(parts[:count])
-    assert _weight(taken) == weight, (parts, weight)
+    assert _weight(taken) == weight, f"{parts} cannot make {weight} pieces"
     del parts[:count]
     return taken
 
