@@ -1,7 +1,7 @@
 """Capture: a model and example inputs in, the joint graph of its forward and backward out, with nothing allocated.
 
 One trace does it all: ``make_fx`` over the user's own module with fake, functionalized tensors and ``autograd.grad``
-inside. Measured on GPT-2 of transformers, 12 layers (T 1024, B 16): 1.2 s and 2200 nodes, against 3.0 s for
+inside. Measured on GPT-2 of transformers, 12 layers (T 1024, B 16): 1.6 s and 2200 nodes, against 3.0 s for
 ``torch.export`` followed by ``make_fx``, which leaves in-place ops behind, and 2.7 s for ``torch.export`` followed by
 ``aot_export_joint_with_descriptors``, of nearly the same graph.
 
