@@ -77,7 +77,8 @@ class Executor:
         self._run(self._fwd, envs)
         outputs = [self._collect(env, True) for env in envs]
         saved = tuple([value if i in self._kept else None for i, value in enumerate(env)] for env in envs)
-        return outputs, Saved(saved, self._versions(saved))
+        kept = [env[slot] for env in saved for slot in self._inputs if slot in self._kept]
+        return outputs, Saved(saved, versions_of(kept))
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part: ``tangents`` for each rank, parallel to the program's inputs, None elsewhere.
@@ -140,8 +141,7 @@ class Executor:
         read = {slot for each in bwd for slot in each.reads} | {slot for slot, _ in self._results_of(False)}
         return read - {each.result for each in bwd}
 
-    def _versions(self, saved: Sequence[Env]) -> tuple[tuple[Tensor, int], ...]:
-        tensors = (env[slot] for env in saved for slot in self._inputs if slot in self._kept)
-        return tuple(
-            (tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()
-        )
+
+def versions_of(tensors: Iterable[Tensor | None]) -> tuple[tuple[Tensor, int], ...]:
+    """Tensors with how often each has been changed in place."""
+    return tuple((tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference())

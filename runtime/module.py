@@ -22,11 +22,12 @@ from .border import Border, border_of
 from .comm import Comm
 from .distributed import make_device_mesh
 from .executor import Executor
+from .inductor import InductorRunner
 from .step import Compilation, Runner, Step
 
 MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
-RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor}
+RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
 class CompileFn(Protocol):

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from gloo_pool import ByPath
 from parallel_models import FSDP, MEGATRON, MLP, TIED, Summed, TiedModel, batch, ids
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,9 +16,11 @@ from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.runtime.border import shard_batch
 from shardc.runtime.distributed import make_device_mesh
+from shardc.runtime.launch import launch
 from shardc.sharding import P
 
 MESH = Mesh(dp=2, tp=2)
+MEGATRON_ALONE = {"down.weight": P(None, "tp")}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
@@ -335,3 +338,27 @@ def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):
 
 def test_outputs_keep_their_sharding_unless_an_annotation_asks_for_them_whole(gloo):
     gloo.run(run_outputs)
+
+
+def run_inductor():
+    """The losses of a few steps, compiled and alone; and what was counted as sent."""
+    torch.manual_seed(0)
+    alone = MLP()
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(tp=2)), MEGATRON_ALONE, compile="inductor")
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (parallel, alone)]
+    losses = []
+    for step in range(4):
+        for model, optimizer in zip((parallel, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(model(*batch(step)))
+            losses[-1].backward()
+            optimizer.step()
+    counted = parallel._border.comm.traffic[0].bytes["all_reduce"]
+    return [loss.item() for loss in losses], counted, sum(each.wire_bytes for each in parallel.program.collectives)
+
+
+@pytest.mark.slow
+def test_inductor_runs_both_parts_on_two_ranks():
+    for losses, counted, announced in launch(ByPath(__file__, "run_inductor"), 2):
+        assert losses[::2] == pytest.approx(losses[1::2], abs=1e-6)
+        assert counted == 4 * announced > 0

@@ -1,0 +1,112 @@
+"""The two parts of a program as code that Inductor makes, in the executor's place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from shardc.program import Program
+
+from .comm import Comm, Traffic
+from .executor import Executor, Saved, Values, versions_of
+
+Compiled = Callable[..., Sequence[Tensor]]
+
+
+class InductorRunner:
+    """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
+
+    State: ``_fwd`` and ``_bwd``, the compiled parts.
+    """
+
+    def __init__(self, program: Program, comm: Comm) -> None:
+        self._executor, self._comm = Executor(program, comm), comm
+        self._fwd: Part | None = None
+        self._bwd: Part | None = None
+
+    def keeps(self, index: int) -> bool:
+        """Whether an input is saved for backward."""
+        return self._executor.keeps(index)
+
+    def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]:
+        """Run the forward part, as the executor does."""
+        given = _contiguous(inputs)
+        if self._fwd is None:
+            self._fwd = Part(self._traced_forward, given, self._comm)
+        outputs, saved = self._fwd(given)
+        kept = [value for values in inputs for i, value in enumerate(values) if value is not None and self.keeps(i)]
+        return outputs, Saved(([True, saved],), versions_of(kept))
+
+    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+        """Run the backward part, as the executor does."""
+        saved.check()
+        (env,) = saved.envs
+        given = env[1], _contiguous(tangents)
+        if not keep:
+            env.clear()
+        if self._bwd is None:
+            self._bwd = Part(self._traced_backward, given, self._comm)
+        gradients: list[list[Tensor | None]] = self._bwd(given)
+        return gradients
+
+    def _traced_forward(self, inputs: Any) -> Any:
+        outputs, saved = self._executor.forward(inputs)
+        return outputs, list(saved.envs)
+
+    def _traced_backward(self, given: Any) -> Any:
+        saved, tangents = given
+        return self._executor.backward(Saved(tuple(list(env) for env in saved), ()), tangents)
+
+
+class Part:
+    """One part: nested tensors in, nested tensors out.
+
+    State: where in the flat arguments tensors stand, how arguments and results nest, and what a run sends.
+    """
+
+    def __init__(self, run: Callable[[Any], Any], example: Any, comm: Comm) -> None:
+        self._run, self._comm = run, comm
+        self._given, self._nest = pytree.tree_flatten(example)
+        self._places = [i for i, value in enumerate(self._given) if isinstance(value, Tensor)]
+        tensors = [self._given[i] for i in self._places]
+        self._given = [None if isinstance(value, Tensor) else value for value in self._given]
+        before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
+        self._exchange(before)
+        graph = make_fx(self._run_flat, tracing_mode="fake")(*tensors)
+        self._exchange(before)
+        self._sent = before
+        self._compiled: Compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+
+    def __call__(self, given: Any) -> Any:
+        """Run it."""
+        flat = pytree.tree_leaves(given)
+        results = self._compiled(*(flat[i] for i in self._places))
+        for traffic, sent in zip(self._comm.traffic, self._sent, strict=True):
+            traffic.calls.update(sent.calls)
+            traffic.bytes.update(sent.bytes)
+        return pytree.tree_unflatten(list(results), self._results)
+
+    def _run_flat(self, *tensors: Tensor) -> list[Any]:
+        filled = list(self._given)
+        for i, tensor in zip(self._places, tensors, strict=True):
+            filled[i] = tensor
+        results, self._results = pytree.tree_flatten(self._run(pytree.tree_unflatten(filled, self._nest)))
+        return results
+
+    def _exchange(self, others: Sequence[Traffic]) -> None:
+        """Count with other counters, and keep there what was counted: tracing sends nothing."""
+        for traffic, other in zip(self._comm.traffic, others, strict=True):
+            traffic.calls, other.calls = other.calls, traffic.calls
+            traffic.bytes, other.bytes = other.bytes, traffic.bytes
+
+
+def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
+    """The layout that the parts are traced for."""
+    return [[None if value is None else value.contiguous() for value in values] for values in rows]
