@@ -30,7 +30,7 @@ def fuse_collectives(program: Program) -> Program:
     for node in list(program.calls):
         if node.target is all_reduce:
             _scatter_where_sliced(program, node)
-    program.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    program.remove_dead()
     return program
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.node import arguments, operand
 from shardc.ops.contraction import dot
 from shardc.program import Program
 from shardc.sharding import TensorType
@@ -25,7 +27,7 @@ from shardc.sharding import TensorType
 aten = torch.ops.aten
 
 Names = tuple[str, ...]
-SPECS = {
+SPECS: dict[Any, tuple[Names, Names, Names]] = {
     aten.mm.default: (("m", "k"), ("k", "n"), ("m", "n")),
     aten.addmm.default: (("m", "k"), ("k", "n"), ("m", "n")),
     aten.bmm.default: (("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")),
@@ -44,7 +46,7 @@ def keep_dims(program: Program) -> Program:
             with program.graph.inserting_before(node):
                 _sum_unmerged(program, node)
     _join_reshapes(program)
-    program.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    program.remove_dead()
     return program
 
 
@@ -62,10 +64,8 @@ class _Product:
 
 def _rewrite(program: Program, node: fx.Node) -> None:
     has_bias = node.target in (aten.addmm.default, aten.baddbmm.default)
-    left, right = node.args[int(has_bias) : int(has_bias) + 2]
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    *names, out = SPECS[node.target]
-    product = _Product([left, right], names, out)
+    left, right, out = SPECS[node.target]
+    product = _Product([operand(node, has_bias), operand(node, has_bias + 1)], [left, right], out)
     while _absorb(program, product, node):
         pass
     sizes = _sizes(program, product)
@@ -80,8 +80,7 @@ def _rewrite(program: Program, node: fx.Node) -> None:
 
 def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
     """``beta * bias + alpha * product``; a bias of the last dim alone stays as it is."""
-    bias, beta, alpha = node.args[0], node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    assert isinstance(bias, fx.Node)
+    bias, beta, alpha = operand(node), arguments(node)["beta"], arguments(node)["alpha"]
     shape = program.type(product).shape
     own = program.type(bias).shape
     if shape[len(shape) - len(own) :] != own:
@@ -95,28 +94,27 @@ def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
 
 def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
     """Take one permute or one merging view into the product; False when there is none left to take."""
-    for side, operand in enumerate(product.operands):
-        if operand.target is aten.permute.default:
+    for side, given in enumerate(product.operands):
+        if given.target is aten.permute.default:
             _absorb_permute(product, side)
             return True
     return any(
-        operand.target is aten.reshape.default and _absorb_merge(program, product, side, node)
-        for side, operand in enumerate(product.operands)
+        given.target is aten.reshape.default and _absorb_merge(program, product, side, node)
+        for side, given in enumerate(product.operands)
     )
 
 
 def _absorb_permute(product: _Product, side: int) -> None:
-    source, dims = product.operands[side].args
-    names = dict(zip(dims, product.names[side], strict=True))  # type: ignore[arg-type]
-    product.operands[side] = source  # type: ignore[call-overload]
+    view = product.operands[side]
+    names = dict(zip(arguments(view)["dims"], product.names[side], strict=True))
+    product.operands[side] = operand(view)
     product.names[side] = tuple(names[dim] for dim in range(len(names)))
 
 
 def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node) -> bool:
     """Look through a view that merged dims of an operand, where the other side or the result is ready for it."""
     view = product.operands[side]
-    source = view.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(view)
     groups = merged_dims(program.type(source).shape, program.type(view).shape)
     if groups is None:
         return False
@@ -144,11 +142,10 @@ def _is_ready(program: Program, product: _Product, side: int, name: str, group: 
         return any(_takes_apart(program, user, group) for user in node.users)
     other = product.operands[1 - side]
     while other.target is aten.permute.default:
-        other = other.args[0]  # type: ignore[assignment]
+        other = operand(other)
     if other.target is not aten.reshape.default:
         return False
-    source = other.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(other)
     groups = merged_dims(program.type(source).shape, program.type(other).shape)
     return groups is not None and group in groups
 
@@ -158,8 +155,7 @@ def _takes_apart(program: Program, user: fx.Node, group: tuple[int, ...]) -> boo
         return any(_takes_apart(program, next_user, group) for next_user in user.users)
     if user.target is not aten.reshape.default:
         return False
-    source = user.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(user)
     groups = merged_dims(program.type(user).shape, program.type(source).shape)
     return groups is not None and group in groups
 
@@ -196,8 +192,8 @@ def _split_names(names: Names, merged: dict[str, tuple[int, ...]]) -> Names:
 def _sizes(program: Program, product: _Product) -> dict[str, int]:
     return {
         name: size
-        for operand, names in zip(product.operands, product.names, strict=True)
-        for name, size in zip(names, program.type(operand).shape, strict=True)
+        for given, names in zip(product.operands, product.names, strict=True)
+        for name, size in zip(names, program.type(given).shape, strict=True)
     }
 
 
@@ -214,15 +210,14 @@ def _spec(product: _Product) -> str:
 
 def _sum_unmerged(program: Program, node: fx.Node) -> None:
     """A sum over a dim that a view merged is a sum over the dims it merged."""
-    view, dims = node.args[0], node.args[1]
-    if not isinstance(view, fx.Node) or view.target is not aten.reshape.default or not dims:
+    view, dims = operand(node), arguments(node)["dim"]
+    if view.target is not aten.reshape.default or not dims:
         return
-    source = view.args[0]
-    assert isinstance(source, fx.Node) and isinstance(dims, (list, tuple))
+    source = operand(view)
     groups = merged_dims(program.type(source).shape, program.type(view).shape)
     if groups is None:
         return
-    summed = {dim % len(groups) for dim in dims if isinstance(dim, int)}
+    summed = {dim % len(groups) for dim in dims}
     if any(len(group) != 1 for i, group in enumerate(groups) if i not in summed):
         return
     owners = [i for i, group in enumerate(groups) for _ in group]
@@ -242,10 +237,9 @@ def _join_reshapes(program: Program) -> None:
     for node in list(program.calls):
         if node.target is not aten.reshape.default:
             continue
-        source = node.args[0]
-        while isinstance(source, fx.Node) and source.target is aten.reshape.default:
-            source = source.args[0]
-        assert isinstance(source, fx.Node)
+        source = operand(node)
+        while source.target is aten.reshape.default:
+            source = operand(source)
         if program.type(source).shape == program.type(node).shape:
             program.replace(node, source)
         else:

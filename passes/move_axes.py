@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import NamedTuple
 
 from shardc.collective import Kind
@@ -56,13 +56,15 @@ Edge = tuple[Move, int]  # a move and its cost
 class Space:
     """Where a search goes, and within what bounds: a local value is never larger than at both ends.
 
-    ``sizes``: of the atoms. ``room``: what is left of each dim to be cut.
+    ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
+    all others; else the search puts one where its ends meet.
     """
 
     sizes: tuple[int, ...]
     room: tuple[int, ...]
     src: State
     dst: State
+    permutes: bool = False
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
@@ -127,7 +129,7 @@ class Space:
 
 
 def moves_from(space: Space, state: State) -> Iterator[Edge]:
-    """Every move from a state but permutes."""
+    """Every move from a state."""
     local, free = space.local(state), sorted(space.wanted - state.used)
     for dim, atoms in enumerate(state.lists):
         for atom in free:
@@ -144,6 +146,8 @@ def moves_from(space: Space, state: State) -> Iterator[Edge]:
                     yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + space.latency
     for some in _arrangements(state.partial):
         yield from _reductions(space, state, some)
+    if space.permutes:
+        yield from _permutes(space, state)
 
 
 def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
@@ -155,6 +159,16 @@ def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
         if space.fits(dim, atoms + some):
             after = state.put((dim, atoms + some), partial=rest)
             yield Move("reduce_scatter", some, (dim,), state, after), once + space.latency
+
+
+def _permutes(space: Space, state: State) -> Iterator[Edge]:
+    """The atoms that cut, dealt out anew."""
+    lengths = [len(atoms) for atoms in state.lists]
+    starts = [0, *accumulate(lengths)]
+    for order in permutations([atom for atoms in state.lists for atom in atoms]):
+        after = State(tuple(order[i : i + length] for i, length in zip(starts, lengths, strict=False)), state.partial)
+        if after != state and space.counts(after) == space.counts(state):
+            yield Move("collective_permute", (), (), state, after), space.local(state) + space.latency
 
 
 def moves_into(space: Space, state: State) -> Iterator[Edge]:

@@ -151,12 +151,9 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
     active = [i for i in range(len(shape)) if start[i] or target[i]]
     if len(atoms) <= MAX_SPARE:
         active = sorted(active + _spare_dim(src, dst, shape, active, sum(target, ())))
-    moves = cheapest_moves(_space(src, dst, shape, ends, atoms, active))
-    if moves is None:
-        via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
-        yield from _plain_steps(src, via, shape)
-        yield from _plain_steps(via, dst, shape)
-        return
+    space = _space(src, dst, shape, ends, atoms, active)
+    moves = cheapest_moves(space) or cheapest_moves(replace(space, permutes=True))
+    assert moves is not None, f"no way from {src} to {dst} on {shape}"
     sharding = src
     for kind, args in _calls(_joined_slices(moves), atoms, active, src):
         sharding = steps_sharding(sharding, kind, args)

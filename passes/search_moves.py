@@ -16,7 +16,7 @@ from .move_axes import Move, Space, State, moves_from, moves_into
 
 
 def cheapest_moves(space: Space) -> tuple[Move, ...] | None:
-    """The cheapest moves from the source to the target with at most one permute; None if no way divides evenly."""
+    """The cheapest moves from the source to the target; None if no way divides evenly."""
     there, back = _Side(space, space.src, is_forward=True), _Side(space, space.dst, is_forward=False)
     best: tuple[Move, ...] | None = None
     least: float = math.inf

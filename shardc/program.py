@@ -5,7 +5,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -288,6 +288,18 @@ class Program:
         """Let ``new`` stand where ``old`` stood, and erase ``old``."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+
+    def replace_results(self, old: fx.Node, new: Sequence[fx.Node | None]) -> None:
+        """Let ``new`` stand for the results of an op that has several, and erase it with its getitems."""
+        for user in list(old.users):
+            result = new[self.value(user)[1]]
+            assert result is not None, user
+            self.replace(user, result)
+        self.graph.erase_node(old)
+
+    def remove_dead(self) -> None:
+        """Erase every call whose value no one uses."""
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
 
 def _types_of(result: Any) -> Types:
