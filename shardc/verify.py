@@ -21,13 +21,14 @@ from shardc.api import Compiled, compile
 from shardc.borrow import borrowed
 from shardc.convention import call_leaves, output_leaves, rebuild_call
 from shardc.mesh import Mesh
+from shardc.program import Program
 from shardc.runtime.simulator import interpret
 from shardc.text import table
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # "output NAME" and "gradient NAME"
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # the mode changes more than what is random
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Progress = Callable[[str], AbstractContextManager[None]]
 
 
@@ -59,24 +60,14 @@ def verify(
 ) -> tuple[Difference, ...]:
     """Every difference of every check. The model and its inputs are copied, never changed."""
     found: list[Difference] = []
-    for dtype, tolerance in TOLERANCES.items():
-        name = str(dtype).removeprefix("torch.")
-        with _computing_in(dtype):
-            own = copy.deepcopy(model).to(dtype)
-            own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
-            run = _Run(own, mesh, annotations, own_args, own_kwargs, train)
-            checks: dict[Check, Callable[[], tuple[Values, Values]]] = {
-                "sharded against single device": run.sharded_and_single,
-                "single device against eager": run.single_and_eager,
-            }
-            for check, compare in checks.items():
-                with progress(f"{name}: {check}"):
-                    values, expected = compare()
-                found += _differences(check, name, tolerance, values, expected)
+    for dtype in TOLERANCES:
+        own = copy.deepcopy(model).to(dtype)
+        own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
+        found += _Run(own, mesh, annotations, own_args, own_kwargs, train, dtype, progress).differences()
     return tuple(found)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """A model in one dtype, and its inputs."""
 
@@ -86,27 +77,42 @@ class _Run:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     train: bool
+    dtype: torch.dtype
+    progress: Progress
 
-    def sharded_and_single(self) -> tuple[Values, Values]:
-        """Random ops on: both draw from shardc's generator."""
+    def differences(self) -> Iterator[Difference]:
+        """Sharded and single device draw alike from shardc's generator; against eager nothing is drawn."""
         compiled = self._compiled(self.model)
-        return _named(compiled.simulate(*self.args, **self.kwargs)), self._single(compiled)
+        with self._step(f"{self.mesh.size} virtual ranks"):
+            sharded = _named(compiled.simulate(*self.args, **self.kwargs))
+        single = self._single(compiled)
+        yield from self._between("sharded against single device", sharded, single)
+        quiet = self.model
+        if _draws(compiled.at("canonicalize")):
+            quiet = _without_random_ops(self.model)
+            compiled = self._compiled(quiet)
+            single = self._single(compiled)
+        with self._step("eager"), _casting_to(self.dtype):
+            eager = self._eager(quiet, compiled.program)
+        yield from self._between("single device against eager", single, eager)
 
-    def single_and_eager(self) -> tuple[Values, Values]:
-        """Random ops off."""
-        quiet = copy.deepcopy(self.model)
-        for module in quiet.modules():
-            module.training = module.training and isinstance(module, BATCH_NORMS)
-        compiled = self._compiled(quiet)
-        return self._single(compiled), self._eager(quiet, compiled)
+    def _step(self, what: str) -> AbstractContextManager[None]:
+        return self.progress(f"{_name(self.dtype)}: {what}")
+
+    def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
+        for name in dict.fromkeys([*expected, *values]):
+            apart = difference(values.get(name), expected.get(name))
+            yield Difference(check, _name(self.dtype), name, apart, TOLERANCES[self.dtype])
 
     def _compiled(self, model: nn.Module) -> Compiled:
-        return compile(model, self.mesh, self.annotations, args=self.args, kwargs=self.kwargs, train=self.train)
+        with self._step("compiling"), _casting_to(self.dtype):
+            return compile(model, self.mesh, self.annotations, args=self.args, kwargs=self.kwargs, train=self.train)
 
     def _single(self, compiled: Compiled) -> Values:
-        return _named(compiled.run(interpret, compiled.at("canonicalize"), self.args, self.kwargs))
+        with self._step("single device"):
+            return _named(compiled.run(interpret, compiled.at("canonicalize"), self.args, self.kwargs))
 
-    def _eager(self, model: nn.Module, compiled: Compiled) -> Values:
+    def _eager(self, model: nn.Module, program: Program) -> Values:
         """The user's model, with gradients of the same outputs of the same tensors."""
         inputs = {
             name: value.detach().clone().requires_grad_(value.requires_grad)
@@ -116,10 +122,10 @@ class _Run:
         args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
         with borrowed(model, self.train), torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
-        starts = [outputs[given.name] for given in compiled.program.inputs if given.kind == "tangent"]
+        starts = [outputs[given.name] for given in program.inputs if given.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
         owned = {**inputs, **dict(model.named_parameters(remove_duplicate=False))}
-        names = [output.name for output in compiled.program.outputs if output.kind == "gradient"]
+        names = [output.name for output in program.outputs if output.kind == "gradient"]
         gradients = {f"gradient {name}": owned[name].grad for name in names}
         return {**{f"output {name}": value.detach() for name, value in outputs.items()}, **gradients}
 
@@ -153,7 +159,8 @@ def _wider(argument: Any) -> Any:
 
 
 @contextmanager
-def _computing_in(dtype: torch.dtype) -> Iterator[None]:
+def _casting_to(dtype: torch.dtype) -> Iterator[None]:
+    """The user's code runs with ``dtype`` as default, and its casts to float32 are to ``dtype``."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -163,10 +170,22 @@ def _computing_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _differences(check: Check, dtype: str, tolerance: float, values: Values, expected: Values) -> Iterator[Difference]:
-    for name in dict.fromkeys([*expected, *values]):
-        distance = difference(values.get(name), expected.get(name))
-        yield Difference(check, dtype, name, distance, tolerance)
+def _draws(program: Program) -> bool:
+    """Whether a random op is left."""
+    nodes = zip(program.inputs, program.placeholders, strict=True)
+    return any(given.kind == "random" and bool(node.users) for given, node in nodes)
+
+
+def _without_random_ops(model: nn.Module) -> nn.Module:
+    """A copy in the mode of evaluation, save for batch norms, which that mode would change more than in their draws."""
+    quiet = copy.deepcopy(model)
+    for module in quiet.modules():
+        module.training = module.training and isinstance(module, BATCH_NORMS)
+    return quiet
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def difference(value: Tensor | None, expected: Tensor | None) -> float:
