@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding, wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
+from shardc.partition import P
 from shardc.rule import split_dim
-from shardc.sharding import WHOLE, DimSharding, P, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
 from .move_axes import Atoms, Move, Space, State
 from .search_moves import cheapest_moves
@@ -153,7 +154,11 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
         active = sorted(active + _spare_dim(src, dst, shape, active, sum(target, ())))
     space = _space(src, dst, shape, ends, atoms, active)
     moves = cheapest_moves(space) or cheapest_moves(replace(space, permutes=True))
-    assert moves is not None, f"no way from {src} to {dst} on {shape}"
+    if moves is None:
+        via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
+        yield from _plain_steps(src, via, shape)
+        yield from _plain_steps(via, dst, shape)
+        return
     sharding = src
     for kind, args in _calls(_joined_slices(moves), atoms, active, src):
         sharding = steps_sharding(sharding, kind, args)
@@ -186,14 +191,16 @@ def _ends_in_play(src: Sharding, dst: Sharding) -> dict[str, list[int]]:
 
 
 def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
-    """Where a part meets one of another size in the same place of the other side: the major piece of the larger."""
+    """A part that cannot trade places with parts of the other side as it is: the major piece that could."""
     for ours, theirs in zip(src, dst, strict=True):
-        for a, b in zip(ours, theirs, strict=False):
-            common = math.gcd(a.size, b.size)
-            if a.size != b.size and common > 1:
-                return a.major(common) if a.size > common else b.major(common)
-            if a.size != b.size:
-                break
+        while ours and theirs and ours[0].size == theirs[0].size:
+            ours, theirs = ours[1:], theirs[1:]
+        if ours and theirs:
+            first = math.gcd(ours[0].size, theirs[0].size)
+            common = first if first > 1 else math.gcd(num_shards(ours), num_shards(theirs))
+            for part in (ours[0], theirs[0]) if first > 1 else ours + theirs:
+                if 1 < math.gcd(part.size, common) < part.size:
+                    return part.major(math.gcd(part.size, common))
     return None
 
 

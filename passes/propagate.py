@@ -8,7 +8,8 @@ In a round all ops but contractions go first. A gradient is tied to its paramete
     y = dot(x, w, "a b, b c -> a c")                ->      y: f32[8@dp, 256@tp] = dot(...)
 
 State: for each value its dims, the dims that may not change, the axes kept for them, and where each axis came from. A
-step takes one op, brings its tensors' cuts to a common longest form factor by factor, and queues the ops around each value that changed.
+step takes one op, brings its tensors' cuts to a common longest form factor by factor, and queues the ops around each
+value that changed.
 Invariants: pinned dims never move; an axis cuts a value once; cuts divide sizes.
 """
 
@@ -22,9 +23,10 @@ from shardc.annotations import Pin
 from shardc.mesh import Axes, Mesh
 from shardc.node import is_getitem
 from shardc.ops.contraction import dot
+from shardc.partition import P
 from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
-from shardc.sharding import WHOLE, DimSharding, P, Sharding, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 
 PARAMETER_KINDS = ("parameter", "buffer")
 

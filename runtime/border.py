@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.program import Program
-from shardc.sharding import P, Sharding
+from shardc.sharding import Sharding
 
 from .agreement import check_agreement
 from .comm import Comm, SimulatedComm

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardc.collective import Kind, wire_bytes
 from shardc.mesh import Axes, AxisPart, Mesh, part_ends, split_parts
-from shardc.sharding import num_shards, parse_part
+from shardc.partition import parse_part
+from shardc.sharding import num_shards
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
 PartNames = tuple[str, ...]  # axis parts as printed, major first

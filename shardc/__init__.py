@@ -9,22 +9,41 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardc.annotations import annotate
     from shardc.api import Compiled, compile, parallelize
     from shardc.collective import Collective
-    from shardc.error import ShardingError
+    from shardc.error import CaptureError, ShardingError
     from shardc.mesh import Mesh
-    from shardc.sharding import P, Sharding, blocks
+    from shardc.partition import P, blocks
+    from shardc.passes.plan_reshard import reshard_plan
+    from shardc.sharding import Sharding
 
-__all__ = ["Collective", "Compiled", "Mesh", "P", "Sharding", "ShardingError", "blocks", "compile", "parallelize"]
+__all__ = [
+    "CaptureError",
+    "Collective",
+    "Compiled",
+    "Mesh",
+    "P",
+    "Sharding",
+    "ShardingError",
+    "annotate",
+    "blocks",
+    "compile",
+    "parallelize",
+    "reshard_plan",
+]
 
 _HOMES = {
+    "CaptureError": "error",
+    "annotate": "annotations",
+    "reshard_plan": "passes.plan_reshard",
     "Collective": "collective",
     "Compiled": "api",
     "Mesh": "mesh",
-    "P": "sharding",
+    "P": "partition",
     "Sharding": "sharding",
     "ShardingError": "error",
-    "blocks": "sharding",
+    "blocks": "partition",
     "compile": "api",
     "parallelize": "api",
 }

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError, raise_all
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.pattern import Names, ambiguous, glob, named_by, unmatched
-from shardc.sharding import P, Sharding, TensorType
+from shardc.sharding import Sharding, TensorType
 
 if TYPE_CHECKING:
     import torch

@@ -43,8 +43,9 @@ from shardc.convention import (
 from shardc.error import CaptureError
 from shardc.joint import Ends, assemble
 from shardc.location import failing_line, user_location
+from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, Types
-from shardc.sharding import P, TensorType
+from shardc.sharding import TensorType
 from shardc.tree import Tree
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]

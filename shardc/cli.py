@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.sharding import P
+from shardc.partition import P
 
 if TYPE_CHECKING:
     from shardc.target import Target

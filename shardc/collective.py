@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
-from shardc.sharding import DimSharding, Sharding, num_shards, parse_part
+from shardc.partition import parse_part
+from shardc.sharding import DimSharding, Sharding, num_shards
 
 if TYPE_CHECKING:
     from torch import fx

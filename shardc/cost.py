@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from shardc.ops.contraction import dot
 from shardc.node import is_getitem, operands
+from shardc.ops.contraction import dot
 from shardc.program import Input, Program, Value
 from shardc.sharding import TensorType
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardc.error import did_you_mean
 from shardc.mesh import Mesh
-from shardc.sharding import P
+from shardc.partition import P
 
 
 class UsageError(ValueError):

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.program import Input, Output, Program
-from shardc.sharding import P, Sharding, TensorType
+from shardc.sharding import Sharding, TensorType
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from shardc.sharding import P, blocks
+from shardc.partition import P, blocks
 
 
 class MLP(nn.Module):

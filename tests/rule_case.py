@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import shardc.ops  # noqa: F401
+from shardc.node import operands
 from shardc.ops.contraction import dot
 from shardc.ops.random import uniform
-from shardc.node import operands
 from shardc.program import Program
 from shardc.rule import Call, Rule
 from shardc.sharding import TensorType

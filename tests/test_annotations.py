@@ -14,7 +14,7 @@ from shardc.annotations import Pin, match, resolve
 from shardc.capture import capture
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.sharding import P
+from shardc.partition import P
 
 MESH = Mesh(dp=2, tp=4)
 

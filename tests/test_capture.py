@@ -18,9 +18,10 @@ from shardc.annotations import annotate
 from shardc.capture import Captured, capture
 from shardc.convention import TensorLeaf, call_signature, output_leaves
 from shardc.error import CaptureError, ShardingError
+from shardc.partition import P
 from shardc.passes.verify import verify
 from shardc.program import Source
-from shardc.sharding import P, TensorType
+from shardc.sharding import TensorType
 from shardc.tree import flatten
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
+from shardc.partition import P, blocks
 from shardc.runtime.agreement import check_agreement
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.distributed import TorchComm, gather_whole, make_device_mesh
@@ -21,7 +22,6 @@ from shardc.runtime.piece import shard
 from shardc.runtime.placement import check_order, placements, sharding_of, to_dtensor
 from shardc.runtime.simulator import bind, cut_inputs, simulate
 from shardc.runtime.wire import parse_counters, sent_bytes
-from shardc.sharding import P, blocks
 
 MESH = Mesh(dp=2, tp=2)
 SHUFFLED = Mesh(dp=2, tp=2, device_ids=(2, 0, 1, 3))

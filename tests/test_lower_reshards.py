@@ -9,10 +9,11 @@ from torch import fx
 
 from shardc.collective import COLLECTIVES, collectives_of, reshard
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.passes.lower_reshards import lower_reshards
 from shardc.program import Input, Output, Program, Source
 from shardc.runtime.simulator import interpret
-from shardc.sharding import P, Sharding, TensorType
+from shardc.sharding import Sharding, TensorType
 
 F32 = torch.float32
 

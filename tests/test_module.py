@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import shardc
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.runtime.border import shard_batch
 from shardc.runtime.distributed import make_device_mesh
 from shardc.runtime.launch import launch
-from shardc.sharding import P
 
 MESH = Mesh(dp=2, tp=2)
 MEGATRON_ALONE = {"down.weight": P(None, "tp")}

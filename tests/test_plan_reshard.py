@@ -17,9 +17,10 @@ from reshard_case import Case, all_shardings, cases, integers, lay_out, read_bac
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
+from shardc.partition import P
 from shardc.passes.plan_reshard import common_subdims, plan_reshard, reshard_plan
 from shardc.runtime.comm import SimulatedComm
-from shardc.sharding import WHOLE, DimSharding, P, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
 F32 = torch.float32
 

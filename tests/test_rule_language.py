@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardc.mesh import Axes, AxisPart, Mesh
 from shardc.ops.view import view_spec
+from shardc.partition import P
 from shardc.rule import (
     Call,
     Rule,
@@ -25,7 +26,7 @@ from shardc.rule import (
     replicated_rule,
     split_dim,
 )
-from shardc.sharding import WHOLE, DimSharding, P, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8, 12))
 F32 = torch.float32

@@ -11,12 +11,13 @@ from localized import Writer, aten
 from shardc.collective import all_gather, all_reduce, all_to_all, collective_permute, reduce_scatter, shard_slice
 from shardc.error import ShardingError
 from shardc.mesh import AxisPart, Mesh
+from shardc.partition import P, blocks
 from shardc.program import Program
 from shardc.runtime.comm import SimulatedComm, source_position
 from shardc.runtime.executor import Executor
 from shardc.runtime.piece import global_shape, same_bits, shard, unshard
 from shardc.runtime.simulator import bind, interpret, simulate
-from shardc.sharding import DimSharding, P, Sharding, blocks
+from shardc.sharding import DimSharding, Sharding
 
 MESHES = [Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(pp=2, dp=2, tp=2), Mesh(dp=2, tp=4)]
 PARTS_OF_FOUR = (AxisPart("tp", 1, 2), AxisPart("tp", 2, 2))

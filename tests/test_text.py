@@ -15,8 +15,9 @@ from shardc.cost import flops_of, memory_of
 from shardc.dump import json_text, program_dot, program_json
 from shardc.mesh import Mesh
 from shardc.ops.contraction import dot
+from shardc.partition import P
 from shardc.program import Input, Output, Program, Source
-from shardc.sharding import P, Sharding, TensorType
+from shardc.sharding import Sharding, TensorType
 from shardc.text import bytes_text, collectives_text, parameters_text, program_text, table
 
 aten = torch.ops.aten

@@ -1,0 +1,190 @@
+"""What a user says of a value: ``P``, one entry a dim, and its printed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from shardc.error import ShardingError
+from shardc.mesh import AxisPart, Mesh
+from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """An entry of ``P``: each of ``count`` equal blocks of the dim is cut by ``axes``."""
+
+    count: int
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"blocks({self.count},{'+'.join(self.axes)})"
+
+
+def blocks(count: int, *axes: str) -> Blocks:
+    """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
+    return Blocks(count, axes)
+
+
+class _Open:
+    def __repr__(self) -> str:
+        return "P.OPEN"
+
+
+Entry = str | tuple[str, ...] | Blocks | _Open | None
+
+
+class P:
+    """What a user says of a value: one entry a dim.
+
+    ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` says whole; ``P.OPEN`` leaves the dim
+    to propagation; a trailing ``...`` leaves all further dims open; missing trailing dims are whole. ``P()`` is
+    replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority`` propagates first.
+    """
+
+    OPEN = _Open()
+    entries: tuple[Entry, ...]
+    rest_open: bool
+    priority: int
+
+    def __init__(self, *entries: Entry | type(Ellipsis), priority: int = 0) -> None:  # type: ignore[valid-type]
+        self.rest_open = bool(entries) and entries[-1] is Ellipsis
+        kept = entries[:-1] if self.rest_open else entries
+        if any(entry is Ellipsis for entry in kept):
+            raise ShardingError(
+                f"P{entries}",
+                "a '...' before the end",
+                "'...' stands for all further dims",
+                "write P.OPEN for one open dim",
+            )
+        self.entries = cast("tuple[Entry, ...]", kept)
+        self.priority = priority
+
+    @staticmethod
+    def parse(text: str) -> P:
+        """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` several axes, ``blocks(3,tp)``, trailing ``...``."""
+        return P(*_parse_entries(text))
+
+    def __repr__(self) -> str:
+        entries = [repr(entry) for entry in self.entries] + ["..."] * self.rest_open
+        entries += [f"priority={self.priority}"] * bool(self.priority)
+        return f"P({', '.join(entries)})"
+
+    def __str__(self) -> str:
+        def one(entry: Entry) -> str:
+            if isinstance(entry, tuple):
+                return "+".join(entry) or "-"
+            return "-" if entry is None else "?" if isinstance(entry, _Open) else str(entry)
+
+        return ",".join([one(entry) for entry in self.entries] + ["..."] * self.rest_open)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and (str(self), self.priority) == (str(other), other.priority)
+
+    def __hash__(self) -> int:
+        return hash((str(self), self.priority))
+
+    def is_open(self, dim: int) -> bool:
+        """Whether propagation may choose this dim."""
+        return isinstance(self.entries[dim], _Open) if dim < len(self.entries) else self.rest_open
+
+    def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
+        """The sharding it gives a value of ``shape``, open dims whole.
+
+        Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
+        or a size that does not divide.
+        """
+        if len(self.entries) > len(shape):
+            raise ShardingError(
+                who,
+                f"{self!r} on shape {list(shape)}",
+                f"{len(self.entries)} entries for {len(shape)} dims",
+                f"write at most {len(shape)} entries",
+            )
+        dims = [WHOLE] * len(shape)
+        for dim, entry in enumerate(self.entries):
+            try:
+                dims[dim] = _dim_sharding(entry, mesh, shape[dim])
+            except ShardingError as error:
+                raise ShardingError(
+                    who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
+                ) from None
+            self._check_even(dims[dim], mesh, shape, dim, who)
+        return self._checked(Sharding, mesh, tuple(dims), who, shape)
+
+    def _checked(
+        self, make: type[Sharding], mesh: Mesh, dims: tuple[DimSharding, ...], who: str, shape: tuple[int, ...]
+    ) -> Sharding:
+        try:
+            return make(mesh, dims)
+        except ShardingError as error:
+            raise ShardingError(
+                who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
+            ) from None
+
+    def _check_even(self, cut: DimSharding, mesh: Mesh, shape: tuple[int, ...], dim: int, who: str) -> None:
+        if cut.is_even(shape[dim]):
+            return
+        axes = cut.all_axes
+        count = shape[dim] // cut.minor[0][0] if cut.minor else 1
+        raise ShardingError(
+            who,
+            f"{self!r} on shape {list(shape)}, {mesh}",
+            f"dim {dim} of size {shape[dim]}{f' in {count} blocks' if count > 1 else ''} does not divide by "
+            f"{'*'.join(f'{mesh.print_part(part)}={part.size}' for part in axes)}",
+            f"choose a multiple of {count * num_shards(axes)} for dim {dim}, or leave it whole with None",
+        )
+
+
+def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
+    if entry is None or isinstance(entry, _Open):
+        return WHOLE
+    if isinstance(entry, Blocks):
+        if size % entry.count:
+            raise ShardingError(
+                "",
+                f"size {size}",
+                f"{size} does not split in {entry.count} equal blocks",
+                f"use a block count that divides {size}",
+            )
+        return DimSharding((), ((size // entry.count, tuple(parse_part(axis, mesh) for axis in entry.axes)),))
+    names = (entry,) if isinstance(entry, str) else entry
+    return DimSharding(tuple(parse_part(name, mesh) for name in names))
+
+
+def parse_part(text: str, mesh: Mesh) -> AxisPart:
+    """An axis or a part of one as printed: ``tp``, ``tp:(2)2``."""
+    name, _, rest = text.partition(":")
+    if not rest:
+        return mesh.axis(name)
+    mesh.axis_size(name)
+    pre, _, size = rest.removeprefix("(").partition(")")
+    if not (pre.isdigit() and size.isdigit() and int(size)):
+        raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
+    return AxisPart(name, int(pre), int(size))
+
+
+def _parse_entries(text: str) -> Iterator[Entry]:
+    for item in _split_commas(text):
+        if item == "...":
+            yield cast("Entry", ...)
+        elif item.startswith("blocks("):
+            count, _, axes = item.removeprefix("blocks(").removesuffix(")").partition(",")
+            if not count.strip().isdigit():
+                raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
+            yield Blocks(int(count), tuple(axes.strip().split("+")))
+        else:
+            names = item.split("+")
+            yield {"-": None, "?": P.OPEN}[item] if item in ("-", "?") else tuple(names) if len(names) > 1 else item
+
+
+def _split_commas(text: str) -> list[str]:
+    items, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return [item.strip() for item in items if item.strip()]
