@@ -121,7 +121,7 @@ def test_the_run_on_one_device_learns() -> None:
     assert run.losses[-1] < run.losses[0]
 
 
-def sharded_run(losses: list[float], wire_bytes: float) -> ShardedRun:
+def sharded_run(losses: list[float], wire_bytes: float | None) -> ShardedRun:
     each = Collective("all_reduce", ("dp",), "float32", (1000,), (1000,), 4000, 4000, phase="backward")
     return ShardedRun(Run(2000, losses, [0.2] * 3), 1.5, (each, replace(each, axes=("tp",)), each), wire_bytes, {})
 
@@ -139,11 +139,16 @@ def test_the_tables_show_both_losses_and_the_bytes_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("last_loss", "wire_bytes", "good"),
     [(2.000001, 48_096.0, True), (2.0001, 48_096.0, False), (2.0, 49_000.0, False), (2.0, 40_000.0, False),
-     (float("nan"), 48_096.0, False)],
+     (float("nan"), 48_096.0, False), (2.0, 0.0, False), (2.0, None, True), (2.0001, None, False)],
 )  # fmt: skip
-def test_the_demo_fails_when_losses_or_bytes_differ(last_loss: float, wire_bytes: float, good: bool) -> None:
+def test_the_demo_fails_when_losses_or_bytes_differ(last_loss: float, wire_bytes: float | None, good: bool) -> None:
     alone = Run(4000, [3.0, 2.5, 2.0], [0.1] * 3)
     assert demo.is_good(TINY, alone, sharded_run([3.0, 2.5, last_loss], wire_bytes)) is good
+
+
+def test_bytes_a_step_are_those_of_the_quietest_steps() -> None:
+    assert demo.bytes_a_step([0, 5000, 6000, 7500], 10) == 100
+    assert demo.bytes_a_step([None, None], 10) is None
 
 
 def test_the_sample_is_text() -> None:
