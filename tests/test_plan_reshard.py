@@ -50,6 +50,20 @@ def test_a_value_on_the_way_is_never_larger_than_at_both_ends(case: Case) -> Non
         check_local_sizes(case)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "shape", "src", "dst"),
+    [
+        (Mesh(a=3, b=2, c=2), (6, 6), "a+b,c", "b,a+c"),
+        (Mesh(a=4, b=3, c=2), (12, 12), "a,b+c", "b+c,a"),
+        (Mesh(a=2, b=4, c=1), (2, 4), "c+b:(1)2,b:(2)2+a", "a,c+b"),
+    ],
+)
+def test_a_full_value_that_fits_on_few_ways_finds_one(mesh: Mesh, shape: tuple[int, ...], src: str, dst: str) -> None:
+    case = Case(shape, *(P.parse(spec).sharding(mesh, shape, "test") for spec in (src, dst)))
+    check_values(case)
+    check_local_sizes(case)
+
+
 @settings(max_examples=300)
 @given(cases(smallest=2))
 def test_a_plan_sends_no_more_than_to_gather_everything_and_slice(case: Case) -> None:
