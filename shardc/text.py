@@ -132,7 +132,7 @@ def _collective_remarks(program: Program) -> dict[fx.Node, str]:
     return remarks
 
 
-# Tables.
+# Tables. Bytes are given in full, so that two meshes print the same but for sizes.
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -165,13 +165,13 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
             c.phase,
             f"{c.dtype}{list(c.local_shape_in)}",
             f"{c.dtype}{list(c.local_shape_out)}",
-            bytes_text(c.wire_bytes),
+            c.wire_bytes,
             c.source,
             c.cause,
         )
         for c in collectives
     ]
-    header = ("collective", "axes", "phase", "in", "out", "wire", "source", "cause")
+    header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
 
 
@@ -183,12 +183,12 @@ def _by_kind(collectives: Sequence[Collective]) -> str:
     for phase, kind, axes in dict.fromkeys(map(key, collectives)):
         same = [found for found in collectives if key(found) == (phase, kind, axes)]
         rows.append((phase, kind, axes, *_totals(same)))
-    return table(("phase", "kind", "axes", "count", "bytes", "wire"), [*rows, ("total", "", "", *_totals(collectives))])
+    return table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), [*rows, ("total", "", "", *_totals(collectives))])
 
 
-def _totals(collectives: Sequence[Collective]) -> tuple[int, str, str]:
+def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
     moved, sent = sum(found.bytes for found in collectives), sum(found.wire_bytes for found in collectives)
-    return len(collectives), bytes_text(moved), bytes_text(sent)
+    return len(collectives), moved, sent
 
 
 def parameters_text(program: Program) -> str:
@@ -197,7 +197,7 @@ def parameters_text(program: Program) -> str:
     for given, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
         if local is not None and given.kind in ("parameter", "buffer"):
-            rows.append((given.name, type_text(program, node), str(local), bytes_text(local.nbytes)))
+            rows.append((given.name, type_text(program, node), str(local), local.nbytes))
     return table(("parameter", "sharding", "on one rank", "bytes"), rows) if rows else "no parameters\n"
 
 
@@ -213,4 +213,4 @@ def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
 
 def memory_text(memory: Mapping[str, int]) -> str:
     """Bytes on one rank by class."""
-    return table(("memory of one rank", "bytes"), [(name, bytes_text(count)) for name, count in memory.items()])
+    return table(("memory of one rank", "bytes"), memory.items())

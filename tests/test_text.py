@@ -157,10 +157,10 @@ def test_collectives_are_counted_by_phase_kind_and_axes_in_bytes_of_one_rank() -
     ]
     text = collectives_text(found)
     assert text.startswith(
-        "phase     kind        axes  count    bytes     wire\n"
-        "forward   all_reduce  tp        1   2.0 kB   3.1 kB\n"
-        "backward  all_reduce  dp        1  16.4 kB  16.4 kB\n"
-        "total                           2  18.4 kB  19.5 kB\n"
+        "phase     kind        axes  count  bytes  wire bytes\n"
+        "forward   all_reduce  tp        1   2048        3072\n"
+        "backward  all_reduce  dp        1  16384       16384\n"
+        "total                           2  18432       19456\n"
     )
     assert "mlp.down.weight=tp,- cuts what mlp.down sums over" in text
 
@@ -179,9 +179,9 @@ def test_a_slice_is_no_collective_and_a_gather_pays_for_its_output() -> None:
 
 def test_parameters_show_what_one_rank_holds() -> None:
     assert parameters_text(megatron()) == (
-        "parameter        sharding         on one rank    bytes\n"
-        "mlp.up.weight    f32[64, 256@tp]  f32[64, 64]  16.4 kB\n"
-        "mlp.down.weight  f32[256@tp, 64]  f32[64, 64]  16.4 kB\n"
+        "parameter        sharding         on one rank  bytes\n"
+        "mlp.up.weight    f32[64, 256@tp]  f32[64, 64]  16384\n"
+        "mlp.down.weight  f32[256@tp, 64]  f32[64, 64]  16384\n"
     )
 
 
