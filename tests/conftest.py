@@ -17,3 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--write-golden``."""
+    parser.addoption("--write-golden", action="store_true", help="write what is printed now to tests/golden")

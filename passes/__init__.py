@@ -1,0 +1,1 @@
+"""The passes: Program -> Program, one a file; pipeline.py has their order."""
