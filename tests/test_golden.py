@@ -9,6 +9,8 @@ import pytest
 from targets import mlp
 
 from shardc import Mesh, compile
+from shardc.collective import collectives_of
+from shardc.cost import flops_of, memory_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -23,3 +25,14 @@ def test_the_dump_of_two_layers_cut_as_megatron_is_the_one_that_was_read(
     if request.config.getoption("--write-golden"):
         path.write_text(dumped)
     assert dumped == path.read_text()
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
+    model, args, kwargs, annotations = mlp(dropout=0.5, cast=cast)
+    compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    lowered = compiled.at("fuse_collectives")
+    assert lowered.level == "lowered" and compiled.program.level == "localized"
+    assert collectives_of(lowered) == compiled.collectives
+    assert memory_of(lowered) == compiled.memory
+    assert flops_of(lowered, of_rank=True) == flops_of(compiled.program)
