@@ -8,8 +8,8 @@ otherwise is resharded, and a result over whose cut factors nothing was summed y
     y: f32[8@dp, 64]{sum tp} = dot(x, w, "a b, b c -> a c")
     r: f32[8@dp, 64] = reshard(y)
 
-A partial sum is not reduced where it is made but where an op needs it, if every op up to there is linear in it and
-none makes it larger.
+A partial sum is not reduced where it is made but where an op needs it, if every op up to there is linear in it, none
+makes it larger, and no value on the way has a second user.
 
 Invariants: every operand of every op lies as its factors are cut; only a reshard changes a sharding; a value is
 resharded to one target once.
@@ -17,7 +17,7 @@ resharded to one target once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -149,9 +149,11 @@ class _Plan:
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
 
     def _claims(self, node: fx.Node, rule: Rule, given: Sequence[Value | None]) -> list[Claim]:
+        """What operands and results claim; where the user placed the result, operands have no say."""
+        is_placed = any(pin.kind == "value" and pin.name == node.name for pin in self.program.pins)
         claims: list[Claim] = []
         for value, dims in zip(given, rule.operands, strict=True):
-            if value is not None and dims is not None:
+            if value is not None and dims is not None and not is_placed:
                 claims += self._claims_of(rule, value, dims, self.lies[value])
         for index, (dims, sharding) in enumerate(zip(rule.results, self.program.shardings(node), strict=True)):
             if dims is not None and sharding is not None:
@@ -204,14 +206,21 @@ def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
 
 
 def _decide(program: Program) -> _Plan:
-    """Let every partial sum ride, then reduce at once those that meet an op they cannot pass, until all can."""
-    delayed = {(node, index) for node in program.calls for index in range(len(program.types(node)))}
+    """Let every partial sum with one user ride, then reduce at once those that meet an op they cannot pass."""
+    delayed = {value for node in program.calls for value in _values_used_once(program, node)}
     while True:
         plan = _Plan(program, delayed)
         plan.run()
         if not plan.broken:
             return plan
         delayed = delayed - plan.broken
+
+
+def _values_used_once(program: Program, node: fx.Node) -> Iterator[Value]:
+    """The results of a call that have one user; with more, each would be reduced for itself."""
+    for holder in node.users if program.has_many(node) else [node]:
+        if len(holder.users) == 1:
+            yield program.value(holder)
 
 
 @dataclass(slots=True)

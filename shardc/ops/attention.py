@@ -13,18 +13,20 @@ aten = torch.ops.aten
 def _attention_rule(call: Call) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, 1, 1]``, the logsumexp has 3 dims.
 
-    A mask may lack leading dims. Seeds and lengths have one dim or none and are not looked at. Where keys have fewer
-    heads than queries, heads are whole.
+    Where keys have fewer heads than queries, those of the queries are ``(h r)``, and the keys' gradients are sums over
+    ``r``. A mask may lack leading dims. Seeds and lengths have one dim or none and are not looked at.
     """
     large = [operand for operand in call.operands if operand is not None and len(operand.shape) == 4]
-    has_heads = len({operand.shape[1] for operand in large} - {1}) <= 1
-    names = ["b", "h" if has_heads else "1", "1", "1"]
+    heads = sorted({operand.shape[1] for operand in large} - {1})
+    names = {heads[0]: "h", heads[-1]: "(h r)" if len(heads) == 2 else "h"} if len(heads) in (1, 2) else {}
 
     def spec(tensor: TensorType | None) -> str:
         ndim = 0 if tensor is None else len(tensor.shape)
-        if ndim == 3:
-            return " ".join(names[:3])
-        return " ".join(names[4 - ndim :]) if ndim in (2, 4) else "_"
+        if tensor is None or ndim not in (2, 3, 4):
+            return "_"
+        if ndim == 2:
+            return "1 1"
+        return " ".join(["b", names.get(tensor.shape[1], "1"), *["1"] * (ndim - 2)])
 
     return make_rule(f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}", call)
 
