@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -143,7 +144,7 @@ def _node_flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
         a, b = operand(node.args[0]), operand(node.args[1])  # type: ignore[arg-type]
         assert a is not None and b is not None
         return dot_flops(a, b, str(node.args[2]))
-    packet = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0

@@ -27,9 +27,9 @@ def num_shards(axes: Axes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DimSharding:
-    """How one dim is cut: ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing
-    ``size`` elements again.
+    """How one dim is cut.
 
+    ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
     A dim of ``S`` elements with ``minor=((m1, a1), (m2, a2))`` is seen as ``[S/(m1*m2), m1, m2]``, the first cut by
     ``axes``, the second by ``a1``, the third by ``a2``. So ``minor=((S//3, (tp,)),)`` is what ``blocks(3, "tp")`` says:
     each of three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and

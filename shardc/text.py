@@ -183,7 +183,8 @@ def _by_kind(collectives: Sequence[Collective]) -> str:
     for phase, kind, axes in dict.fromkeys(map(key, collectives)):
         same = [found for found in collectives if key(found) == (phase, kind, axes)]
         rows.append((phase, kind, axes, *_totals(same)))
-    return table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), [*rows, ("total", "", "", *_totals(collectives))])
+    rows.append(("total", "", "", *_totals(collectives)))
+    return table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), rows)
 
 
 def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
