@@ -314,15 +314,16 @@ class _Rewriter:
         return self.done[held, wanted]
 
     def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
-        """A gradient or a buffer lies as what it belongs to, any other output as propagate wished."""
+        """A gradient or a buffer lies as what it belongs to, an output as the user said, else as it came to lie."""
         inputs = self.program.named_inputs
         for kind in ("parameter", "buffer", "input"):
             if output.kind != "output" and (kind, output.name) in inputs:
                 return self.program.sharding(inputs[kind, output.name])
         producer, index = self.program.value(result)
-        wished = self.plan.wished[producer][index]
+        lies, wished = self.plan.lies[producer, index], self.plan.wished[producer][index]
         assert wished is not None
-        return wished
+        is_placed = any(pin.kind == "output" and pin.name == output.name for pin in self.program.pins)
+        return wished if is_placed or lies.partial else lies
 
 
 def _name(program: Program, node: fx.Node) -> str:

@@ -19,11 +19,11 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from shardc.annotations import Pin
 from shardc.mesh import Axes, Mesh
-from shardc.node import is_getitem
+from shardc.node import arguments, is_getitem
 from shardc.ops.contraction import dot
 from shardc.partition import P
+from shardc.pin import Pin
 from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
@@ -64,11 +64,11 @@ def _annotated_values(program: Program) -> Iterator[Pin]:
     """A pin for every ``shardc.annotate`` in the model."""
     for node in program.calls:
         if str(node.target) == "shardc.annotate.default":
-            spec, type_ = P.parse(str(node.args[1])), program.type(node)
+            given, shape, source = arguments(node), program.type(node).shape, program.source(node)
+            spec = P.parse(given["spec"], given["priority"])
             assert program.mesh is not None
-            source = program.source(node)
-            sharding = spec.sharding(program.mesh, type_.shape, f"annotate in {source.module} ({source.location})")
-            opened = frozenset(dim for dim in range(len(type_.shape)) if spec.is_open(dim))
+            sharding = spec.sharding(program.mesh, shape, f"annotate in {source.module} ({source.location})")
+            opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
             yield Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
 
 

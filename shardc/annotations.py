@@ -13,7 +13,8 @@ from shardc.error import ShardingError, raise_all
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.pattern import Names, ambiguous, glob, named_by, unmatched
-from shardc.sharding import Sharding, TensorType
+from shardc.pin import Pin
+from shardc.sharding import TensorType
 
 if TYPE_CHECKING:
     import torch
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
 
 Spec = P | Sequence[Any]
 """What a user may write: a P, or one DTensor placement for each axis of the mesh."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A value whose sharding the user fixed.
-
-    ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
-    annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
-    """
-
-    name: str
-    kind: str
-    sharding: Sharding
-    open: frozenset[int]
-    text: str
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +137,7 @@ def spec_of(given: Any, mesh: Mesh, who: str) -> P:
 
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Say inside a model how a value lies on the mesh; its gradient lies alike. The identity outside shardc."""
-    return _annotate_op()(x, str(spec), spec.priority) if _CAPTURING.get() else x
+    return annotate_op()(x, str(spec), spec.priority) if _CAPTURING.get() else x
 
 
 def annotate_output(output: Any, spec: P) -> Any:
@@ -168,7 +153,7 @@ def annotate_output(output: Any, spec: P) -> Any:
 @contextmanager
 def annotating() -> Iterator[None]:
     """In the block ``annotate`` leaves an op in the graph."""
-    _annotate_op()
+    annotate_op()
     token = _CAPTURING.set(True)
     try:
         yield
@@ -180,7 +165,7 @@ _CAPTURING: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 @lru_cache(maxsize=1)
-def _annotate_op() -> Any:
+def annotate_op() -> Any:
     """``torch.ops.shardc.annotate(x, spec, priority=0)``: a copy of x; its backward annotates the gradient."""
     import torch
 

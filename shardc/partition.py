@@ -62,9 +62,9 @@ class P:
         self.priority = priority
 
     @staticmethod
-    def parse(text: str) -> P:
+    def parse(text: str, priority: int = 0) -> P:
         """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` several axes, ``blocks(3,tp)``, trailing ``...``."""
-        return P(*_parse_entries(text))
+        return P(*_parse_entries(text), priority=priority)
 
     def __repr__(self) -> str:
         entries = [repr(entry) for entry in self.entries] + ["..."] * self.rest_open

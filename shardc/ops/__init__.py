@@ -1,5 +1,6 @@
 """The rules of all ops, one file a family; importing this fills the table."""
 
+from shardc.ops import annotation as annotation
 from shardc.ops import attention as attention
 from shardc.ops import contraction as contraction
 from shardc.ops import convolution as convolution
