@@ -22,24 +22,19 @@ Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its ou
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a forward run keeps for the backward run: an ``Env`` for each rank, empty once it is freed.
-
-    ``versions``: how often each input among them had been changed in place.
-    """
+    """What a forward run keeps for the backward run: an ``Env`` for each rank, empty once it is freed."""
 
     envs: tuple[Env, ...]
-    versions: tuple[tuple[Tensor, int], ...]
 
-    def check(self) -> None:
-        """RuntimeError where a backward run would be wrong."""
+    def take(self, keep: bool) -> tuple[Env, ...]:
+        """The envs, to be used up, or copies to ``keep`` what is saved. RuntimeError if that was freed before."""
         if not all(self.envs):
             raise RuntimeError("a second backward through one forward: say retain_graph=True in the first")
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place after the "
-                    "forward: call backward before the optimizer's step"
-                )
+        taken = tuple(list(env) for env in self.envs)
+        if not keep:
+            for env in self.envs:
+                env.clear()
+        return taken
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, ...]]:
@@ -77,29 +72,28 @@ class Executor:
         self._run(self._fwd, envs)
         outputs = [self._collect(env, True) for env in envs]
         saved = tuple([value if i in self._kept else None for i, value in enumerate(env)] for env in envs)
-        kept = [env[slot] for env in saved for slot in self._inputs if slot in self._kept]
-        return outputs, Saved(saved, versions_of(kept))
+        return outputs, Saved(saved)
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part: ``tangents`` for each rank, parallel to the program's inputs, None elsewhere.
 
         Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what
-        was saved unless told to ``keep`` it. RuntimeError if that was freed before, or an input has changed since.
+        was saved unless told to ``keep`` it. RuntimeError if that was freed before.
         """
-        saved.check()
-        envs = [list(env) for env in saved.envs]
-        if not keep:
-            for env in saved.envs:
-                env.clear()
+        envs = saved.take(keep)
         self._place(envs, tangents)
         self._run(self._bwd, envs)
         return [self._collect(env, False) for env in envs]
 
-    def keeps(self, index: int) -> bool:
+    def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""
         return self._inputs[index] in self._kept
 
-    def _run(self, instructions: Iterable[Instruction], envs: list[Env]) -> None:
+    def keeps_output(self, index: int) -> bool:
+        """Whether an output is saved for backward."""
+        return self._results[index] in self._kept
+
+    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env]) -> None:
         for each in instructions:
             if each.collective:
                 self._communicate(each, envs)
@@ -111,7 +105,7 @@ class Executor:
                 for env in envs:
                     env[slot] = None
 
-    def _communicate(self, each: Instruction, envs: list[Env]) -> None:
+    def _communicate(self, each: Instruction, envs: Sequence[Env]) -> None:
         operand = each.direct[0][1]
         act = getattr(self.comm, each.collective)
         results = act([env[operand] for env in envs], *each.args[1:], **each.kwargs)
@@ -140,8 +134,3 @@ class Executor:
         """The slots that the backward part reads and does not make itself."""
         read = {slot for each in bwd for slot in each.reads} | {slot for slot, _ in self._results_of(False)}
         return read - {each.result for each in bwd}
-
-
-def versions_of(tensors: Iterable[Tensor | None]) -> tuple[tuple[Tensor, int], ...]:
-    """Tensors with how often each has been changed in place."""
-    return tuple((tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference())

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from shardc.program import Program
 
 from .comm import Comm, Traffic
-from .executor import Executor, Saved, Values, versions_of
+from .executor import Executor, Saved, Values
 
 Compiled = Callable[..., Sequence[Tensor]]
 
@@ -31,26 +31,25 @@ class InductorRunner:
         self._fwd: Part | None = None
         self._bwd: Part | None = None
 
-    def keeps(self, index: int) -> bool:
+    def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""
-        return self._executor.keeps(index)
+        return self._executor.keeps_input(index)
+
+    def keeps_output(self, index: int) -> bool:
+        """Whether an output is saved for backward."""
+        return self._executor.keeps_output(index)
 
     def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]:
         """Run the forward part, as the executor does."""
         given = _contiguous(inputs)
         if self._fwd is None:
             self._fwd = Part(self._traced_forward, given, self._comm)
-        outputs, saved = self._fwd(given)
-        kept = [value for values in inputs for i, value in enumerate(values) if value is not None and self.keeps(i)]
-        return outputs, Saved(([True, saved],), versions_of(kept))
+        outputs, envs = self._fwd(given)
+        return outputs, Saved(tuple(envs))
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part, as the executor does."""
-        saved.check()
-        (env,) = saved.envs
-        given = env[1], _contiguous(tangents)
-        if not keep:
-            env.clear()
+        given = list(saved.take(keep)), _contiguous(tangents)
         if self._bwd is None:
             self._bwd = Part(self._traced_backward, given, self._comm)
         gradients: list[list[Tensor | None]] = self._bwd(given)
@@ -62,7 +61,7 @@ class InductorRunner:
 
     def _traced_backward(self, given: Any) -> Any:
         saved, tangents = given
-        return self._executor.backward(Saved(tuple(list(env) for env in saved), ()), tangents)
+        return self._executor.backward(Saved(tuple(list(env) for env in saved)), tangents)
 
 
 class Part:

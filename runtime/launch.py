@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,14 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from .wire import loopback, private_loopback
 
-def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None) -> list[Any]:
+
+def launch(
+    fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None, private_network: bool = False
+) -> list[Any]:
     """Run ``fn(*args)`` on every rank of a job of ``nprocs`` local processes; its results, by rank.
 
     ``fn`` and ``args`` must be picklable. RuntimeError with the traceback of the rank that failed first; TimeoutError
-    after ``timeout`` seconds. No process outlives the call.
+    after ``timeout`` seconds. No process outlives the call. ``private_network``: no other process shares their loopback
+    interface, where the system allows it.
     """
-    with Workers(nprocs) as workers:
+    with Workers(nprocs, private_network) as workers:
         return workers.run(fn, *args, timeout=timeout)
 
 
@@ -35,11 +40,15 @@ class Workers:
     After a failure they are all stopped, since the others may hang in a collective.
     """
 
-    def __init__(self, nprocs: int) -> None:
+    def __init__(self, nprocs: int, private_network: bool = False) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="shardc")
-        context = multiprocessing.get_context("spawn")
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        with private_loopback() if private_network else nullcontext():
+            self._start(nprocs)
+
+    def _start(self, nprocs: int) -> None:
+        context = multiprocessing.get_context("spawn")
         for rank in range(nprocs):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, nprocs, self._directory.name), daemon=True)
@@ -109,12 +118,6 @@ class Workers:
         if not is_good:
             raise RuntimeError(f"rank {rank} failed:\n{value}")
         return value
-
-
-def loopback() -> str:
-    """The name of the loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next(name for name in ("lo", "lo0", *names) if name in names)
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.annotations import Pin
 from shardc.convention import call_leaves, call_signature
 from shardc.mesh import Mesh
+from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
 
@@ -143,7 +143,7 @@ class ParallelModule(nn.Module):
         train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))
         placed = tuple(tensor.placements for tensor in given if isinstance(tensor, DTensor))
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
-        key = call_signature(self._model, args, kwargs, train), placed, dtypes
+        key = call_signature(self._model, args, kwargs, train), placed, dtypes, _autocast(self._border.comm.device.type)
         if key not in self._steps:
             self._steps[key] = self._new_step(args, kwargs, train)
             self._forget_oldest()
@@ -213,6 +213,10 @@ def _own_tensors(model: nn.Module, border: Border) -> dict[int, Any]:
     for buffer in model.buffers():
         memo[id(buffer)] = border.own(buffer)
     return memo
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
 def _become(tensor: Tensor, other: Tensor) -> None:

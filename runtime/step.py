@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx
@@ -37,7 +38,8 @@ class Runner(Protocol):
 
     def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]: ...
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
-    def keeps(self, index: int) -> bool: ...
+    def keeps_input(self, index: int) -> bool: ...
+    def keeps_output(self, index: int) -> bool: ...
 
 
 class Step:
@@ -73,25 +75,37 @@ class Step:
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
         """Run the forward part: the outputs, and what is saved."""
-        results, saved = self.runner.forward(self._enter(values))
+        with self._as_compiled():
+            results, saved = self.runner.forward(self._enter(values))
         columns = list(zip(*results, strict=True))
         for put, i in self._ends.buffers.items():
             buffer = values[put]
             assert buffer is not None
             self._exit(i).write(buffer, _present(columns[i]))
-        outputs = [self._leave(i, columns[i], self._is_plain[i]) for i in self._ends.outputs]
-        # A plain one that is saved as well would keep itself alive through its own graph.
-        return tuple(output if isinstance(output, DTensor) else output.detach() for output in outputs), saved
+        return tuple(self._output(i, columns[i]) for i in self._ends.outputs), saved
 
     def backward(self, saved: Saved, gradients: Values, is_plain: Sequence[bool], keep: bool) -> list[Tensor | None]:
         """Run the backward part: the gradients of all inputs; ``is_plain`` says which of them were no DTensors."""
-        results = self.runner.backward(saved, self._enter(self._as_tangents(gradients)), keep)
-        columns = list(zip(*results, strict=True))
+        tangents = self._enter(self._as_tangents(gradients))
+        with self._as_compiled():
+            results = self.runner.backward(saved, tangents, keep)
+        columns = list(zip(*(_apart(*pair) for pair in zip(results, tangents, strict=True)), strict=True))
         found: list[Tensor | None] = [None] * len(is_plain)
         for put, i in self._ends.gradients.items():
             if self._results[i] is not None:
                 found[put] = self._leave(i, columns[i], is_plain[put])
         return found
+
+    def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:
+        """The tensors in the user's hands whose memory is saved for backward, each with its version."""
+        inputs = [value for i, value in enumerate(values) if value is not None and self.runner.keeps_input(i)]
+        pairs = zip(self._ends.outputs, outputs, strict=True)
+        inputs += [output for i, output in pairs if isinstance(output, DTensor) and self.runner.keeps_output(i)]
+        return [(ref(tensor), tensor._version) for tensor in inputs if not tensor.is_inference()]
+
+    def _as_compiled(self) -> torch.autocast:
+        """Casts are in the program already: none is added while it runs."""
+        return torch.autocast(self.border.comm.device.type, enabled=False)
 
     def _enter(self, values: Values) -> list[list[Tensor | None]]:
         """For each rank its pieces, parallel to the program's inputs."""
@@ -99,7 +113,7 @@ class Step:
         absent = [None] * len(self.border.comm.positions)
         for i, (door, value) in enumerate(zip(self._entries, values, strict=True)):
             pieces: list[Any] = absent if value is None else door.enter(value)
-            if i in self._ends.buffers and self.runner.keeps(i):  # written back before the backward reads it
+            if i in self._ends.buffers and self.runner.keeps_input(i):  # written back before the backward reads it
                 pieces = [piece.clone() for piece in pieces]
             columns.append(pieces)
         return [list(row) for row in zip(*columns, strict=True)]
@@ -124,6 +138,13 @@ class Step:
                 f"say differentiable=({name!r},) to parallelize, or detach it",
             )  # fmt: skip
         return self._ends.tangents[name]
+
+    def _output(self, i: int, pieces: Sequence[Tensor | None]) -> Tensor:
+        """An output for the user; never a tensor that is saved: it would hold its own graph, and may be changed."""
+        output = self._leave(i, pieces, self._is_plain[i])
+        if isinstance(output, DTensor):
+            return output
+        return output.clone() if self.runner.keeps_output(i) else output.detach()
 
     def _leave(self, i: int, pieces: Sequence[Tensor | None], is_plain: bool) -> Tensor:
         return self._exit(i).leave(_present(pieces), is_plain)
@@ -181,6 +202,34 @@ def _present(pieces: Sequence[Tensor | None]) -> list[Tensor]:
     return [piece for piece in pieces if piece is not None]
 
 
+def _apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
+    """Gradients each in memory of its own: torch adds to them and scales them in place."""
+    taken = {_storage(tangent) for tangent in _present(tangents)}
+    apart: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and _storage(gradient) in taken:
+            gradient = gradient.clone()
+        if gradient is not None:
+            taken.add(_storage(gradient))
+        apart.append(gradient)
+    return apart
+
+
+def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
+    """RuntimeError where a tensor that the backward needs was changed since the forward."""
+    for reference, version in watched:
+        tensor = reference()
+        if tensor is not None and tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place after the "
+                "forward: call backward before the optimizer's step"
+            )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class _Run(torch.autograd.Function):
     """The forward part in torch's forward, the backward part in its backward."""
 
@@ -188,11 +237,12 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *values: Tensor | None) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, ctx.saved = step.forward(values)
-        ctx.step = step
+        ctx.step, ctx.watched = step, step.watched(values, outputs)
         ctx.is_plain = [not isinstance(value, DTensor) for value in values]
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _check(ctx.watched)
         return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph())

@@ -43,7 +43,7 @@ class GlooPool:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of ``fn(*args)`` by rank."""
         if self._workers is None or not self._workers.is_alive:
-            self._workers = Workers(NUM_RANKS)
+            self._workers = Workers(NUM_RANKS, private_network=True)
         return self._workers.run(ByPath(fn.__code__.co_filename, fn.__name__), *args, timeout=SECONDS)
 
     def close(self) -> None:

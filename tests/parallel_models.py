@@ -74,6 +74,18 @@ class Summed(nn.Module):
         return y, y.sin()
 
 
+class Shared(nn.Module):
+    """Two parameters with one gradient, and an output that is saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.exp(x * (self.a + self.b))
+        return y.mean(), y
+
+
 def batch(seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)

@@ -1,12 +1,14 @@
 """The parallel module trains like the user's own: on virtual ranks, and on gloo with DTensor parameters."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 from gloo_pool import ByPath
-from parallel_models import FSDP, MEGATRON, MLP, TIED, Summed, TiedModel, batch, ids
+from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel, batch, ids
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -137,6 +139,38 @@ class TestOnVirtualRanks:
         alone, parallel = models()
         parallel(*doubles(0))
         train(parallel, alone, OPTIMIZERS["sgd"], steps=1)
+
+    def test_a_forward_without_a_backward_frees_what_it_saved(self):
+        _, parallel = models()
+        loss = parallel(*doubles(0))
+        saved = weakref.ref(next(value for value in loss.grad_fn.saved.envs[0] if isinstance(value, torch.Tensor)))
+        gc.disable()
+        del loss
+        gc.enable()
+        assert saved() is None
+
+    def test_autocast_is_part_of_what_is_compiled(self):
+        alone, _ = models()
+        alone = alone.float()
+        parallel = shardc.parallelize(alone, MESH, MEGATRON)
+        plain = parallel(*batch(0))
+        gradients = []
+        for model in (parallel, alone):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*batch(0))
+            assert loss.item() != plain.item()
+            loss.backward()
+            gradients.append(model.up.weight.grad)
+        torch.testing.assert_close(*gradients, atol=1e-2, rtol=1e-2)
+        assert parallel(*batch(0)).item() == plain.item()
+
+    def test_inference_mode_runs_the_forward(self):
+        alone, parallel = models(TiedModel, TIED)
+        for model in (alone, parallel):
+            model.dropout.p = 0.0
+            with torch.inference_mode():
+                model(**ids(0))
+        assert_same_state(parallel, alone)
 
     def test_inputs_that_require_grad_get_their_gradients(self):
         alone, parallel = models()
@@ -330,6 +364,41 @@ def run_outputs():
     _, whole = on_gloo(Summed, {"x": P("dp"), "output:*": P()})
     assert all(type(tensor) is torch.Tensor for tensor in whole(x))
     assert_same(whole(x)[0], a)
+
+
+def run_shared():
+    """Gradients of equal value have memory of their own, and torch averages the model; then a loss is tampered with."""
+    alone, parallel = on_gloo(Shared, {"x": P("dp")})
+    average = [torch.optim.swa_utils.AveragedModel(model, use_buffers=True) for model in (parallel, alone)]
+    for step in range(2):
+        for model, averaged in zip((parallel, alone), average, strict=True):
+            model(doubles(step)[0])[0].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.optim.SGD(model.parameters(), 0.5).step()
+            averaged.update_parameters(model)
+    assert_same(parallel.a.grad, alone.a.grad)
+    assert_same(parallel.b.grad, alone.b.grad)
+    assert_same(average[0].module.a, average[1].module.a)
+    assert_same(average[0](doubles(2)[0])[0], average[1](doubles(2)[0])[0])
+    loss, y = parallel(doubles(0)[0])
+    y.detach().add_(1)
+    trained = on_gloo()[1]
+    losses = [trained(*doubles(step)) for step in range(2)]
+    losses[0].backward()
+    torch.optim.SGD(trained.parameters(), 0.5).step()
+    return [refusal(loss) for loss in (loss, losses[1])]
+
+
+def refusal(loss):
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_gradients_are_apart_and_what_the_backward_needs_must_not_change(gloo):
+    for output, parameter in gloo.run(run_shared):
+        assert "shape [4, 8] that the backward needs was changed in place" in output
+        assert "shape [8, 16] that the backward needs was changed in place" in parameter
 
 
 def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):
