@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.annotations import Pin, Spec, match, resolve
+from shardc.annotations import Spec, match, resolve
 from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective, collectives_of
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
+from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from shardc.annotations import Pin
 from shardc.mesh import Mesh
 from shardc.node import is_getitem, op_name, operands, takes_device
+from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
 

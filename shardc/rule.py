@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.mesh import Axes, AxisPart
+from shardc.mesh import Axes, AxisPart, merge_parts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
 from shardc.spec import Dims as Dims
 from shardc.spec import bind_spec
@@ -254,21 +254,10 @@ def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
         if joined and not axes:
             joined[-1] = (joined[-1][0] * size, joined[-1][1])
         elif joined and joined[-1][0] == num_shards(joined[-1][1]):
-            joined[-1] = (joined[-1][0] * size, _merge_parts(joined[-1][1] + axes))
+            joined[-1] = (joined[-1][0] * size, merge_parts(joined[-1][1] + axes))
         else:
             joined.append((size, axes))
     return DimSharding(joined[0][1], tuple(joined[1:])) if joined else WHOLE
-
-
-def _merge_parts(axes: Axes) -> Axes:
-    merged: list[AxisPart] = []
-    for part in axes:
-        last = merged[-1] if merged else None
-        if last is not None and last.name == part.name and last.pre * last.size == part.pre:
-            merged[-1] = AxisPart(part.name, last.pre, last.size * part.size)
-        else:
-            merged.append(part)
-    return tuple(merged)
 
 
 def factor_cuts(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardc.annotations import Pin, match, resolve
+from shardc.annotations import match, resolve
 from shardc.capture import capture
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
+from shardc.pin import Pin
 
 MESH = Mesh(dp=2, tp=4)
 

@@ -1,0 +1,23 @@
+"""A value whose sharding is fixed: what annotations are resolved to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardc.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A value whose sharding the user fixed.
+
+    ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
+    annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
+    """
+
+    name: str
+    kind: str
+    sharding: Sharding
+    open: frozenset[int]
+    text: str
+    priority: int = 0
