@@ -17,210 +17,23 @@ resharded to one target once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.collective import reshard
-from shardc.mesh import Axes, AxisPart
 from shardc.node import is_getitem, operands, set_operands
 from shardc.program import Origin, Output, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
-from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
+from shardc.sharding import Sharding
 
-Partial = tuple[tuple[AxisPart, ReduceOp], ...]
+from .choose_cuts import Plan, choose_cuts
 
 
 def insert_reshards(program: Program) -> Program:
     """The program with a reshard between every producer and consumer that differ."""
     program = program.copy(level="agreed")
-    _Rewriter(program, _decide(program)).run()
+    _Rewriter(program, choose_cuts(program)).run()
     return program
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``."""
-
-    factor: str
-    cut: DimSharding
-    rank: int
-    nbytes: int
-
-
-Cuts = dict[str, DimSharding]
-
-
-def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
-    """Which axes cut which factor, when an axis may cut one factor only.
-
-    The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
-    keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
-    """
-    order = {factor: i for i, factor in enumerate(rule.sizes)}
-    cuts: Cuts = {}
-    for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
-        have = cuts.get(claim.factor, WHOLE)
-        if claim.factor not in rule.whole and extends(claim.cut, have):
-            used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
-            granted = dividing(_unused(claim.cut, used), rule.sizes[claim.factor])
-            if granted != WHOLE and extends(granted, have):
-                cuts[claim.factor] = granted
-    return cuts
-
-
-def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
-    """The leading part of a cut whose axes are not used."""
-    free = [not any(part.overlaps(other) for other in used) for part in cut.all_axes]
-    if all(free):
-        return cut
-    return WHOLE if cut.minor else DimSharding(cut.axes[: free.index(False)])
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What was decided: for each op the shardings its operands must have and its results have.
-
-    ``delayed``: values whose partial sum rides on; every other partial value is reduced where it is made.
-    """
-
-    program: Program
-    delayed: set[Value]
-    wanted: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    made: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    wished: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    lies: dict[Value, Sharding] = field(default_factory=dict)
-    broken: set[Value] = field(default_factory=set)
-
-    def run(self) -> None:
-        """Go through the program once, forward."""
-        for node in self.program.placeholders:
-            self.wished[node] = self.program.shardings(node)
-            self.lies[node, 0] = self.program.sharding(node)
-        for node in self.program.calls:
-            self._visit(node)
-
-    def _visit(self, node: fx.Node) -> None:
-        rule = self.program.rule(node)
-        self.wished[node] = self.program.shardings(node)
-        given = self.program.operand_values(node)
-        claims = self._claims(node, rule, given)
-        riders = self._riders(node, rule, given, claims)
-        self.broken |= {
-            value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
-        }
-        passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
-        cuts = assign(rule, claims, tuple(part for part, _ in passing))
-        self.wanted[node] = tuple(
-            None if value is None else self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
-            for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
-        )
-        self.made[node] = tuple(
-            None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
-            for index, type_ in enumerate(self.program.types(node))
-        )
-        for index, made in enumerate(self.made[node]):
-            if made is not None:
-                self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
-
-    def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
-        """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
-        cut = [part for claim in claims if claim.factor not in rule.whole for part in claim.cut.all_axes]
-
-        def nbytes(group: frozenset[int]) -> int:
-            return max(self.program.value_type(value).nbytes for i, value in enumerate(given) if value and i in group)
-
-        def may_ride(group: frozenset[int]) -> bool:
-            partials = {self.lies[value].partial for i, value in enumerate(given) if value and i in group}
-            partial = partials.pop()
-            if partials or not partial or any(op != "sum" for _, op in partial):
-                return False
-            if any(part.overlaps(other) for part, _ in partial for other in cut):
-                return False
-            return self._stays_small(node, nbytes(group), tuple(part for part, _ in partial))
-
-        return max((group for group in rule.linear if may_ride(group)), key=nbytes, default=frozenset())
-
-    def _stays_small(self, node: fx.Node, nbytes: int, axes: Axes) -> bool:
-        """Whether reducing the results moves no more than reducing the operands, or is a reduce_scatter instead."""
-        wished = self.program.shardings(node)[0]
-        results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
-        return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
-
-    def _claims(self, node: fx.Node, rule: Rule, given: Sequence[Value | None]) -> list[Claim]:
-        """What operands and results claim; where the user placed the result, operands have no say."""
-        is_placed = any(pin.kind == "value" and pin.name == node.name for pin in self.program.pins)
-        claims: list[Claim] = []
-        for value, dims in zip(given, rule.operands, strict=True):
-            if value is not None and dims is not None and not is_placed:
-                claims += self._claims_of(rule, value, dims, self.lies[value])
-        for index, (dims, sharding) in enumerate(zip(rule.results, self.program.shardings(node), strict=True)):
-            if dims is not None and sharding is not None:
-                claims += self._claims_of(rule, (node, index), dims, sharding)
-        return claims
-
-    def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
-        type_ = self.program.value_type(value)
-        nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
-        origins = self.program.origins(value[0])[value[1]]
-        return [
-            Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
-            for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
-        ]
-
-    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:
-        lies = self.lies[value]
-        if dims is None:
-            return Sharding.replicated(lies.mesh, len(lies.dims))
-        return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), passing)
-
-    def _result_sharding(
-        self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts, passing: Partial
-    ) -> Sharding:
-        """Cut as its factors are; partial over the cuts of the factors that it does not have."""
-        mesh, dims = self.program.mesh, rule.results[index]
-        assert mesh is not None
-        if dims is None:
-            return Sharding.replicated(mesh, len(type_.shape))
-        open_: Partial = tuple(
-            (part, rule.reduce)
-            for factor, cut in cuts.items()
-            if rule.is_partial(factor, index)
-            for part in cut.all_axes
-        )
-        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
-
-    def _settled(self, value: Value, made: Sharding) -> Sharding:
-        """Where a partial value lies once it is reduced: as propagate wished, else as it is."""
-        if not made.partial:
-            return made
-        node, index = value
-        wished = self.program.shardings(node)[index]
-        assert wished is not None
-        return wished
-
-
-def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
-    return min((origins[part.name].rank for part in axes if part.name in origins), default=1)
-
-
-def _decide(program: Program) -> _Plan:
-    """Let every partial sum with one user ride, then reduce at once those that meet an op they cannot pass."""
-    delayed = {value for node in program.calls for value in _values_used_once(program, node)}
-    while True:
-        plan = _Plan(program, delayed)
-        plan.run()
-        if not plan.broken:
-            return plan
-        delayed = delayed - plan.broken
-
-
-def _values_used_once(program: Program, node: fx.Node) -> Iterator[Value]:
-    """The results of a call that have one user; with more, each would be reduced for itself."""
-    for holder in node.users if program.has_many(node) else [node]:
-        if len(holder.users) == 1:
-            yield program.value(holder)
 
 
 @dataclass(slots=True)
@@ -228,7 +41,7 @@ class _Rewriter:
     """Inserts the reshards of a plan. ``holder``: the node that holds a value now, where its sum is reduced at once."""
 
     program: Program
-    plan: _Plan
+    plan: Plan
     holder: dict[Value, fx.Node] = field(default_factory=dict)
     done: dict[tuple[fx.Node, Sharding], fx.Node] = field(default_factory=dict)
 
