@@ -71,17 +71,17 @@ def test_python_blocks_run_in_order_and_print_what_the_readme_says() -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(snippet.code, "example.py", "exec"), namespace)
-        assert snippet.output is None or prints(snippet.output, printed.getvalue()), (
-            f"README line {snippet.line} printed\n{printed.getvalue()}"
-        )
+        is_as_said = snippet.output is None or prints(snippet.output, printed.getvalue())
+        assert is_as_said, f"README line {snippet.line} printed\n{printed.getvalue()}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", console_snippets(README), ids=lambda snippet: snippet.code[:60])
+@pytest.mark.parametrize("snippet", list(console_snippets(README)), ids=lambda snippet: snippet.code[:60])
 def test_a_console_block_runs_and_prints_what_the_readme_says(snippet: Snippet) -> None:
     done = subprocess.run(["bash", "-c", snippet.code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert snippet.output is None or prints(snippet.output, done.stdout), f"printed\n{done.stdout}"
+    is_as_said = snippet.output is None or prints(snippet.output, done.stdout)
+    assert is_as_said, f"README line {snippet.line} printed\n{done.stdout}"
 
 
 def environment() -> dict[str, str]:
