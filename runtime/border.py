@@ -79,7 +79,7 @@ class VirtualBorder:
 
     def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
         """A door that cuts and joins."""
-        return VirtualDoor(sharding, shape, name)
+        return VirtualDoor(sharding, shape, name, self.comm.device)
 
     def agree(self, program: Program) -> None:
         """One process always does."""
@@ -92,9 +92,11 @@ class VirtualDoor:
     value: Sharding
     shape: tuple[int, ...]
     name: str
+    device: torch.device
 
     def enter(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's piece."""
+        tensor = tensor.to(self.device)
         return [shard(tensor, self.value, position) for position in range(self.value.mesh.size)]
 
     def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:

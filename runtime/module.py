@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.convention import call_leaves, call_signature
+from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
 from shardc.pin import Pin
 from shardc.program import Program
@@ -27,6 +28,7 @@ from .step import Compilation, Runner, Step
 
 MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
+RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
@@ -43,6 +45,10 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
 
     ``backend`` runs the program: ``eager`` or ``inductor``.
     """
+    for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):
+        if value not in known:
+            remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
+            raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,17 +24,17 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
     agree bit for bit. ``comm`` counts what each rank sends.
     """
     assert program.level == "localized" and program.mesh is not None, program.level
-    executor = Executor(program, comm or SimulatedComm(program.mesh))
+    executor = Executor(program, comm or SimulatedComm(program.mesh, _device(inputs)))
     pieces = cut_inputs(program, inputs)
     outputs, saved = executor.forward(pieces)
     gradients = executor.backward(saved, pieces)
     return join_outputs(program, [_merged(*pair) for pair in zip(outputs, gradients, strict=True)])
 
 
-def interpret(program: Program, inputs: Values, device: torch.device | str = "cpu") -> list[Tensor | None]:
+def interpret(program: Program, inputs: Values) -> list[Tensor | None]:
     """Run a program of any level before localized on one device; reshards and collectives are identities."""
     assert program.level != "localized", program.level
-    executor = Executor(program, device=device)
+    executor = Executor(program, device=_device(inputs))
     outputs, saved = executor.forward([inputs])
     return _merged(outputs[0], executor.backward(saved, [inputs])[0])
 
@@ -74,6 +75,12 @@ def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | No
         shape = global_shape(present[0].shape, sharding)
         whole.append(unshard(present, sharding, shape, f"{output.kind} {output.name!r}"))
     return whole
+
+
+def _device(inputs: Values) -> torch.device:
+    """Where to compute: where most of the inputs are."""
+    found = Counter(value.device for value in inputs if value is not None)
+    return found.most_common(1)[0][0] if found else torch.device("cpu")
 
 
 def _merged(outputs: Values, gradients: Values) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardc.mesh import Mesh
     from shardc.partition import P, blocks
     from shardc.passes.plan_reshard import reshard_plan
+    from shardc.runtime.border import shard_batch
     from shardc.sharding import Sharding
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "compile",
     "parallelize",
     "reshard_plan",
+    "shard_batch",
 ]
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "blocks": "partition",
     "compile": "api",
     "parallelize": "api",
+    "shard_batch": "runtime.border",
 }
 
 

@@ -259,6 +259,19 @@ class TestOnVirtualRanks:
         with pytest.raises(RuntimeError, match="call the model once"):
             _ = parallel.program
 
+    def test_an_unknown_runtime_is_refused(self):
+        with pytest.raises(ShardingError) as caught:
+            models(runtime="virtal")
+        assert str(caught.value).splitlines() == [
+            "parallelize: runtime='virtal'",
+            "  there is no such runtime",
+            "  did you mean virtual?",
+        ]
+
+    def test_a_mesh_larger_than_the_job_is_refused(self):
+        with pytest.raises(ShardingError, match=r"(?s)has 4 ranks\n  the job has 1\n  start it with torchrun"):
+            models(runtime="distributed")
+
     def test_a_copy_trains_apart(self):
         alone, parallel = models()
         parallel(*doubles(0)).backward()
