@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
         return commands[options.command](options)
     except UsageError as error:
         return _complain(error, USAGE)
-    except CaptureError as error:
+    except (CaptureError, NotImplementedError) as error:
         return _complain(error, CAPTURE_FAILED)
     except ShardingError as error:
         return _complain(error, BAD_ANNOTATION)

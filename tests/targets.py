@@ -52,6 +52,17 @@ def branching() -> tuple[Any, ...]:
     return Branching(), (torch.ones(4),)
 
 
+class Poisson(nn.Module):
+    """Draws from a distribution that has no counter-based form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.poisson(x).sum()
+
+
+def poisson() -> tuple[Any, ...]:
+    return Poisson(), (torch.ones(4),)
+
+
 def not_a_model() -> tuple[Any, ...]:
     return "model", ()
 
