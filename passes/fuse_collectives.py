@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shardc.collective import COLLECTIVES, all_reduce, reduce_scatter, shard_slice
+from shardc.node import operand
 from shardc.program import Program
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ def fuse_collectives(program: Program) -> Program:
     program = program.copy()
     _share_equal(program)
     for node in reversed(list(program.calls)):
-        if _is_sum(node) and not _is_inner_sum(node):
+        if _is_sum(node) and not _is_inner_sum(program, node):
             _add_before_reducing(program, node)
     for node in list(program.calls):
         if node.target is all_reduce:
@@ -49,51 +50,52 @@ def _is_sum(node: fx.Node) -> bool:
     return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
 
 
-def _is_inner_sum(node: fx.Node) -> bool:
-    """Whether the sum is but a summand of one other sum."""
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)))
+def _is_inner_sum(program: Program, node: fx.Node) -> bool:
+    """Whether the sum is but a summand of one other sum, and not broadcast there."""
+    users = list(node.users)
+    return len(users) == 1 and _is_sum(users[0]) and program.type(users[0]) == program.type(node)
 
 
-def _summands(node: fx.Node) -> list[fx.Node]:
+def _summands(program: Program, node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for arg in node.args:
-        assert isinstance(arg, fx.Node)
-        found += _summands(arg) if _is_sum(arg) and len(arg.users) == 1 else [arg]
+    for summand in (operand(node, 0), operand(node, 1)):
+        is_inner = _is_sum(summand) and _is_inner_sum(program, summand)
+        found += _summands(program, summand) if is_inner else [summand]
     return found
 
 
 def _add_before_reducing(program: Program, node: fx.Node) -> None:
-    """Of a sum's summands, those that are all_reduces over the same axes become one all_reduce of their sum."""
-    type_ = program.type(node)
+    """Of a sum's summands, those that are reduced alike over the same axes become one reduction of their sum."""
     groups: dict[object, list[fx.Node]] = {}
     rest: list[fx.Node] = []
-    for summand in _summands(node):
-        if _can_wait(program, summand) and program.type(summand) == type_:
-            groups.setdefault((summand.args[1:], program.sharding(summand)), []).append(summand)
+    for summand in _summands(program, node):
+        if _can_wait(summand) and program.type(summand) == program.type(node):
+            groups.setdefault((summand.target, summand.args[1:], program.sharding(summand)), []).append(summand)
         else:
             rest.append(summand)
     if all(len(group) == 1 for group in groups.values()):
         return
     with program.graph.inserting_before(node):
         total = [*rest, *(_reduce_once(program, group) for group in groups.values())]
+        total.sort(key=lambda each: program.value_type(program.value(each)) != program.type(node))  # a bias comes last
         result = total[0]
         for summand in total[1:]:
             result = _sum_of(program, result, summand, node)
     program.replace(node, result)
 
 
-def _can_wait(program: Program, node: fx.Node) -> bool:
-    return node.target is all_reduce and node.args[2] == "sum" and len(node.users) == 1
+def _can_wait(node: fx.Node) -> bool:
+    return node.target in (all_reduce, reduce_scatter) and node.args[2] == "sum" and len(node.users) == 1
 
 
 def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     first = group[0]
-    partial = first.args[0]
+    partial = operand(first)
     for other in group[1:]:
-        partial = _sum_of(program, partial, other.args[0], other)  # type: ignore[arg-type]
+        partial = _sum_of(program, partial, operand(other), other)
     if len(group) == 1:
         return first
-    result = program.insert(all_reduce, (partial, *first.args[1:]), program.type(first), first)
+    result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
     program.set_sharding(result, program.sharding(first))
     program.set_cause(result, program.cause(first))
     program.set_origins(result, program.origins(first))
@@ -116,7 +118,8 @@ def _scatter_where_sliced(program: Program, node: fx.Node) -> None:
     if slices[0].args[1] != axes:
         return
     with program.graph.inserting_before(node):
-        result = program.insert(reduce_scatter, (*node.args, slices[0].args[2]), program.type(node), node)
+        name = node.name.replace("all_reduce", "reduce_scatter")
+        result = program.insert(reduce_scatter, (*node.args, slices[0].args[2]), program.type(node), node, name=name)
     program.set_sharding(result, program.sharding(slices[0]))
     program.set_cause(result, program.cause(node))
     program.set_origins(result, program.origins(slices[0]))
