@@ -147,6 +147,14 @@ class Compiled:
             **dict(self.model.named_buffers(remove_duplicate=False)),
             **self.convention.constants,
         }
+        on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
+        if on_meta:
+            raise ShardingError(
+                f"parameter {on_meta[0]!r}",
+                f"it is on meta, as are {len(on_meta) - 1} others",
+                "a program can be compiled and dumped without values, but not run",
+                "give the model values: model.to_empty(device='cpu') and its initialisers",
+            )
         values: list[torch.Tensor] = []
         for put in program.inputs:
             if put.kind in ("parameter", "buffer"):

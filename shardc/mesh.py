@@ -122,7 +122,7 @@ class Mesh:
         if names is None:
             raise ShardingError(
                 "mesh",
-                f"a {type(mesh).__name__}",
+                f"of type {type(mesh).__name__}",
                 "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names",
                 "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
             )

@@ -1,0 +1,67 @@
+"""What the front door says of a compiled model, and when it cannot run it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardc
+from shardc import Mesh, P, ShardingError
+
+
+def linear(device: str = "cpu") -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 6, device=device)
+
+
+def test_a_model_on_meta_compiles_but_does_not_run() -> None:
+    x = torch.randn(2, 4)
+    compiled = shardc.compile(linear("meta"), Mesh(tp=2), {"weight": P("tp")}, args=(x,))
+    with pytest.raises(ShardingError) as caught:
+        compiled.simulate(x)
+    assert str(caught.value) == (
+        "parameter 'weight': it is on meta, as are 1 others\n"
+        "  a program can be compiled and dumped without values, but not run\n"
+        "  give the model values: model.to_empty(device='cpu') and its initialisers"
+    )
+
+
+def test_a_compiled_model_tells_shardings_collectives_and_memory_by_name() -> None:
+    x = torch.randn(2, 4)
+    compiled = shardc.compile(linear(), Mesh(tp=2), {"weight": P("tp"), "output:*": P()}, args=(x,))
+    assert str(compiled.shardings["weight"]) == "[_@tp, _]"
+    assert str(compiled.shardings["bias"]) == "[_@tp]"
+    assert str(compiled.shardings["input"]) == "[_, _]"
+    assert [(each.kind, each.axes, each.local_shape_out) for each in compiled.collectives] == [
+        ("all_gather", ("tp",), (2, 6))
+    ]
+    assert compiled.memory["parameters"] == (3 * 4 + 3) * 4
+    assert next(iter(compiled.seconds)) == "capture" and compiled.at("capture").level == "captured"
+
+
+def test_an_output_that_is_no_loss_takes_the_gradient_that_is_given() -> None:
+    model, x, gradient = linear(), torch.randn(2, 4), torch.randn(2, 6)
+    expected = torch.autograd.grad(model(x), list(model.parameters()), gradient)
+    compiled = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,))
+    output, gradients = compiled.simulate(x, grad_outputs={"output": gradient})
+    torch.testing.assert_close(output, model(x))
+    for name, found in zip(("weight", "bias"), expected, strict=True):
+        torch.testing.assert_close(gradients[name], found)
+
+
+def test_without_training_there_are_no_gradients() -> None:
+    model, x = linear(), torch.randn(2, 4)
+    compiled = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,), train=False)
+    output, gradients = compiled.simulate(x)
+    torch.testing.assert_close(output, model(x))
+    assert gradients == {}
+
+
+def test_a_device_mesh_is_taken_for_what_it_describes() -> None:
+    class Described:
+        mesh_dim_names = ("dp", "tp")
+        shape = (2, 2)
+        mesh = torch.arange(4).view(2, 2)
+
+    compiled = shardc.compile(linear(), Described(), {"input": P("dp")}, args=(torch.randn(2, 4),))
+    assert compiled.mesh == Mesh(dp=2, tp=2)
