@@ -99,6 +99,7 @@ class _State:
     shapes: dict[Value, tuple[int, ...]] = field(default_factory=dict)
     closed: dict[Value, set[int]] = field(default_factory=dict)
     reserved: dict[Value, Axes] = field(default_factory=dict)
+    stored: set[Value] = field(default_factory=set)
     origins: dict[Value, dict[str, Origin]] = field(default_factory=dict)
     ops: list[_Op] = field(default_factory=list)
     around: dict[Value, list[int]] = field(default_factory=dict)
@@ -108,6 +109,8 @@ class _State:
     waiting: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        inputs = self.program.named_inputs
+        self.stored = {(node, 0) for (kind, _), node in inputs.items() if kind in PARAMETER_KINDS}
         for node in self.program.graph.nodes:
             if node.op == "placeholder" or (node.op == "call_function" and not is_getitem(node)):
                 for index, type_ in enumerate(self.program.types(node)):
@@ -247,6 +250,8 @@ class _State:
         used = [*self.reserved.get(value, ()), *(part for cut in self.dims[value] for part in cut.all_axes)]
         if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
             return
+        if value in self.stored and not all(map(self.mesh.is_whole, new_parts)):
+            return  # DTensor cannot say that a part of an axis cuts a parameter
         if dims_sharding((dims[dim],), cuts, op.rule.sizes)[0] != self.dims[value][dim]:
             return  # the dim has cuts that do not line up with this op's factors
         cuts[factor] = cut

@@ -91,3 +91,32 @@ def test_a_partial_sum_of_attention_and_mlp_is_added_before_it_is_reduced() -> N
         Parallel(), Mesh(tp=2), {"down.weight": P(None, "tp"), "out.weight": P(None, "tp")}, args=(torch.randn(4, 8),)
     )
     assert [(each.kind, each.phase) for each in compiled.collectives] == [("all_reduce", "forward")]
+
+
+class GroupedQueries(torch.nn.Module):
+    """8 heads of queries, 2 of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = (torch.nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(32, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(2, "[_@tp, _]"), (4, "[_, _]"), (8, "[_, _]")])
+def test_heads_of_queries_are_cut_over_more_ranks_than_there_are_heads_of_keys(ranks: int, keys: str) -> None:
+    torch.manual_seed(0)
+    model, x = GroupedQueries().double(), torch.randn(2, 6, 32, dtype=torch.float64)
+    compiled = shardc.compile(model, Mesh(tp=ranks), {"out.weight": P(None, "tp")}, args=(x,))
+    assert str(compiled.shardings["q.weight"]) == "[_@tp, _]"
+    assert str(compiled.shardings["k.weight"]) == keys, "a parameter is cut by whole axes, which DTensor can say"
+    assert not any(compiled.at("propagate").rule(node).is_fallback for node in compiled.at("propagate").calls)
+    _, gradients = compiled.simulate(x)
+    for (name, _), expected in zip(
+        model.named_parameters(), torch.autograd.grad(model(x), list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
