@@ -117,7 +117,7 @@ def _index(program: Program, node: fx.Node) -> Results:
         if dim is None or dim <= last:
             return None
         last = dim
-    return program.insert(aten.reshape.default, (source, list(program.type(node).shape)), program.type(node), node)
+    return _reshape(program, node)
 
 
 def _arange_dim(program: Program, node: Any, size: int, shape: tuple[int, ...]) -> int | None:

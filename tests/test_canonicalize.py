@@ -1,0 +1,158 @@
+"""canonicalize: losses, means, draws and views in few kinds of op, each with an honest rule."""
+
+from __future__ import annotations
+
+import torch
+from printed import after, block, compiled, parameter, printed, value
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardc import Mesh
+
+MESH = Mesh(dp=2)
+
+
+def test_a_cross_entropy_is_a_gather_and_a_sum_over_the_rows_whose_target_counts() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y, ignore_index=5)
+
+    assert after("canonicalize", loss, MESH, x=value(8, 6), y=torch.arange(8) % 6) == block(
+        """
+        x: f32[8, 6]
+        y: i64[8]
+        _log_softmax: f32[8, 6] = _log_softmax(x, 1, False)
+        ne: bool[8] = ne(y, 5)
+        scalar_tensor: i64[] = scalar_tensor(0, dtype=int64)
+        where: i64[8] = where(ne, y, scalar_tensor)
+        unsqueeze: i64[8, 1] = unsqueeze(where, 1)
+        gather: f32[8, 1] = gather(_log_softmax, 1, unsqueeze)
+        squeeze: f32[8] = squeeze(gather, 1)
+        scalar_tensor_1: f32[] = scalar_tensor(0.0, dtype=float32)
+        neg: f32[8] = neg(squeeze)
+        where_1: f32[8] = where(ne, neg, scalar_tensor_1)
+        sum_1: f32[] = sum(ne, [0], False, dtype=float32)
+        sum_2: f32[] = sum(where_1, [0])
+        div: f32[] = div(sum_2, sum_1)
+        output: div
+        """
+    )
+
+
+def test_the_gradient_of_a_cross_entropy_is_pointwise_so_that_rows_and_columns_may_be_cut() -> None:
+    program = compiled(F.cross_entropy, MESH, train=True, input=parameter(8, 6), target=torch.arange(8) % 6)
+    assert printed(program.at("canonicalize"), "backward") == block(
+        """
+        ne_1: bool[8] = ne(target, -100)
+        scalar_tensor_2: i64[] = scalar_tensor(0, dtype=int64)
+        where_2: i64[8] = where(ne_1, target, scalar_tensor_2)
+        scalar_tensor_3: f32[] = scalar_tensor(0.0, dtype=float32)
+        div_1: f32[] = div(tangent(output), sum_1)
+        neg_1: f32[] = neg(div_1)
+        where_3: f32[8] = where(ne_1, neg_1, scalar_tensor_3)
+        arange: i64[6] = arange(6)
+        unsqueeze_1: i64[8, 1] = unsqueeze(where_2, 1)
+        eq: bool[8, 6] = eq(arange, unsqueeze_1)
+        unsqueeze_2: f32[8, 1] = unsqueeze(where_3, 1)
+        where_4: f32[8, 6] = where(eq, unsqueeze_2, scalar_tensor_3)
+        _log_softmax_backward_data: f32[8, 6] = _log_softmax_backward_data(where_4, _log_softmax, 1, float32)
+        gradient input: _log_softmax_backward_data
+        """
+    )
+
+
+def test_a_mean_is_a_sum_and_a_division() -> None:
+    assert after("canonicalize", lambda x: (x.mean(), x.mean(1, keepdim=True)), MESH, x=value(8, 6)) == block(
+        """
+        x: f32[8, 6]
+        sum_1: f32[] = sum(x, [0, 1], False, dtype=float32)
+        div: f32[] = div(sum_1, 48)
+        sum_2: f32[8, 1] = sum(x, (1,), True, dtype=float32)
+        div_1: f32[8, 1] = div(sum_2, 6)
+        output: div
+        output: div_1
+        """
+    )
+
+
+def test_a_mean_loss_is_a_sum_loss_whose_gradient_is_divided_before() -> None:
+    assert after("canonicalize", F.mse_loss, MESH, train=True, input=parameter(8, 6), target=value(8, 6)) == block(
+        """
+        input: f32[8, 6]
+        target: f32[8, 6]
+        tangent(output): f32[]
+        mse_loss_1: f32[] = mse_loss(input, target, 2)
+        div: f32[] = div(mse_loss_1, 48)
+        div_1: f32[] = div(tangent(output), 48)
+        mse_loss_backward_1: f32[8, 6] = mse_loss_backward(div_1, input, target, 2)
+        output: div
+        gradient input: mse_loss_backward_1
+        """
+    )
+
+
+def test_dropout_compares_numbers_drawn_by_global_index() -> None:
+    """Each index is made of one arange a dim, which ordinary rules cut: no op needs to know its rank."""
+    assert after("canonicalize", lambda x: F.dropout(x, 0.25), MESH, x=value(8, 6)) == block(
+        """
+        x: f32[8, 6]
+        random: i64[2]
+        scalar_tensor: i64[] = scalar_tensor(0, dtype=int64)
+        arange: i64[8] = arange(8)
+        mul: i64[8] = mul(arange, 6)
+        reshape_2: i64[8, 1] = reshape(mul, [8, 1])
+        add: i64[8, 1] = add(scalar_tensor, reshape_2)
+        arange_1: i64[6] = arange(6)
+        mul_1: i64[6] = mul(arange_1, 1)
+        reshape_3: i64[1, 6] = reshape(mul_1, [1, 6])
+        add_1: i64[8, 6] = add(add, reshape_3)
+        uniform: f32[8, 6] = uniform(random, 2393831924, add_1)
+        lt: bool[8, 6] = lt(uniform, 0.75)
+        _to_copy: f32[8, 6] = _to_copy(lt, dtype=float32)
+        mul_2: f32[8, 6] = mul(x, _to_copy)
+        mul_3: f32[8, 6] = mul(mul_2, 1.3333333333333333)
+        output: mul_3
+        """
+    )
+
+
+def test_an_index_by_the_arange_of_each_dim_is_nothing_and_any_other_index_stays() -> None:
+    def pick(x: Tensor) -> Tensor:
+        every, diagonal = torch.arange(8), torch.arange(8)
+        return x[every[:, None], torch.arange(8)] * x[every, diagonal]
+
+    assert after("canonicalize", pick, MESH, x=value(8, 8)) == block(
+        """
+        x: f32[8, 8]
+        arange: i64[8] = arange(8, dtype=int64)
+        arange_1: i64[8] = arange(8, dtype=int64)
+        index_1: f32[8] = index(x, (arange, arange_1))
+        mul: f32[8, 8] = mul(x, index_1)
+        output: mul
+        """
+    )
+
+
+def test_copies_go_views_are_reshapes_and_transposes_one_permute() -> None:
+    def shuffle(x: Tensor) -> Tensor:
+        x = x.transpose(0, 1).t().contiguous().view(4, 2, 6)
+        return x.transpose(0, 2).permute(1, 0, 2).clone().to(torch.float32) * 2
+
+    assert after("canonicalize", shuffle, MESH, x=value(8, 6)) == block(
+        """
+        x: f32[8, 6]
+        reshape: f32[4, 2, 6] = reshape(x, [4, 2, 6])
+        permute_3: f32[2, 6, 4] = permute(reshape, [1, 2, 0])
+        mul: f32[2, 6, 4] = mul(permute_3, 2)
+        output: mul
+        """
+    )
+
+
+def test_what_needs_but_the_shape_of_a_value_is_a_constant() -> None:
+    assert after("canonicalize", lambda x, w: torch.zeros_like(x @ w) + 1, MESH, x=value(8, 6), w=value(6, 4)) == block(
+        """
+        full: f32[8, 4] = full([8, 4], 0, dtype=float32)
+        add: f32[8, 4] = add(full, 1)
+        output: add
+        """
+    )
