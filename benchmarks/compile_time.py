@@ -53,7 +53,8 @@ def main() -> None:
     seconds_of(model, 2)
     pairs = [(seconds_of(model, 2), seconds_of(model, 2048)) for _ in range(ROUNDS)]
     small, large = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
-    print(f"2 layers for 2 ranks: {small:.2f} s, {pairs[0][0][1]} nodes; for 2048: {large:.2f} s, {pairs[0][1][1]} nodes")
+    few, many = (pairs[0][i][1] for i in (0, 1))
+    print(f"2 layers for 2 ranks: {small:.2f} s, {few} nodes; for 2048: {large:.2f} s, {many} nodes")
     print(f"  ratio of medians {large / small:.2f}")
 
 

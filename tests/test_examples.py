@@ -11,20 +11,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import demo
+import gpt
+import mlp
 import pytest
 import torch
+from demo import ALPHABET, Run, Settings, ShardedRun
 
 import shardc
 from shardc import Collective, Mesh
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import demo  # noqa: E402
-import gpt  # noqa: E402
-import mlp  # noqa: E402
-from demo import ALPHABET, Run, Settings, ShardedRun  # noqa: E402
-
 TINY = Settings(steps=3, batch=4, config=gpt.Config(len(ALPHABET), context=16, layers=1, heads=2, width=16))
 
 

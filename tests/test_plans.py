@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpt import DATA, GPT, Config
 
 import shardc
-from examples.gpt import DATA, GPT, Config
 from shardc import Mesh, P
 
 LAYERS = 3

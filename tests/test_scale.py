@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
+from gpt import DATA, GPT, MEGATRON, Config
 
 import shardc
-from examples.gpt import DATA, GPT, MEGATRON, Config
 from shardc import Mesh, P
 
 BATCH_A_RANK = 16
