@@ -8,12 +8,13 @@ are reduced where they are made, and so on until all that ride can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.mesh import Axes, AxisPart
+from shardc.node import op_name
 from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
@@ -41,6 +42,29 @@ class Claim:
     cut: DimSharding
     rank: int
     nbytes: int
+
+
+def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value], Sharding]) -> list[Claim]:
+    """What operands claim as they lie, and results as propagate wished; a result that the user placed, alone."""
+    is_placed = op_name(node.target) == "annotate"
+    claims: list[Claim] = []
+    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
+        if value is not None and dims is not None and not is_placed:
+            claims += _claims_of(program, rule, value, dims, lies(value))
+    for index, (dims, sharding) in enumerate(zip(rule.results, program.shardings(node), strict=True)):
+        if dims is not None and sharding is not None:
+            claims += _claims_of(program, rule, (node, index), dims, sharding)
+    return claims
+
+
+def _claims_of(program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
+    type_ = program.value_type(value)
+    nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
+    origins = program.origins(value[0])[value[1]]
+    return [
+        Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
+        for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
+    ]
 
 
 def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
@@ -96,7 +120,7 @@ class Plan:
         rule = self.program.rule(node)
         self.wished[node] = self.program.shardings(node)
         given = self.program.operand_values(node)
-        claims = self._claims(node, rule, given)
+        claims = claims_on(self.program, node, rule, self.lies.__getitem__)
         riders = self._riders(node, rule, given, claims)
         self.broken |= {
             value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
@@ -138,27 +162,6 @@ class Plan:
         wished = self.program.shardings(node)[0]
         results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
-
-    def _claims(self, node: fx.Node, rule: Rule, given: Sequence[Value | None]) -> list[Claim]:
-        """What operands and results claim; where the user placed the result, operands have no say."""
-        is_placed = any(pin.kind == "value" and pin.name == node.name for pin in self.program.pins)
-        claims: list[Claim] = []
-        for value, dims in zip(given, rule.operands, strict=True):
-            if value is not None and dims is not None and not is_placed:
-                claims += self._claims_of(rule, value, dims, self.lies[value])
-        for index, (dims, sharding) in enumerate(zip(rule.results, self.program.shardings(node), strict=True)):
-            if dims is not None and sharding is not None:
-                claims += self._claims_of(rule, (node, index), dims, sharding)
-        return claims
-
-    def _claims_of(self, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
-        type_ = self.program.value_type(value)
-        nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
-        origins = self.program.origins(value[0])[value[1]]
-        return [
-            Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
-            for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
-        ]
 
     def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:
         lies = self.lies[value]

@@ -1,6 +1,6 @@
 """The passes, in order: read this to know the compiler. After each, the program is verified.
 
-captured --canonicalize, keep_dims--> canonical --propagate--> annotated --insert_reshards--> agreed
+captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards--> agreed
 --lower_reshards, fuse_collectives--> lowered --localize--> localized
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from shardc.program import Program
 
 from .canonicalize import canonicalize
+from .decompose import decompose
 from .fuse_collectives import fuse_collectives
 from .insert_reshards import insert_reshards
 from .keep_dims import keep_dims
@@ -26,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     canonicalize,  # losses, means, dropout and views in few ops that have rules
     keep_dims,  # contractions keep the model's dims
     propagate,  # a sharding on every value
+    decompose,  # softmax over a cut vocabulary and its like, as local work and small reductions
     insert_reshards,  # a reshard wherever producer and consumer differ
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones

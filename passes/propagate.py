@@ -35,7 +35,7 @@ def propagate(program: Program) -> Program:
     """The program with a sharding on every value."""
     program = program.copy(level="annotated")
     assert program.mesh is not None
-    pins = (*program.pins, *_annotated_values(program))
+    pins = tuple(dict.fromkeys((*program.pins, *_annotated_values(program))))
     state = _spread(program, program.mesh, pins)
     promoted = state.promoted
     if promoted:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import shardc.ops  # noqa: F401
 from shardc.node import operands
 from shardc.ops.contraction import dot
+from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.ops.random import uniform
 from shardc.program import Program
 from shardc.rule import Call, Rule
@@ -22,6 +23,9 @@ from shardc.sharding import TensorType
 
 LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
 EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
+
+
+PYTHON_OPS = {op.__name__: op for op in (dot, uniform, lookup_rows, scatter_rows)}
 
 
 class Draw(dict[str, Any]):
@@ -34,6 +38,7 @@ class Draw(dict[str, Any]):
             U=self.unit,
             I=self.ints,
             M=self.mask,
+            R=torch.arange,
             CUDA=self.cuda,
             float32=torch.float32,
             float64=torch.float64,
@@ -109,8 +114,8 @@ def _with_call(draw: Draw) -> Draw:
 
 
 def op_named(name: str) -> Any:
-    if name in ("dot", "uniform"):
-        return {"dot": dot, "uniform": uniform}[name]
+    if name in PYTHON_OPS:
+        return PYTHON_OPS[name]
     *namespace, op, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, (namespace or ["aten"])[0]), op), overload)
 

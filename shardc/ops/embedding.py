@@ -1,20 +1,54 @@
-"""Lookups in a table by token."""
+"""Lookups in a table by token, in a whole table and in one of which each rank has some rows."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardc.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
 
 
+def lookup_rows(weight: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """``weight[ids - rows[0]]`` where that row is here, else 0; ``rows``: the numbers of the rows that ``weight`` has.
+
+    Over all pieces of a table cut by rows the sum is the lookup in the whole table.
+    """
+    here, local = _local_rows(ids, rows)
+    return torch.where(here.unsqueeze(-1), weight[local], torch.zeros((), dtype=weight.dtype, device=weight.device))
+
+
+def scatter_rows(gradient: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of the rows that are here: each the sum of ``gradient`` over the tokens that looked it up."""
+    here, local = _local_rows(ids, rows)
+    flat = torch.where(here.unsqueeze(-1), gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
+    result = flat.new_zeros(rows.shape[0], gradient.shape[-1])
+    return result.index_add(0, local.flatten(), flat.flatten(0, -2))
+
+
+def _local_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    local = ids - rows[0]
+    here = (local >= 0) & (local < rows.shape[0])
+    return here, torch.where(here, local, 0)
+
+
+def _tokens(call: Call) -> str:
+    return " ".join(f"t{i}" for i in range(len(call.operands[1].shape)))  # type: ignore[union-attr]
+
+
 def _embedding_backward_rule(call: Call) -> Rule:
     """Tokens are reduced, unless each row is divided by how often it occurs in all of them."""
-    tokens = " ".join(f"t{i}" for i in range(len(call.operands[1].shape)))  # type: ignore[union-attr]
+    tokens = _tokens(call)
     by_count = len(call.args) > 4 and call.args[4]
     return make_rule(f"{tokens} d, {tokens} -> v d", call, linear="0", whole=f"v {tokens if by_count else ''}")
 
 
+def _scatter_rows_rule(call: Call) -> Rule:
+    return make_rule(f"{_tokens(call)} d, {_tokens(call)}, v -> v d", call, linear="0")
+
+
 rule(aten.embedding.default, "v d, ... -> ... d", whole="v", linear="0")
 rule(aten.embedding_dense_backward.default, _embedding_backward_rule)
+rule(lookup_rows, "v d, ..., v -> ... d", linear="0")
+rule(scatter_rows, _scatter_rows_rule)

@@ -62,14 +62,14 @@ def _index_put_rule(call: Call) -> Rule:
     return make_rule(f"{', '.join(specs)} -> {' '.join(names)}", call, linear=linear)
 
 
-def _along_names(call: Call, index: str) -> tuple[str, str]:
+def _along_names(call: Call, index: str, x: str = "1") -> tuple[str, str]:
     """Names for ``x`` and for the index of a gather or scatter; only dims of one size in all tensors are free."""
     shapes = [operand.shape for operand in call.operands if operand is not None]
     dim = call.args[1] % max(1, len(shapes[0]))
     names = [
         name if len(set(sizes)) == 1 else "1" for name, *sizes in zip(dim_names(len(shapes[0])), *shapes, strict=True)
     ]
-    return _with(names, dim, "1"), _with(names, dim, index)
+    return _with(names, dim, x), _with(names, dim, index)
 
 
 def _with(names: Sequence[str], dim: int, name: str) -> str:
@@ -77,8 +77,8 @@ def _with(names: Sequence[str], dim: int, name: str) -> str:
 
 
 def _gather_rule(call: Call) -> Rule:
-    x, index = _along_names(call, index="i")
-    return make_rule(f"{x}, {index} -> {index}", call, linear="0")
+    x, index = _along_names(call, index="i", x="v")
+    return make_rule(f"{x}, {index} -> {index}", call, linear="0", whole="v")
 
 
 def _scatter_rule(linear: str = "") -> Callable[[Call], Rule]:

@@ -8,7 +8,7 @@ import torch
 
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, rule
-from shardc.sharding import ReduceOp
+from shardc.sharding import ReduceOp, TensorType
 
 aten = torch.ops.aten
 
@@ -38,19 +38,24 @@ def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "") -> Callab
 
 
 def along(dim: Callable[[Call], int], linear: str = "") -> Callable[[Call], Rule]:
-    """A rule for ops that keep all dims, one of them whole."""
+    """A rule for ops that keep all dims, one of them whole; it is a factor, so that one sees where it arrives cut."""
 
     def bind(call: Call) -> Rule:
-        spec = " ".join(_except(dim_names(len(call.operand.shape)), dim(call)))
-        return make_rule(
-            f"{', '.join([spec] * len(call.operands))} -> {', '.join([spec] * len(call.results))}", call, linear=linear
-        )
+        names, at = dim_names(len(call.operand.shape)), dim(call)
+
+        def spec(tensor: TensorType | None) -> str:
+            shares = tensor is None or not names or tensor.shape[at] == call.operand.shape[at]
+            return " ".join(names if shares else with_name(names, at, "1"))
+
+        specs = [", ".join(map(spec, tensors)) for tensors in (call.operands, call.results)]
+        return make_rule(" -> ".join(specs), call, linear=linear, whole=names[at] if names else "")
 
     return bind
 
 
-def _except(names: Sequence[str], dim: int) -> list[str]:
-    return ["1" if i == dim % len(names) else name for i, name in enumerate(names)]
+def with_name(names: Sequence[str], dim: int, name: str) -> list[str]:
+    """The names with another one for a dim."""
+    return [name if i == dim % len(names) else other for i, other in enumerate(names)]
 
 
 def _dim(at: int, default: int = -1) -> Callable[[Call], int]:

@@ -1,0 +1,213 @@
+"""decompose: annotated -> annotated. An op that wants whole a dim that arrives cut, as local work and small reductions.
+
+softmax and its kin, a gather and a lookup need a whole dim only for a maximum, a sum or a position::
+
+    y: f32[512@dp, 64] = _log_softmax(x)     # x: f32[512@dp, 64@tp]
+        ->
+    m: f32[512@dp, 1] = amax(x);  s: f32[512@dp, 64@tp] = sub(x, m);  e: f32[512@dp, 1] = sum(exp(s))
+    y: f32[512@dp, 64@tp] = sub(s, log(e))
+
+So cross entropy over a cut vocabulary moves a few numbers a token. Done only where it moves fewer bytes than gathering
+would, and only along axes that the op would have for that dim; then the new values are propagated, which may cut the
+dims of further ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.node import arguments
+from shardc.ops.embedding import lookup_rows, scatter_rows
+from shardc.program import Program, Value
+from shardc.rule import Rule
+from shardc.sharding import Sharding
+
+from .choose_cuts import assign, claims_on
+from .propagate import propagate
+
+aten = torch.ops.aten
+
+
+def decompose(program: Program) -> Program:
+    """The program with ops taken apart where that moves fewer bytes."""
+    while True:
+        found = [node for node in program.calls if node.target in DECOMPOSITIONS and _pays(program, node)]
+        if not found:
+            return program
+        names = {node.name for node in found}
+        program = program.copy(level="canonical")
+        for node in [node for node in program.calls if node.name in names]:
+            with program.graph.inserting_before(node):
+                program.replace(node, DECOMPOSITIONS[node.target].expand(_Emitter(program, node)))
+        program.remove_dead()
+        program = propagate(program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Emitter:
+    """``op(...)`` inserts a call in place of a node; ``given`` are the node's arguments."""
+
+    program: Program
+    node: fx.Node
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return arguments(self.node)
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.program.emit(op, *args, like=self.node, **kwargs)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        return self.program.value_type(self.program.value(node)).shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Decomposition:
+    """How an op is taken apart, and ``moved(program, node)``: bytes that its reductions move, in whole tensors."""
+
+    expand: Callable[[_Emitter], fx.Node]
+    moved: Callable[[Program, fx.Node], int]
+
+
+def _pays(program: Program, node: fx.Node) -> bool:
+    """Whether a dim that must be whole arrives cut by axes that it may have, and gathering it moves more.
+
+    A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use.
+    """
+    rule = program.rule(node)
+    loose = replaced(rule, whole=frozenset())
+
+    def lies(value: Value) -> Sharding:
+        sharding = program.shardings(value[0])[value[1]]
+        assert sharding is not None
+        return sharding
+
+    cuts = assign(loose, claims_on(program, node, loose, lies))
+    data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
+    is_table = node.target in TABLES
+    cut_whole = {
+        factor
+        for factor, cut in cuts.items()
+        if factor in rule.whole and not (is_table and data & {part.name for part in cut.all_axes})
+    }
+    return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node) < _gathered(
+        program, node, rule, cut_whole
+    )
+
+
+def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str]) -> int:
+    """Bytes of the tensors that would be gathered."""
+    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
+    return sum(
+        program.value_type(value).nbytes
+        for value, dims in zip(values, rule.operands + rule.results, strict=True)
+        if value is not None and any(rule.has(factor, dims) for factor in factors)
+    )
+
+
+# The ops.
+
+
+def _exponentials(emit: _Emitter) -> tuple[fx.Node, fx.Node, list[int]]:
+    """Shift ``x`` by its maximum; the shifted, the sum of its exponentials along the dim, and the dim."""
+    x, dims = emit.given["self"], [emit.given["dim"]]
+    shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
+    return shifted, emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), dims, True), dims
+
+
+def _log_softmax(emit: _Emitter) -> fx.Node:
+    shifted, total, _ = _exponentials(emit)
+    return emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
+
+
+def _softmax(emit: _Emitter) -> fx.Node:
+    shifted, total, _ = _exponentials(emit)
+    return emit(aten.div.Tensor, emit(aten.exp.default, shifted), total)
+
+
+def _log_softmax_backward(emit: _Emitter) -> fx.Node:
+    """``g - exp(y) * sum(g)``."""
+    gradient, y = emit.given["grad_output"], emit.given["output"]
+    total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
+    return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
+
+
+def _softmax_backward(emit: _Emitter) -> fx.Node:
+    """``y * (g - sum(g * y))``."""
+    gradient, y = emit.given["grad_output"], emit.given["output"]
+    total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, gradient, y), [emit.given["dim"]], True)
+    return emit(aten.mul.Tensor, y, emit(aten.sub.Tensor, gradient, total))
+
+
+def _gather(emit: _Emitter) -> fx.Node:
+    """One element of each row, as a sum over the row of what stands at that position."""
+    x, index = emit.given["self"], emit.given["index"]
+    ndim = len(emit.shape(x))
+    dim = emit.given["dim"] % ndim
+    spread = [1] * dim + [-1] + [1] * (ndim - dim - 1)
+    spread[dim] = emit.shape(x)[dim]
+    position = emit(aten.reshape.default, emit(aten.arange.default, emit.shape(x)[dim]), spread)
+    zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.program.type(emit.node).dtype)
+    there = emit(aten.where.self, emit(aten.eq.Tensor, position, index), x, zero)
+    return emit(aten.sum.dim_IntList, there, [dim], True)
+
+
+def _embedding(emit: _Emitter) -> fx.Node:
+    weight, ids = emit.given["weight"], emit.given["indices"]
+    return emit(lookup_rows, weight, ids, emit(aten.arange.default, emit.shape(weight)[0]))
+
+
+def _embedding_backward(emit: _Emitter) -> fx.Node:
+    given = emit.given
+    rows = emit(aten.arange.default, given["num_weights"])
+    gradient = emit(scatter_rows, given["grad_output"], given["indices"], rows)
+    if given["padding_idx"] < 0:
+        return gradient
+    kept = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, rows, given["padding_idx"]), 1)
+    return emit(aten.mul.Tensor, gradient, kept)
+
+
+def _rows(count: int) -> Callable[[Program, fx.Node], int]:
+    """``count`` all_reduces of one number a row of the softmax's dim."""
+
+    def moved(program: Program, node: fx.Node) -> int:
+        type_ = program.type(node)
+        return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
+
+    return moved
+
+
+def _gather_moves(program: Program, node: fx.Node) -> int:
+    """The picked elements; more than one a row would be picked by a whole row each."""
+    type_ = program.type(node)
+    picks_one = type_.shape[arguments(node)["dim"]] == 1 and type_.dtype.is_floating_point
+    return 2 * type_.nbytes if picks_one else 2**63
+
+
+def _lookup_moves(program: Program, node: fx.Node) -> int:
+    return 2 * program.type(node).nbytes
+
+
+def _scatter_moves(program: Program, node: fx.Node) -> int:
+    """As much as the lookup, so that both are done alike."""
+    given = arguments(node)
+    gradient = program.value_type(program.value(given["grad_output"]))
+    return 2**63 if given["scale_grad_by_freq"] else 2 * gradient.nbytes
+
+
+DECOMPOSITIONS: dict[Any, _Decomposition] = {
+    aten._log_softmax.default: _Decomposition(_log_softmax, _rows(2)),
+    aten._softmax.default: _Decomposition(_softmax, _rows(2)),
+    aten._log_softmax_backward_data.default: _Decomposition(_log_softmax_backward, _rows(1)),
+    aten._softmax_backward_data.default: _Decomposition(_softmax_backward, _rows(1)),
+    aten.gather.default: _Decomposition(_gather, _gather_moves),
+    aten.embedding.default: _Decomposition(_embedding, _lookup_moves),
+    aten.embedding_dense_backward.default: _Decomposition(_embedding_backward, _scatter_moves),
+}
+TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)

@@ -1,0 +1,89 @@
+"""An op over a cut dim as local work and small reductions: what moves is a few numbers a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardc
+from examples.gpt import DATA, GPT, MEGATRON, Config
+from shardc import Mesh, P
+
+VOCAB, TOKENS = 128, 16 * 32
+
+
+def compile_gpt(
+    mesh: Mesh, annotations: Mapping[str, P], tied: bool = False
+) -> tuple[shardc.Compiled, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = GPT(Config(layers=1, vocab=VOCAB, tied=tied)).double()
+    inputs = list(torch.randint(VOCAB, (2, 16, 32)))
+    return shardc.compile(model, mesh, annotations, args=tuple(inputs)), inputs
+
+
+def assert_equal_to_eager(compiled: shardc.Compiled, inputs: list[torch.Tensor]) -> None:
+    model = compiled.model
+    loss = model(*inputs)
+    found, gradients = compiled.simulate(*inputs)
+    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
+    for (name, _), expected in zip(
+        model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(dp=2, tp=2)], ids=str)
+def test_cross_entropy_over_a_cut_vocabulary_moves_a_few_numbers_a_token(mesh: Mesh) -> None:
+    data = DATA if "dp" in mesh.axis_names else {}
+    compiled, inputs = compile_gpt(mesh, data | MEGATRON | {"head.weight": P("tp")})
+    moved = [each for each in compiled.collectives if "tp" in each.axes]
+    assert {each.kind for each in moved} == {"all_reduce"}
+    small = [each for each in moved if each.bytes <= TOKENS * 8]
+    assert len(small) == 4, "the maximum, the sum and the target's logit, and one sum in the backward"
+    assert not any(VOCAB in each.local_shape_out for each in moved), "no logits move"
+    assert_equal_to_eager(compiled, inputs)
+
+
+def test_a_lookup_in_a_table_cut_by_rows_gathers_the_table_only_where_that_is_less() -> None:
+    """The table of 128 rows is less than two all_reduced activations of 512 tokens; one of 50,000 rows is more."""
+    compiled, inputs = compile_gpt(Mesh(tp=4), {"tokens.weight": P("tp")}, tied=True)
+    assert [each.kind for each in compiled.collectives if each.node == "tokens_weight"] == ["all_gather"]
+    assert_equal_to_eager(compiled, inputs)
+
+    class Lookup(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(50_000, 8, dtype=torch.float64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids).square().mean()
+
+    torch.manual_seed(0)
+    model, ids = Lookup(), torch.randint(50_000, (4, 6))
+    compiled = shardc.compile(model, Mesh(dp=2, tp=4), {"ids": P("dp"), "table.weight": P("tp")}, args=(ids,))
+    assert all(each.bytes <= 4 * 6 * 8 * 8 or each.axes == ("dp",) for each in compiled.collectives)
+    assert_equal_to_eager(compiled, [ids])
+
+
+def test_a_weight_cut_over_the_data_axis_is_gathered_not_taken_apart() -> None:
+    compiled, _ = compile_gpt(Mesh(dp=4), DATA | {"param:*": P("dp")})
+    assert {each.kind for each in compiled.collectives if each.bytes > 8} == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize("op", [F.softmax, F.log_softmax])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_softmax_along_a_cut_dim_equals_the_whole(op: object, dim: int) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (op(x, dim=dim) ** 2).sum()  # type: ignore[operator]
+
+    x = (torch.randn(8, 12, 16, dtype=torch.float64) * 30).requires_grad_()
+    compiled = shardc.compile(Model(), Mesh(a=2, b=2), {"x": P("a", "b")}, args=(x,))
+    found, gradients = compiled.simulate(x)
+    loss = Model()(x)
+    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients["x"], torch.autograd.grad(loss, x)[0], rtol=0, atol=1e-12)
+    assert not any(each.kind == "all_gather" for each in compiled.collectives)
