@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -62,12 +64,12 @@ def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
     try:
         made = function(**wish.settings)
     except Exception as error:
-        raise UsageError(f"TARGET {text!r}: {name}() raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"TARGET {text!r}: {name}() raised {_raised(error)}") from error
     return _checked(text, made)
 
 
 def _function(place: str, name: str) -> Callable[..., Any]:
-    module = _file_module(Path(place)) if place.endswith(".py") else _module(place)
+    module = _module(place)
     function = getattr(module, name, None)
     if not callable(function):
         near = did_you_mean(name, vars(module))
@@ -75,32 +77,30 @@ def _function(place: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _file_module(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"TARGET {path}: there is no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def _module(place: str) -> ModuleType:
+    """A file or module, run as python runs it: what stands beside it can be imported."""
+    path, is_file = Path(place), place.endswith(".py")
+    if is_file and not path.is_file():
+        raise UsageError(f"TARGET {place}: there is no such file")
+    sys.path.insert(0, str(path.parent.resolve()) if is_file else os.getcwd())
+    try:
+        return _run_file(path) if is_file else importlib.import_module(place)
+    except Exception as error:
+        raise UsageError(f"TARGET {place}: importing it raised {_raised(error)}") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"target_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))
-    return _executed(str(path), lambda: _run_module(spec.loader, module))
-
-
-def _run_module(loader: Any, module: Any) -> Any:
-    loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-def _module(name: str) -> Any:
-    sys.path.insert(0, os.getcwd())
-    return _executed(name, lambda: importlib.import_module(name))
-
-
-def _executed(place: str, load: Callable[[], Any]) -> Any:
-    try:
-        return load()
-    except Exception as error:
-        raise UsageError(f"TARGET {place}: importing it raised {type(error).__name__}: {error}") from error
+def _raised(error: Exception) -> str:
+    """What was raised, and on which line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _checked(text: str, made: Any) -> Target:
