@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from shardc.passes.pipeline import PASSES
+
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -88,6 +90,11 @@ def environment() -> dict[str, str]:
     """The tests' own, with the installed commands first on the path, and one thread."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_figure_names_every_pass_in_order() -> None:
+    named = re.findall(r"^    │ (\w+) ", README, re.MULTILINE)
+    assert named == ["capture", *(run.__name__ for run in PASSES)]
 
 
 def test_a_wrong_output_is_caught() -> None:
