@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,14 @@ def draw_random(program: Program) -> None:
         module = program.source(node).module
         ordinals[module] += 1
         with program.graph.inserting_before(node):
-            DRAWS[node.target](_Draw(program, node, f"{module}#{ordinals[module]}"))
+            _substitute(program, node, DRAWS[node.target](_Draw(program, node, f"{module}#{ordinals[module]}")))
+
+
+def _substitute(program: Program, node: fx.Node, drawn: fx.Node | tuple[fx.Node, fx.Node]) -> None:
+    if isinstance(drawn, tuple):
+        program.replace_results(node, drawn)
+    else:
+        program.replace(node, drawn)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -58,16 +66,36 @@ class _Draw:
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.program.emit(op, *args, like=self.node, **kwargs)
 
-    def uniform(self) -> fx.Node:
-        """Numbers in [0, 1) of the op's shape."""
-        key = int.from_bytes(hashlib.blake2s(self.place.encode(), digest_size=4).digest(), "big")
+    def uniform(self, part: int = 0) -> fx.Node:
+        """Numbers in [0, 1) of the op's shape, in float32; another ``part`` draws others."""
+        place = f"{self.place}/{part}" if part else self.place
+        key = int.from_bytes(hashlib.blake2s(place.encode(), digest_size=4).digest(), "big")
         random = next(node for (kind, _), node in self.program.named_inputs.items() if kind == "random")
         return self.emit(uniform, random, key, self._global_index())
 
-    def convert(self, drawn: fx.Node) -> fx.Node:
-        """The draw in the op's dtype."""
-        is_same = self.program.type(drawn).dtype == self.dtype
-        return drawn if is_same else self.emit(aten._to_copy.default, drawn, dtype=self.dtype)
+    def uniform_in(self, dtype: torch.dtype, part: int = 0) -> fx.Node:
+        """The same numbers in a dtype."""
+        return self.convert(self.uniform(part), dtype)
+
+    def normal(self) -> fx.Node:
+        """Normal numbers of the op's shape and dtype, by Box and Muller (1958)."""
+        radius = self.emit(aten.sqrt.default, self.emit(aten.mul.Scalar, self.log_of_rest(), -2.0))
+        angle = self.emit(aten.mul.Scalar, self.uniform_in(self.dtype, 1), 2 * math.pi)
+        return self.emit(aten.mul.Tensor, radius, self.emit(aten.cos.default, angle))
+
+    def log_of_rest(self) -> fx.Node:
+        """log(1 - u), which is finite, as u is below 1."""
+        rest = self.emit(aten.rsub.Scalar, self.uniform_in(self.dtype), 1.0)
+        return self.emit(aten.log.default, rest)
+
+    def convert(self, drawn: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The draw in a dtype."""
+        is_same = self.program.type(drawn).dtype == dtype
+        return drawn if is_same else self.emit(aten._to_copy.default, drawn, dtype=dtype)
+
+    def scaled(self, drawn: fx.Node, scale: Any, shift: Any) -> fx.Node:
+        """``drawn * scale + shift``, each a number or a tensor."""
+        return self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, drawn, scale), shift)
 
     def _global_index(self) -> fx.Node:
         total = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
@@ -79,28 +107,67 @@ class _Draw:
         return total
 
 
-def _dropout(draw: _Draw) -> None:
+def _dropout(draw: _Draw) -> fx.Node | tuple[fx.Node, fx.Node]:
     """The kept values over the chance to be kept, and the mask of those kept."""
     given = arguments(draw.node)
     keep = 1.0 - given["p"] if given["train"] else 1.0
     mask = draw.emit(aten.lt.Scalar, draw.uniform(), keep)
-    kept = draw.emit(aten.mul.Tensor, given["input"], draw.convert(mask))
-    result = draw.emit(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0)
-    draw.program.replace_results(draw.node, (result, mask))
+    kept = draw.emit(aten.mul.Tensor, given["input"], draw.convert(mask, draw.dtype))
+    return draw.emit(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0), mask
 
 
-def _bernoulli(draw: _Draw) -> None:
-    mask = draw.emit(aten.lt.Scalar, draw.uniform(), arguments(draw.node)["p"])
-    draw.program.replace(draw.node, draw.convert(mask))
+def _bernoulli(draw: _Draw) -> fx.Node:
+    given = arguments(draw.node)
+    chance = given["p"] if "p" in given else given["self"]
+    below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
+    return draw.convert(draw.emit(below, draw.uniform(), chance), draw.dtype)
 
 
-def _rand(draw: _Draw) -> None:
-    draw.program.replace(draw.node, draw.convert(draw.uniform()))
+def _rand(draw: _Draw) -> fx.Node:
+    return draw.uniform_in(draw.dtype)
 
 
-DRAWS = {
+def _uniform(draw: _Draw) -> fx.Node:
+    given = arguments(draw.node)
+    return draw.scaled(draw.uniform_in(draw.dtype), given["to"] - given["from"], given["from"])
+
+
+def _normal(draw: _Draw) -> fx.Node:
+    given = arguments(draw.node)
+    return draw.scaled(draw.normal(), given.get("std", 1.0), given.get("mean", 0.0))
+
+
+def _exponential(draw: _Draw) -> fx.Node:
+    return draw.emit(aten.div.Tensor, draw.log_of_rest(), -arguments(draw.node)["lambd"])
+
+
+def _randint(draw: _Draw) -> fx.Node:
+    """Whole numbers from two draws, 48 bits, so that large ranges are even too."""
+    given = arguments(draw.node)
+    low, high = given.get("low", 0), given["high"]
+    fine = draw.emit(aten.mul.Scalar, draw.uniform_in(torch.float64, 1), 2.0**-24)
+    drawn = draw.emit(aten.add.Tensor, draw.uniform_in(torch.float64), fine)
+    within = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, drawn, high - low))
+    return draw.convert(draw.emit(aten.add.Tensor, within, low), draw.dtype)
+
+
+Draw = Callable[[_Draw], "fx.Node | tuple[fx.Node, fx.Node]"]
+NORMALS = (
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.normal_functional.default,
+    aten.normal.float_float,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.normal.Tensor_Tensor,
+)
+DRAWS: dict[Any, Draw] = {
     aten.native_dropout.default: _dropout,
-    aten.bernoulli.p: _bernoulli,
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli.default, aten.bernoulli.Tensor), _bernoulli),
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), _rand),
+    aten.uniform.default: _uniform,
+    **dict.fromkeys(NORMALS, _normal),
+    aten.exponential.default: _exponential,
+    **dict.fromkeys((aten.randint.default, aten.randint.low), _randint),
+    **dict.fromkeys((aten.randint_like.default, aten.randint_like.low_dtype), _randint),
 }
