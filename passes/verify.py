@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, reshard
+from shardc.collective import COLLECTIVES, reshard, steps_sharding
 from shardc.mesh import AxisPart
-from shardc.node import is_getitem
+from shardc.node import is_getitem, operand
 from shardc.program import LEVELS, Level, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, factor_cuts
-from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType
+from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
 
 from .keep_dims import SPECS
 
@@ -30,8 +30,10 @@ def verify(program: Program) -> None:
 
 
 def _ends_are_described(program: Program) -> None:
-    assert len(program.placeholders) == len(program.inputs), (len(program.placeholders), len(program.inputs))
-    assert len(program.results) == len(program.outputs), (len(program.results), len(program.outputs))
+    given, described = len(program.placeholders), len(program.inputs)
+    assert given == described, f"{given} placeholders, {described} inputs are described"
+    given, described = len(program.results), len(program.outputs)
+    assert given == described, f"{given} results, {described} outputs are described"
 
 
 def _values_have_types(program: Program) -> None:
@@ -76,6 +78,9 @@ def _ops_agree(program: Program) -> None:
 
 def _op_agrees(program: Program, node: fx.Node) -> None:
     rule = program.rule(node)
+    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
+        is_same = value is None or dims is not None or _sharding(program, value).is_replicated
+        assert is_same, f"{node}: {value and value[0]} must be whole on every rank"
     cuts: dict[str, DimSharding] = {}
     for value, dims in [*_taken(program, node, rule), *_made(program, node, rule)]:
         sharding, shape = _sharding(program, value), program.value_type(value).shape
@@ -83,16 +88,18 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         assert dims_sharding(dims, found, rule.sizes) == sharding.dims, f"{node}: {sharding} of {shape} on {dims}"
         for factor in (factor for factors in dims for factor in factors):
             cut = cuts.setdefault(factor, found.get(factor, WHOLE))
-            assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut by {cut} and {found.get(factor)}"
+            assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut otherwise in {value[0]} {sharding}"
             assert cut == WHOLE or factor not in rule.whole, f"{node}: factor {factor} must be whole"
     passing = _passing(program, node, rule)
     for value, _ in _made(program, node, rule):
-        unsummed = {part for factor, cut in cuts.items() if rule.is_partial(factor, value[1]) for part in cut.all_axes}
-        found_open = set(_sharding(program, value).partial_axes)
-        assert found_open == unsummed | passing, f"{node}: partial over {found_open}, not {unsummed | passing}"
+        partial = [factor for factor in cuts if rule.is_partial(factor, value[1])]
+        unsummed = {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
+        found_open, wanted = set(_sharding(program, value).partial), unsummed | passing
+        assert found_open == wanted, f"{node}: open is {_open_text(found_open)}, not {_open_text(wanted)}"
 
 
 Tensors = list[tuple[Value, Dims]]
+Open = set[tuple[AxisPart, ReduceOp]]
 
 
 def _taken(program: Program, node: fx.Node, rule: Rule) -> Tensors:
@@ -110,8 +117,8 @@ def _sharding(program: Program, value: Value) -> Sharding:
     return sharding
 
 
-def _passing(program: Program, node: fx.Node, rule: Rule) -> set[AxisPart]:
-    """The axes over which operands are open: one group that the op is linear in, alike, or none."""
+def _passing(program: Program, node: fx.Node, rule: Rule) -> Open:
+    """What is open in operands: sums, in one group that the op is linear in, alike, or nothing."""
     partials = {
         i: _sharding(program, value).partial
         for i, value in enumerate(program.operand_values(node))
@@ -120,13 +127,54 @@ def _passing(program: Program, node: fx.Node, rule: Rule) -> set[AxisPart]:
     if not partials:
         return set()
     assert frozenset(partials) in rule.linear, f"{node}: operands {sorted(partials)} are partial"
-    assert len(set(partials.values())) == 1, f"{node}: operands are partial in different ways: {partials}"
-    return {part for part, _ in next(iter(partials.values()))}
+    first, *others = (set(partial) for partial in partials.values())
+    for other in others:
+        assert other == first, f"{node}: open is {_open_text(first)} in one operand, {_open_text(other)} in another"
+    assert all(op == "sum" for _, op in first), f"{node}: open is {_open_text(first)}, and only a sum passes"
+    return first
+
+
+def _open_text(open_: Open) -> str:
+    """``sum tp, max dp``, or ``nothing``."""
+    return ", ".join(f"{op} {part.name}" for part, op in sorted(open_)) or "nothing"
 
 
 def _outputs_are_whole_sums(program: Program) -> None:
     for output, node in zip(program.outputs, program.results, strict=True):
         assert node is None or not program.sharding(node).partial, f"output {output.name} is a partial sum"
+
+
+def _gradients_lie_as_their_values(program: Program) -> None:
+    """And new buffer values as the buffer."""
+    inputs = program.named_inputs
+    for output, node in zip(program.outputs, program.results, strict=True):
+        for kind in ("parameter", "buffer", "input"):
+            given = inputs.get((kind, output.name))
+            if node is not None and given is not None and output.kind != "output":
+                found, wanted = program.sharding(node), program.sharding(given)
+                assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kind} is {wanted}"
+
+
+def _pins_hold(program: Program) -> None:
+    """What the user placed lies as they said; a mark in the model is gone in a localized program."""
+    values: dict[tuple[str, str], fx.Node | None] = {("value", node.name): node for node in program.calls}
+    for output, result in zip(program.outputs, program.results, strict=True):
+        values[output.kind, output.name] = result
+    values |= program.named_inputs
+    for pin in program.pins:
+        node = values.get((pin.kind, pin.name))
+        if node is not None:
+            dims = enumerate(zip(pin.sharding.dims, program.sharding(node).dims, strict=True))
+            moved = [dim for dim, (said, found) in dims if said != found and dim not in pin.open]
+            assert not moved, f"{pin.text}: {node} is {program.sharding(node)} in dims {moved}"
+
+
+def _collectives_give_what_they_say(program: Program) -> None:
+    for node in program.calls:
+        if node.target in COLLECTIVES:
+            kind = COLLECTIVES[node.target]
+            made, said = steps_sharding(program.sharding(operand(node)), kind, node.args[1:]), program.sharding(node)
+            assert made == said, f"{node} = {kind}{node.args}: {said}, but it makes {made}"
 
 
 def _no_reshards(program: Program) -> None:
@@ -149,8 +197,8 @@ def _types_are_local(program: Program) -> None:
 
 CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {
     "captured": (_ends_are_described, _values_have_types, _ops_are_pure),
-    "annotated": (_contractions_are_dots, _values_have_shardings),
-    "agreed": (_ops_agree, _outputs_are_whole_sums),
-    "lowered": (_no_reshards,),
+    "annotated": (_contractions_are_dots, _values_have_shardings, _pins_hold),
+    "agreed": (_ops_agree, _outputs_are_whole_sums, _gradients_lie_as_their_values),
+    "lowered": (_no_reshards, _collectives_give_what_they_say),
     "localized": (_types_are_local,),
 }
