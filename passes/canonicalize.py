@@ -69,12 +69,19 @@ def _copy(program: Program, node: fx.Node) -> Results:
     return source if program.type(node) == program.type(source) else None
 
 
-def _reshape(program: Program, node: fx.Node) -> Results:
-    """Every view is a reshape, or nothing."""
-    source, type_ = operand(node), program.type(node)
-    if program.type(source) == type_:
-        return source
-    return program.insert(aten.reshape.default, (source, list(type_.shape)), type_, node)
+def _to_shape(op: Any) -> Rewrite:
+    """Every view of a kind is one op to an explicit shape, or nothing."""
+
+    def rewrite(program: Program, node: fx.Node) -> Results:
+        source, type_ = operand(node), program.type(node)
+        if program.type(source) == type_:
+            return source
+        return program.insert(op, (source, list(type_.shape)), type_, node)
+
+    return rewrite
+
+
+_reshape = _to_shape(aten.reshape.default)
 
 
 def _permute(program: Program, node: fx.Node) -> Results:
@@ -97,13 +104,6 @@ def _permuted_dims(node: fx.Node, ndim: int) -> list[int]:
         i, j = given.get("dim0", 0) % ndim, given.get("dim1", 1) % ndim
         dims[i], dims[j] = dims[j], dims[i]
     return dims
-
-
-def _expand(program: Program, node: fx.Node) -> Results:
-    source, type_ = operand(node), program.type(node)
-    if program.type(source) == type_:
-        return source
-    return program.insert(aten.expand.default, (source, list(type_.shape)), type_, node)
 
 
 def _index(program: Program, node: fx.Node) -> Results:
@@ -166,9 +166,11 @@ ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, at
 VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys(COPIES, _identity),
     aten._to_copy.default: _copy,
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.reshape.default), _to_shape(aten.reshape.default)
+    ),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
-    aten.expand.default: _expand,
+    aten.expand.default: _to_shape(aten.expand.default),
     aten.index.Tensor: _index,
 }
 CONSTANTS: dict[Any, Rewrite] = {

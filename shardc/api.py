@@ -142,19 +142,7 @@ class Compiled:
         import torch
 
         given = iter(self.convention.flatten(args, kwargs))
-        state = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-            **self.convention.constants,
-        }
-        on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
-        if on_meta:
-            raise ShardingError(
-                f"parameter {on_meta[0]!r}",
-                f"it is on meta, as are {len(on_meta) - 1} others",
-                "a program can be compiled and dumped without values, but not run",
-                "give the model values: model.to_empty(device='cpu') and its initialisers",
-            )
+        state = self._state(program)
         values: list[torch.Tensor] = []
         for put in program.inputs:
             if put.kind in ("parameter", "buffer"):
@@ -166,6 +154,21 @@ class Compiled:
             else:
                 values.append(torch.tensor([seed, step]))
         return values
+
+    def _state(self, program: Program) -> dict[str, torch.Tensor]:
+        """The model's parameters, buffers and constants by name; all must have values."""
+        model = self.model
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        state = {**dict(named), **self.convention.constants}
+        on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
+        if on_meta:
+            raise ShardingError(
+                f"parameter {on_meta[0]!r}",
+                f"it is on meta, as are {len(on_meta) - 1} others",
+                "a program can be compiled and dumped without values, but not run",
+                "give the model values: model.to_empty(device='cpu') and its initialisers",
+            )
+        return state
 
 
 def compile(
