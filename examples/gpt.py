@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardc import P
+from shardc import Mesh, P
 
 Target = tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, P]]
 
@@ -113,29 +113,35 @@ def _initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def gpt() -> Target:
-    """Data and tensor parallel, with one fused weight for q, k and v."""
-    return _target(Config(), DATA | MEGATRON)
+def gpt(mesh: Mesh | None = None) -> Target:
+    """Data and tensor parallel, whichever of them the mesh has, with one fused weight for q, k and v."""
+    return _target(Config(), plan(mesh))
 
 
-def gpt_separate_qkv() -> Target:
-    """Data and tensor parallel, with a weight each for q, k and v."""
-    return _target(Config(fused=False), DATA | MEGATRON)
+def gpt_separate_qkv(mesh: Mesh | None = None) -> Target:
+    """Likewise, with a weight each for q, k and v."""
+    return _target(Config(fused=False), plan(mesh))
 
 
-def gpt_tied() -> Target:
-    """Data and tensor parallel, the head tied to the token embedding."""
-    return _target(Config(tied=True), DATA | MEGATRON)
+def gpt_tied(mesh: Mesh | None = None) -> Target:
+    """Likewise, the head tied to the token embedding."""
+    return _target(Config(tied=True), plan(mesh))
 
 
-def gpt_dropout() -> Target:
-    """Data and tensor parallel with dropout, whose masks are the same on every mesh."""
-    return _target(Config(dropout=0.1), DATA | MEGATRON)
+def gpt_dropout(mesh: Mesh | None = None) -> Target:
+    """Likewise, with dropout, whose masks are the same on every mesh."""
+    return _target(Config(dropout=0.1), plan(mesh))
 
 
 def gpt_fsdp() -> Target:
     """Every parameter cut on dim 0, gathered where it is used; gradients reduce_scattered."""
     return _target(Config(), DATA | {"param:*": P("dp")})
+
+
+def plan(mesh: Mesh | None) -> dict[str, P]:
+    """The annotations that name an axis of the mesh; without a mesh, all."""
+    axes = ("dp", "tp") if mesh is None else mesh.axis_names
+    return (DATA if "dp" in axes else {}) | (MEGATRON if "tp" in axes else {})
 
 
 def _target(config: Config, annotations: dict[str, P], batch: int = 16) -> Target:

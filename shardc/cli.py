@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 GOOD, CHECK_FAILED, USAGE, CAPTURE_FAILED, BAD_ANNOTATION, INTERNAL = 0, 1, 2, 3, 4, 70
 
 TARGET_HELP = """\
-TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]),
-or hf:MODEL_TYPE, transformers' default config of that type with random weights.
+TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
+that takes mesh is given it. Or it is hf:MODEL_TYPE, transformers' default config of that type with random weights.
 SPEC has an entry for each dim: an axis, - whole, ? open, dp+tp several axes, blocks(3,tp), a trailing ... all open.
 """
 EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"

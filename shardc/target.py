@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -51,7 +52,8 @@ class Wish:
 def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
     """``path.py:function``, ``package.module:function`` or ``hf:MODEL_TYPE``; a UsageError where there is none.
 
-    A function is called with the settings and returns ``(model, args[, kwargs[, annotations]])``.
+    A function is called with the settings, and with the mesh where it takes a ``mesh``; it returns
+    ``(model, args[, kwargs[, annotations]])``.
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name):
@@ -62,7 +64,8 @@ def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
         raise UsageError(f"TARGET {text!r}: --batch and --seq are for hf: targets; a function takes --set name=value")
     function = _function(place, name)
     try:
-        made = function(**wish.settings)
+        takes_mesh = "mesh" in inspect.signature(function).parameters
+        made = function(**wish.settings, **({"mesh": mesh} if takes_mesh else {}))
     except Exception as error:
         raise UsageError(f"TARGET {text!r}: {name}() raised {_raised(error)}") from error
     return _checked(text, made)

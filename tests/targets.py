@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardc import P
+from shardc import Mesh, P
 
 
 class MLP(nn.Module):
@@ -29,6 +29,12 @@ ANNOTATIONS = {"x": P("dp"), "target": P("dp"), "down.weight": P(None, "tp")}
 def mlp(**settings: Any) -> tuple[Any, ...]:
     torch.manual_seed(0)
     return MLP(**settings), (torch.randn(8, 8), torch.randn(8, 8)), {}, ANNOTATIONS
+
+
+def for_mesh(mesh: Mesh) -> tuple[Any, ...]:
+    """Annotates what the mesh has axes for."""
+    model, args, kwargs, annotations = mlp()
+    return model, args, kwargs, annotations if "tp" in mesh.axis_names else {"x": P("dp")}
 
 
 def bare() -> tuple[Any, ...]:

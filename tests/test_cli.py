@@ -110,6 +110,13 @@ def test_a_target_may_be_a_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", "targets:mlp", *ON_FOUR, "--only", "collectives"]) == 0
 
 
+def test_a_function_that_takes_a_mesh_is_given_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", f"{FILE}:for_mesh", "--mesh", "dp=2"]) == 0
+    assert "input target: f32[8@dp, 8]" in capsys.readouterr().out
+    assert main(["dump", f"{FILE}:mlp", "--mesh", "dp=2"]) == 4
+    assert "down.weight" in capsys.readouterr().err
+
+
 def test_settings_reach_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--set", "dropout=0.5"]) == 0
     assert "uniform" in capsys.readouterr().out
