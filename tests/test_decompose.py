@@ -80,10 +80,11 @@ def test_a_softmax_along_a_cut_dim_equals_the_whole(op: object, dim: int) -> Non
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (op(x, dim=dim) ** 2).sum()  # type: ignore[operator]
 
+    torch.manual_seed(0)
     x = (torch.randn(8, 12, 16, dtype=torch.float64) * 30).requires_grad_()
     compiled = shardc.compile(Model(), Mesh(a=2, b=2), {"x": P("a", "b")}, args=(x,))
     found, gradients = compiled.simulate(x)
     loss = Model()(x)
-    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients["x"], torch.autograd.grad(loss, x)[0], rtol=0, atol=1e-12)
     assert not any(each.kind == "all_gather" for each in compiled.collectives)
