@@ -19,6 +19,9 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
+from shardc.error import ShardingError, raise_all
 from shardc.mesh import Axes, Mesh
 from shardc.node import arguments, is_getitem
 from shardc.ops.contraction import dot
@@ -60,16 +63,27 @@ def _round(pin: Pin) -> tuple[int, int]:
     return pin.priority, int(pin.kind in PARAMETER_KINDS)
 
 
-def _annotated_values(program: Program) -> Iterator[Pin]:
-    """A pin for every ``shardc.annotate`` in the model."""
+def _annotated_values(program: Program) -> list[Pin]:
+    """A pin for every ``shardc.annotate`` in the model; those that do not fit are one ShardingError."""
+    pins: list[Pin] = []
+    errors: dict[str, ShardingError] = {}
     for node in program.calls:
         if str(node.target) == "shardc.annotate.default":
-            given, shape, source = arguments(node), program.type(node).shape, program.source(node)
-            spec = P.parse(given["spec"], given["priority"])
-            assert program.mesh is not None
-            sharding = spec.sharding(program.mesh, shape, f"annotate in {source.module} ({source.location})")
-            opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
-            yield Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
+            try:
+                pins.append(_annotated_value(program, node))
+            except ShardingError as error:
+                errors.setdefault(str(error), error)  # the gradient's would say the same
+    raise_all(list(errors.values()))
+    return pins
+
+
+def _annotated_value(program: Program, node: fx.Node) -> Pin:
+    given, shape, source = arguments(node), program.type(node).shape, program.source(node)
+    spec, who = P.parse(given["spec"], given["priority"]), f"annotate in {source.module or 'the model'}"
+    assert program.mesh is not None
+    sharding = spec.sharding(program.mesh, shape, f"{who} ({source.location})")
+    opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
+    return Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
 
 
 def _promotion(pins: tuple[Pin, Pin]) -> str:

@@ -118,7 +118,7 @@ def spec_of(given: Any, mesh: Mesh, who: str) -> P:
             who,
             repr(given),
             "an annotation is a P or a sequence of DTensor placements",
-            "write for example P('dp', None)",
+            f"write P({given!r})" if isinstance(given, str) else "write for example P('dp', None)",
         )
     if len(given) != len(mesh.axis_names):
         raise ShardingError(

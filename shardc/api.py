@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardc.annotations import Spec, match, resolve
 from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective, collectives_of
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
 from shardc.pin import Pin
 from shardc.program import Program
-from shardc.sharding import Sharding
+from shardc.sharding import Sharding, TensorType
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +142,7 @@ class Compiled:
         import torch
 
         given = iter(self.convention.flatten(args, kwargs))
+        _check_tangents(program, grad_outputs)
         state = self._state(program)
         values: list[torch.Tensor] = []
         for put in program.inputs:
@@ -169,6 +170,21 @@ class Compiled:
                 "give the model values: model.to_empty(device='cpu') and its initialisers",
             )
         return state
+
+
+def _check_tangents(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
+    """A ShardingError for every gradient of an output that has none, or of another type than the output."""
+    types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
+    errors: list[ShardingError] = []
+    for name, gradient in grad_outputs.items():
+        given = TensorType(tuple(gradient.shape), gradient.dtype)
+        who, what = f"grad_outputs[{name!r}]", f"given {given}"
+        if name not in types:
+            remedy = did_you_mean(name, types) or f"use one of {', '.join(types) or 'none'}"
+            errors.append(ShardingError(who, what, "no output of this name has a gradient", remedy))
+        elif given != types[name]:
+            errors.append(ShardingError(who, what, f"the output is {types[name]}", f"pass {types[name]}"))
+    raise_all(errors)
 
 
 def compile(

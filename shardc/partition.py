@@ -11,7 +11,7 @@ from shardc.mesh import AxisPart, Mesh
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Blocks:
     """An entry of ``P``: each of ``count`` equal blocks of the dim is cut by ``axes``."""
 
@@ -21,10 +21,18 @@ class Blocks:
     def __str__(self) -> str:
         return f"blocks({self.count},{'+'.join(self.axes)})"
 
+    def __repr__(self) -> str:
+        return f"blocks({', '.join(map(repr, (self.count, *self.axes)))})"
+
 
 def blocks(count: int, *axes: str) -> Blocks:
     """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
-    return Blocks(count, axes)
+    found = Blocks(count, axes)
+    if not isinstance(count, int) or count < 1 or not axes:
+        raise ShardingError(
+            repr(found), f"{count!r} blocks", "blocks takes a count, 1 or more, and axes", "write blocks(3, 'tp')"
+        )
+    return found
 
 
 class _Open:
@@ -51,15 +59,11 @@ class P:
     def __init__(self, *entries: Entry | type(Ellipsis), priority: int = 0) -> None:  # type: ignore[valid-type]
         self.rest_open = bool(entries) and entries[-1] is Ellipsis
         kept = entries[:-1] if self.rest_open else entries
-        if any(entry is Ellipsis for entry in kept):
-            raise ShardingError(
-                f"P{entries}",
-                "a '...' before the end",
-                "'...' stands for all further dims",
-                "write P.OPEN for one open dim",
-            )
         self.entries = cast("tuple[Entry, ...]", kept)
         self.priority = priority
+        for dim, entry in enumerate(self.entries):
+            if not _is_entry(entry):
+                raise _no_entry(self, dim)
 
     @staticmethod
     def parse(text: str, priority: int = 0) -> P:
@@ -67,7 +71,7 @@ class P:
         return P(*_parse_entries(text), priority=priority)
 
     def __repr__(self) -> str:
-        entries = [repr(entry) for entry in self.entries] + ["..."] * self.rest_open
+        entries = ["..." if entry is Ellipsis else repr(entry) for entry in (*self.entries, *[...] * self.rest_open)]
         entries += [f"priority={self.priority}"] * bool(self.priority)
         return f"P({', '.join(entries)})"
 
@@ -99,8 +103,8 @@ class P:
             raise ShardingError(
                 who,
                 f"{self!r} on shape {list(shape)}",
-                f"{len(self.entries)} entries for {len(shape)} dims",
-                f"write at most {len(shape)} entries",
+                f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}",
+                f"write at most {_count(len(shape), 'entry')}",
             )
         dims = [WHOLE] * len(shape)
         for dim, entry in enumerate(self.entries):
@@ -110,18 +114,15 @@ class P:
                 raise ShardingError(
                     who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
                 ) from None
-            self._check_even(dims[dim], mesh, shape, dim, who)
-        return self._checked(Sharding, mesh, tuple(dims), who, shape)
-
-    def _checked(
-        self, make: type[Sharding], mesh: Mesh, dims: tuple[DimSharding, ...], who: str, shape: tuple[int, ...]
-    ) -> Sharding:
         try:
-            return make(mesh, dims)
+            found = Sharding(mesh, tuple(dims))
         except ShardingError as error:
             raise ShardingError(
                 who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
             ) from None
+        for dim, cut in enumerate(dims):
+            self._check_even(cut, mesh, shape, dim, who)
+        return found
 
     def _check_even(self, cut: DimSharding, mesh: Mesh, shape: tuple[int, ...], dim: int, who: str) -> None:
         if cut.is_even(shape[dim]):
@@ -135,6 +136,34 @@ class P:
             f"{'*'.join(f'{mesh.print_part(part)}={part.size}' for part in axes)}",
             f"choose a multiple of {count * num_shards(axes)} for dim {dim}, or leave it whole with None",
         )
+
+
+def _is_entry(entry: object) -> bool:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) for name in names)
+
+
+def _no_entry(spec: P, dim: int) -> ShardingError:
+    entry: object = spec.entries[dim]
+    if entry is Ellipsis:
+        return ShardingError(
+            repr(spec),
+            f"entry {dim} is '...', and others follow",
+            "'...' stands for all further dims",
+            "write P.OPEN for one open dim",
+        )
+    return ShardingError(
+        repr(spec),
+        f"entry {dim} is {entry!r}",
+        "an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN",
+        "write for example P('dp', None)",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 entry``, ``2 entries``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:

@@ -40,7 +40,7 @@ def unmatched(pattern: str, names: Names) -> ShardingError:
     candidates = [name for kind in searched for name in names.get(kind, {})]
     return ShardingError(
         f"annotation {pattern!r}",
-        f"a pattern over {len(candidates)} names ({', '.join(searched)})",
+        f"a pattern over {len(candidates)} name{'s' * (len(candidates) != 1)} ({', '.join(searched)})",
         "it matches nothing",
         did_you_mean(rest if colon else pattern, candidates) or f"use one of {', '.join(candidates[:8])}",
     )

@@ -85,7 +85,7 @@ class Sharding:
                     f"axis part {part.name}:({part.pre}){part.size}",
                     f"{self.mesh}, {part.name}={size}",
                     "the axis does not split that way",
-                    f"pre * size must divide {size}",
+                    f"write {part.name!r}, or {part.name}:(pre)size where pre * size divides {size}",
                 )
             for other in seen:
                 if part.overlaps(other):
