@@ -8,14 +8,15 @@ In a round all ops but contractions go first. A gradient is tied to its paramete
     y = dot(x, w, "a b, b c -> a c")                ->      y: f32[8@dp, 256@tp] = dot(...)
 
 State: for each value its dims, the dims that may not change, the axes kept for them, and where each axis came from. A
-step takes one op, brings its tensors' cuts to a common longest form factor by factor, and queues the ops around each
-value that changed.
+step takes one op, brings its tensors' cuts to a common longest form factor by factor, those of the largest tensor first
+since it would cost most to move, and queues the ops around each value that changed.
 Invariants: pinned dims never move; an axis cuts a value once; cuts divide sizes.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -213,7 +214,11 @@ class _State:
         for value, dims in tensors:
             self._promote(op, value, dims)
         cuts = [self._cuts(value, dims, op.rule) for value, dims in tensors]
-        for factor in dict.fromkeys(factor for cut in cuts for factor in cut):
+        sizes = [self._local_numel(value) for value, _ in tensors]
+        factors = dict.fromkeys(factor for cut in cuts for factor in cut)
+        for factor in sorted(
+            factors, key=lambda name: -max(n for n, cut in zip(sizes, cuts, strict=True) if name in cut)
+        ):
             if factor in op.rule.whole or op.rule.sizes[factor] == 1:
                 continue
             sources = [i for i, cut in enumerate(cuts) if factor in cut]
@@ -225,6 +230,9 @@ class _State:
                 if op.rule.has(factor, dims) and cuts[i].get(factor, WHOLE) != cut:
                     self._extend(op, value, dims, cuts[i], factor, cut, tensors[source][0])
 
+    def _local_numel(self, value: Value) -> int:
+        return math.prod(dim.local_size(size) for dim, size in zip(self.dims[value], self.shapes[value], strict=True))
+
     def _promote(self, op: _Op, value: Value, dims: Dims) -> None:
         """A parameter cut plainly, of which an op takes equal blocks apart, is to be cut within each block."""
         for factors, cut, size in zip(dims, self.dims[value], self.shapes[value], strict=True):
@@ -232,9 +240,9 @@ class _State:
                 pin, block = self._root(value, cut), size // op.rule.sizes[factors[0]]
                 if pin is not None and block % num_shards(cut.axes) == 0 and block < size:
                     dim = pin.sharding.dims.index(cut)
-                    assert self.shapes[self._pinned(pin)][dim] == size, f"{pin} reached {op.name} through another size"
                     within = pin.sharding.with_dim(dim, DimSharding((), ((block, cut.axes),)))
-                    self.promoted[pin] = replace(pin, sharding=within)
+                    if self.shapes[self._pinned(pin)][dim] == size:
+                        self.promoted[pin] = replace(pin, sharding=within)
 
     def _root(self, value: Value, cut: DimSharding) -> Pin | None:
         """The parameter's pin that a cut came from, where it is that pin's own cut."""
