@@ -19,12 +19,22 @@ class ShardingError(ValueError):
 
     @staticmethod
     def all_of(errors: list[ShardingError]) -> ShardingError:
-        """One error for several of one kind; the first speaks for the type, all are printed."""
-        if len(errors) == 1:
-            return errors[0]
+        """One error for several of one kind; the first speaks for the type, all are named.
+
+        Those with one problem and one remedy are said once, for the first, and the others are listed under it.
+        """
+        alike: dict[tuple[str, str], list[ShardingError]] = {}
+        for error in errors:
+            alike.setdefault((error.problem, error.remedy), []).append(error)
+        texts = [_said_once(group) for group in alike.values()]
         joined = ShardingError(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
-        joined.args = ("\n".join([f"{len(errors)} problems:", *(str(error) for error in errors)]),)
+        joined.args = ("\n".join([f"{len(texts)} problems:"] * (len(texts) > 1) + texts),)
         return joined
+
+
+def _said_once(group: list[ShardingError]) -> str:
+    others = ", ".join(error.who for error in group[1:])
+    return f"{group[0]}\n  likewise {others}" if others else str(group[0])
 
 
 def raise_all(errors: list[ShardingError]) -> None:
