@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt import DATA, GPT, MEGATRON, Config
 
 import shardc
-from examples.gpt import DATA, GPT, MEGATRON, Config
 from shardc import Mesh, P
 
 VOCAB, TOKENS = 128, 16 * 32
