@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_model import annotations, meshes, models
 
 import shardc
 from shardc.runtime.simulator import interpret, simulate
-from tests.random_model import annotations, meshes, models
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
