@@ -44,47 +44,58 @@ def _mean_loss(program: Program, node: fx.Node) -> Results:
 
 
 def _nll_loss(program: Program, node: fx.Node) -> Results:
-    """The mean, the sum or each of -x[row, target[row]] over the rows whose target counts."""
+    """The mean, the sum or each of -w[target] * x[row, target[row]] over the rows whose target counts.
+
+    ``x`` is ``[rows, classes, *more rows]``; w is 1 without weights. The mean is divided by the sum of the weights.
+    """
     given = arguments(node)
     x, reduction = given["self"], given["reduction"]
-    if len(program.type(x).shape) != 2 or given["weight"] is not None:
+    if len(program.type(x).shape) < 2:
         return None
     emit = _emitter(program, node)
-    counted, safe = _counted_targets(program, node)
+    counted, safe, weight = _targets(program, node)
     picked = emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, safe, 1)), 1)
-    dtype = program.type(x).dtype
-    zero = emit(aten.scalar_tensor.default, 0.0, dtype=dtype)
-    losses = emit(aten.where.self, counted, emit(aten.neg.default, picked), zero)
-    count = emit(aten.sum.dim_IntList, counted, [0], False, dtype=dtype)
+    zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
+    kept = emit(aten.where.self, counted, picked, zero)
+    losses = emit(aten.neg.default, emit(aten.mul.Tensor, kept, weight))
+    rows = list(range(len(program.type(safe).shape)))
+    count = emit(aten.sum.dim_IntList, weight, rows)
     if reduction == EACH:
         return losses, count
-    total = emit(aten.sum.dim_IntList, losses, [0])
+    total = emit(aten.sum.dim_IntList, losses, rows)
     return (emit(aten.div.Tensor, total, count) if reduction == MEAN else total), count
 
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
-    """The gradient of each row, where the column is its target; pointwise, so that rows and columns may be cut."""
+    """The gradient of each row, where the class is its target; pointwise, so that rows and classes may be cut."""
     given = arguments(node)
     x, gradient = given["self"], given["grad_output"]
-    if len(program.type(x).shape) != 2 or given["weight"] is not None:
+    shape = program.type(x).shape
+    if len(shape) < 2:
         return None
     emit = _emitter(program, node)
-    counted, safe = _counted_targets(program, node)
-    zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
+    _, safe, weight = _targets(program, node)
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
-    each = emit(aten.where.self, counted, emit(aten.neg.default, gradient), zero)
-    classes = emit(aten.arange.default, program.type(x).shape[1])
+    each = emit(aten.neg.default, emit(aten.mul.Tensor, weight, gradient))
+    classes = emit(aten.arange.default, shape[1])
+    if len(shape) > 2:
+        classes = emit(aten.reshape.default, classes, [shape[1], *[1] * (len(shape) - 2)])
     is_target = emit(aten.eq.Tensor, classes, emit(aten.unsqueeze.default, safe, 1))
+    zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
     return emit(aten.where.self, is_target, emit(aten.unsqueeze.default, each, 1), zero)
 
 
-def _counted_targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Which rows count, and their targets, with 0 where a row does not."""
+def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Which rows count, the target of each, 0 where it does not count, and its weight, 0 there too."""
     emit, given = _emitter(program, node), arguments(node)
+    dtype = program.type(given["self"]).dtype
     counted = emit(aten.ne.Scalar, given["target"], given["ignore_index"])
-    zero = emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
-    return counted, emit(aten.where.self, counted, given["target"], zero)
+    safe = emit(aten.where.self, counted, given["target"], emit(aten.scalar_tensor.default, 0, dtype=torch.int64))
+    if given["weight"] is None:
+        return counted, safe, emit(aten._to_copy.default, counted, dtype=dtype)
+    zero = emit(aten.scalar_tensor.default, 0.0, dtype=dtype)
+    return counted, safe, emit(aten.where.self, counted, emit(aten.index.Tensor, given["weight"], [safe]), zero)
 
 
 def _emitter(program: Program, node: fx.Node) -> Callable[..., fx.Node]:
@@ -110,6 +121,6 @@ MEAN_LOSSES = (
 LOSSES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(MEAN_LOSSES, _mean_loss),
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.nll_loss_backward.default: _nll_loss_backward,
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
+    **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),
 }

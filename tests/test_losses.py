@@ -46,3 +46,46 @@ def test_a_loss_of_cut_rows_equals_one_device_and_reduces_one_number(loss: Calla
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
     moved = [(each.kind, each.local_shape_out) for each in program.collectives]
     assert moved == [("all_reduce", ()), ("all_reduce", (5, 6)), ("all_reduce", (5,))]
+
+
+CLASS_WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64)
+CLASS_LOSSES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "weighted": {"weight": CLASS_WEIGHT},
+    "weighted sum": {"weight": CLASS_WEIGHT, "reduction": "sum"},
+    "ignored": {"ignore_index": 3},
+    "ignored and weighted": {"ignore_index": 3, "weight": CLASS_WEIGHT},
+    "smoothed": {"label_smoothing": 0.1},
+}
+
+
+class Classifier(nn.Module):
+    """Logits with the classes last, or second as images have them, or alone."""
+
+    def __init__(self, options: dict[str, object], at: int) -> None:
+        super().__init__()
+        self.linear, self.options, self.at = nn.Linear(6, 8, dtype=torch.float64), options, at
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.linear(x)
+        if self.at == 2:
+            return F.cross_entropy(logits.transpose(1, 2), y, **self.options)  # type: ignore[arg-type]
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), **self.options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", CLASS_LOSSES.values(), ids=CLASS_LOSSES)
+@pytest.mark.parametrize("at", [1, 2], ids=["rows of classes", "classes second"])
+def test_cross_entropy_over_cut_rows_and_classes_equals_one_device(options: dict[str, object], at: int) -> None:
+    torch.manual_seed(0)
+    model, args = Classifier(options, at), (torch.randn(4, 6, 6).double(), torch.randint(8, (4, 6)))
+    annotations = {"x": P("dp"), "y": P("dp"), "linear.weight": P("tp")}
+    program = shardc.compile(model, Mesh(dp=2, tp=2), annotations, args=args)
+    outcome, gradients = program.simulate(*args)
+    expected = model(*args)
+    expected.backward()
+    torch.testing.assert_close(outcome, expected, rtol=0, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+    assert not any(program.at("propagate").rule(node).is_fallback for node in program.at("propagate").calls)
+    assert {each.kind for each in program.collectives} == {"all_reduce"}, "no logits are gathered"
