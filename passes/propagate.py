@@ -234,9 +234,12 @@ class _State:
         return math.prod(dim.local_size(size) for dim, size in zip(self.dims[value], self.shapes[value], strict=True))
 
     def _promote(self, op: _Op, value: Value, dims: Dims) -> None:
-        """A parameter cut plainly, of which an op takes equal blocks apart, is to be cut within each block."""
+        """A parameter cut plainly, of which an op takes equal blocks apart, is to be cut within each block.
+
+        So does a split of a dim in whole blocks, or a view of it as ``(3, heads, width)`` whose 3 the axes do not cut.
+        """
         for factors, cut, size in zip(dims, self.dims[value], self.shapes[value], strict=True):
-            if len(factors) > 1 and factors[0] in op.rule.whole and cut.axes and not cut.minor:
+            if cut.axes and not cut.minor and _takes_blocks(op.rule, factors, num_shards(cut.axes)):
                 pin, block = self._root(value, cut), size // op.rule.sizes[factors[0]]
                 if pin is not None and block % num_shards(cut.axes) == 0 and block < size:
                     dim = pin.sharding.dims.index(cut)
@@ -295,3 +298,10 @@ class _State:
             )
             self.program.set_sharding(node, found if self.program.has_many(node) else found[0])
             self.program.set_origins(node, tuple(self.origins.get((node, index), {}) for index in range(len(found))))
+
+
+def _takes_blocks(rule: Rule, factors: tuple[str, ...], shards: int) -> bool:
+    """Whether the first factor of a dim counts blocks that cuts in ``shards`` do not line up with."""
+    if len(factors) > 1 and factors[0] in rule.whole:
+        return True
+    return len(factors) > 2 and bool(rule.sizes[factors[0]] % shards and shards % rule.sizes[factors[0]])

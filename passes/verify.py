@@ -183,7 +183,10 @@ def _no_reshards(program: Program) -> None:
 
 
 def _types_are_local(program: Program) -> None:
-    """Each op, run on the local types of its operands, gives the local types of its results."""
+    """Each op, run on the local shapes of its operands, gives the local shapes of its results.
+
+    Not so dtypes, nor results that are empty: there kernels of one op differ between devices.
+    """
     if program.level != "localized":
         return
     for node in program.calls:
@@ -192,7 +195,8 @@ def _types_are_local(program: Program) -> None:
         found = program.infer(node.target, node.args, node.kwargs)
         inferred: tuple[TensorType | None, ...] = found if isinstance(found, tuple) else (found,)
         for said, got in zip(program.types(node), inferred, strict=True):
-            assert said is None or said == got, f"{node} = {node.target}: local type {said}, but it makes {got}"
+            if said is not None and got is not None and 0 not in said.shape + got.shape:
+                assert said.shape == got.shape, f"{node} = {node.target}: local type {said}, but it makes {got}"
 
 
 CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {

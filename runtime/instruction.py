@@ -73,17 +73,29 @@ def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, is_local: bool) -> Instruction:
     """The instruction of a call; ``is_local``: its collectives act for real."""
     assert node.op == "call_function" and callable(node.target), node.format_node()
-    assert not any(isinstance(value, fx.Node) for value in node.kwargs.values()), node.format_node()
-    args: Any = fx.map_arg(node.args, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
+    named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
+    plain = {name: value for name, value in node.kwargs.items() if name not in named}
+    given = (*node.args, *named.values())
+    args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
     return Instruction(
-        node.target,
+        _with_names(node.target, tuple(named)) if named else node.target,
         tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
-        {**node.kwargs, "device": device} if takes_device(node.target) else dict(node.kwargs),
+        {**plain, "device": device} if takes_device(node.target) else plain,
         tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
         tuple((i, _plain(argument)) for i, argument in enumerate(args) if _has_slot(argument)),
         slots[node],
         COLLECTIVES.get(node.target, "") if is_local else "",
     )
+
+
+def _with_names(target: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The op with its last arguments by position, which it takes by name alone."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        split = len(args) - len(names)
+        return target(*args[:split], **dict(zip(names, args[split:], strict=True)), **kwargs)
+
+    return call
 
 
 def with_deaths(instructions: Sequence[Instruction], kept: Collection[int]) -> list[Instruction]:

@@ -282,8 +282,8 @@ def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[st
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:
     """Whether one cut is the other cut further: the same, or with more minor axes, or of a whole dim."""
-    if longer.minor or shorter.minor:
-        return shorter in (longer, WHOLE)
+    if shorter.minor:
+        return shorter == longer
     return longer.axes[: len(shorter.axes)] == shorter.axes
 
 

@@ -65,3 +65,19 @@ def test_a_device_mesh_is_taken_for_what_it_describes() -> None:
 
     compiled = shardc.compile(linear(), Described(), {"input": P("dp")}, args=(torch.randn(2, 4),))
     assert compiled.mesh == Mesh(dp=2, tp=2)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_batch_norm_in_evaluation_compiles_and_equals_eager(train: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 1), torch.nn.BatchNorm2d(8)).eval()
+    x = torch.randn(4, 4, 4, 4)
+    compiled = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,), train=train)
+    torch.testing.assert_close(compiled.simulate(x)[0], model(x))
+
+
+def test_a_batch_norm_in_bfloat16_compiles_and_runs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).bfloat16()
+    x = torch.randn(4, 8).bfloat16()
+    compiled = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,))
+    torch.testing.assert_close(compiled.simulate(x)[0], model(x), rtol=2e-2, atol=2e-2)

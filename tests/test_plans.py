@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -120,3 +120,48 @@ def test_heads_of_queries_are_cut_over_more_ranks_than_there_are_heads_of_keys(r
         model.named_parameters(), torch.autograd.grad(model(x), list(model.parameters())), strict=True
     ):
         torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
+
+
+def unbound_view(qkv: torch.Tensor) -> torch.Tensor:
+    q, k, v = qkv.view(*qkv.shape[:2], 3, 4, -1).unbind(2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2)
+
+
+def batched_heads(qkv: torch.Tensor) -> torch.Tensor:
+    b, t = qkv.shape[:2]
+    q, k, v = (part.view(b, t, 4, -1).transpose(1, 2).reshape(b * 4, t, -1) for part in qkv.chunk(3, -1))
+    scores = torch.baddbmm(torch.zeros(b * 4, t, t), q, k.transpose(1, 2)).softmax(-1)
+    return torch.bmm(scores, v).view(b, 4, t, -1).transpose(1, 2).reshape(b, t, -1)
+
+
+def masked(qkv: torch.Tensor) -> torch.Tensor:
+    q, k, v = qkv.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+    mask = torch.full((qkv.shape[1],) * 2, -torch.inf).triu(1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Attention(torch.nn.Module):
+    """Attention in a spelling of its own, with a residual around it."""
+
+    def __init__(self, spelling: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = torch.nn.LayerNorm(16), torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.spelling = spelling
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.tanh() + self.out(self.spelling(self.qkv(self.norm(x.tanh()))))).square().sum()
+
+
+@pytest.mark.parametrize("spelling", [unbound_view, batched_heads, masked])
+@pytest.mark.parametrize("annotation", [{"out.weight": P(None, "tp")}, {"qkv.weight": P("tp")}], ids=["row", "column"])
+def test_any_spelling_of_attention_needs_one_all_reduce_each_way(
+    spelling: Callable[[torch.Tensor], torch.Tensor], annotation: dict[str, P]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(spelling), torch.randn(4, 6, 16, requires_grad=True)
+    compiled = shardc.compile(model, Mesh(dp=2, tp=2), {"x": P("dp"), **annotation}, args=(x,))
+    assert count_on("tp", compiled) == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 1}
+    loss, gradients = compiled.simulate(x)
+    torch.testing.assert_close(loss, model(x).detach())
+    torch.testing.assert_close(gradients["x"], torch.autograd.grad(model(x), x)[0], rtol=1e-4, atol=1e-5)
