@@ -67,6 +67,13 @@ def match(
     """The values of a model and of a call that each pattern means."""
     from shardc.convention import names_of
 
+    if not isinstance(annotations, Mapping):
+        raise ShardingError(
+            "annotations",
+            f"of type {type(annotations).__name__}",
+            "annotations map patterns to specs",
+            "write {'*.weight': P('tp')}",
+        )
     return match_names(annotations, names_of(model, args, kwargs), mesh)
 
 

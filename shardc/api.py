@@ -208,6 +208,13 @@ def compile(
     from shardc.passes.pipeline import run_passes
 
     described = Mesh.of(mesh)
+    if not hasattr(model, "named_parameters"):
+        raise ShardingError(
+            "model",
+            f"of type {type(model).__name__}",
+            "shardc compiles an nn.Module",
+            "put the function in a module's forward",
+        )
     matched = match(annotations or {}, model, args, kwargs or {}, described)
     stages: dict[str, Program] = {}
     seconds: dict[str, float] = {}

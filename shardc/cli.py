@@ -114,6 +114,8 @@ def _mesh(text: str) -> Mesh:
     axes = [item.partition("=") for item in text.split(",")]
     if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
         raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=2,tp=4")
+    if len({name for name, _, _ in axes}) < len(axes):
+        raise argparse.ArgumentTypeError(f"{text!r} has an axis twice")
     try:
         return Mesh(**{name: int(size) for name, _, size in axes})  # type: ignore[arg-type]
     except ShardingError as error:

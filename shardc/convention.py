@@ -118,7 +118,7 @@ def call_leaves(
 
     An argument that is given as its default counts as not given.
     """
-    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound = _bound(forward, args, kwargs)
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
@@ -148,11 +148,24 @@ def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[st
     return {f"{kw}.{name}": name for kw in rest for name in names if name.partition(".")[0] not in parameters}
 
 
+def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    signature = inspect.signature(forward)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ShardingError(
+            "the inputs",
+            f"forward takes {signature}",
+            str(error),
+            "give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name",
+        ) from None
+
+
 def rebuild_call(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call with other tensors, by the names of the leaves."""
-    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound = _bound(forward, args, kwargs)
     for name, value in bound.arguments.items():
         path = "" if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
         leaves, tree = flatten(value, path)

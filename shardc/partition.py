@@ -19,7 +19,7 @@ class Blocks:
     axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"blocks({self.count},{'+'.join(self.axes)})"
+        return f"blocks({self.count},{'+'.join(map(str, self.axes))})"
 
     def __repr__(self) -> str:
         return f"blocks({', '.join(map(repr, (self.count, *self.axes)))})"
@@ -28,7 +28,7 @@ class Blocks:
 def blocks(count: int, *axes: str) -> Blocks:
     """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
     found = Blocks(count, axes)
-    if not isinstance(count, int) or count < 1 or not axes:
+    if not isinstance(count, int) or count < 1 or not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShardingError(
             repr(found), f"{count!r} blocks", "blocks takes a count, 1 or more, and axes", "write blocks(3, 'tp')"
         )
@@ -202,7 +202,7 @@ def _parse_entries(text: str) -> Iterator[Entry]:
             count, _, axes = item.removeprefix("blocks(").removesuffix(")").partition(",")
             if not count.strip().isdigit():
                 raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
-            yield Blocks(int(count), tuple(axes.strip().split("+")))
+            yield blocks(int(count), *filter(None, axes.strip().split("+")))
         else:
             names = item.split("+")
             yield {"-": None, "?": P.OPEN}[item] if item in ("-", "?") else tuple(names) if len(names) > 1 else item
@@ -216,4 +216,6 @@ def _split_commas(text: str) -> list[str]:
             items.append("")
         else:
             items[-1] += char
+    if len(items) > 1 and not all(item.strip() for item in items):
+        raise ShardingError(f"SPEC {text!r}", "an empty entry", "every dim needs an entry", "write - for a whole dim")
     return [item.strip() for item in items if item.strip()]

@@ -286,3 +286,33 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
 def test_a_call_that_does_not_fit_what_was_compiled(name: str, compiled: shardc.Compiled) -> None:
     action, expected = CALLS[name]
     assert text(lambda: action(compiled)) == expected
+
+
+def test_inputs_that_forward_does_not_take_are_refused_with_its_signature() -> None:
+    x = torch.zeros(4, 8)
+    assert text(lambda: shardc.compile(Net(), MESH, {}, args=x)) == (
+        "the inputs: forward takes (x: 'Tensor', scale: 'float' = 1.0) -> 'Tensor'\n"
+        "  too many positional arguments\n"
+        "  give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name"
+    )
+    assert "got an unexpected keyword argument 'y'" in text(
+        lambda: shardc.compile(Net(), MESH, {}, args=(x,), kwargs={"y": x})
+    )
+
+
+def test_annotations_that_are_no_mapping_and_models_that_are_no_module_are_refused() -> None:
+    assert text(lambda: compile([("up.weight", P())])) == (  # type: ignore[arg-type]
+        "annotations: of type list\n  annotations map patterns to specs\n  write {'*.weight': P('tp')}"
+    )
+    assert text(lambda: shardc.compile(lambda x: x, MESH, {}, args=(torch.zeros(2),))) == (  # type: ignore[arg-type]
+        "model: of type function\n  shardc compiles an nn.Module\n  put the function in a module's forward"
+    )
+
+
+@pytest.mark.parametrize("spec", ["blocks(0,tp)", "blocks(2,)", "dp,,tp"])
+def test_a_spec_with_an_entry_that_says_nothing_is_refused(spec: str) -> None:
+    text(lambda: P.parse(spec))
+
+
+def test_axes_of_blocks_come_one_by_one() -> None:
+    assert "write blocks(3, 'tp')" in text(lambda: shardc.blocks(2, ("dp", "tp")))  # type: ignore[arg-type]
