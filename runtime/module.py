@@ -66,8 +66,8 @@ class ParallelModule(nn.Module):
     on virtual ranks they stay plain and whole. What is no module, parameter or buffer is looked up on the copy.
 
     A call is compiled when its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
-    gradients on or off. An attribute that ``forward`` reads is a constant from the first compilation on. ``seed`` and
-    ``step`` key random ops; ``step`` counts calls in training mode.
+    gradients on or off, a module's flags, numbers and strings. ``seed`` and ``step`` key random ops; ``step`` counts
+    calls in training mode.
     """
 
     def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
@@ -127,6 +127,12 @@ class ParallelModule(nn.Module):
             if "_model" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, on the model as well where it has one of that name; ``seed`` and ``step`` are our own."""
+        super().__setattr__(name, value)
+        if "_model" in self.__dict__ and name in vars(self._model) and name not in ("seed", "step"):
+            vars(self._model)[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = ParallelModule(nn.Module(), self._border, self._compile, self._make_runner)

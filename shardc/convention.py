@@ -28,7 +28,7 @@ class Signature:
     leaves: tuple[tuple[str, Hashable], ...]
     tree: Tree
     train: bool
-    state: tuple[bool, ...]
+    state: tuple[Hashable, ...]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
@@ -105,10 +105,15 @@ class CallingConvention:
 def call_signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Signature:
     """The signature of a call of ``model``."""
     leaves, tree = call_leaves(model.forward, args, kwargs)
-    state = [module.training for module in model.modules()] + [p.requires_grad for p in model.parameters()]
+    state = [p.requires_grad for p in model.parameters()] + [_numbers(module) for module in model.modules()]
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     described = tuple((name, leaf_of(value)) for name, value in leaves)
     return Signature(described, tree, train, tuple(state), tuple(autocast))
+
+
+def _numbers(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """A module's own flags, numbers and strings, ``training`` among them: ``forward`` may read any of them."""
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
 
 
 def call_leaves(

@@ -444,3 +444,22 @@ def test_inductor_runs_both_parts_on_two_ranks():
     for losses, counted, announced in launch(ByPath(__file__, "run_inductor"), 2):
         assert losses[::2] == pytest.approx(losses[1::2], abs=1e-6)
         assert counted == 4 * announced > 0
+
+
+def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * self.scale).sum()
+
+    model = shardc.parallelize(Scaled(), Mesh(dp=2), {"x": P("dp")})
+    x = torch.randn(4, 4)
+    before = model(x)
+    model.scale = 3.0
+    torch.testing.assert_close(model(x), 3 * before)
+    model.scale = 1.0
+    torch.testing.assert_close(model(x), before)
+    assert len(model._steps) == 2, "a signature that was seen is not compiled again"
