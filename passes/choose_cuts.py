@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.mesh import Axes, AxisPart
-from shardc.node import op_name
+from shardc.node import is_annotation
 from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
@@ -46,7 +46,7 @@ class Claim:
 
 def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value], Sharding]) -> list[Claim]:
     """What operands claim as they lie, and results as propagate wished; a result that the user placed, alone."""
-    is_placed = op_name(node.target) == "annotate"
+    is_placed = is_annotation(node)
     claims: list[Claim] = []
     for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
         if value is not None and dims is not None and not is_placed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.node import is_getitem, operand
+from shardc.node import is_annotation, is_getitem, operand
 from shardc.program import Program, op_rule
 from shardc.rule import Call
 from shardc.sharding import Sharding, TensorType
@@ -26,7 +26,7 @@ def localize(program: Program) -> Program:
         if node.op != "output":
             _set_local_type(program, node)
     for node, call in calls.items():
-        if str(node.target) == "shardc.annotate.default":
+        if is_annotation(node):
             program.replace(node, operand(node))
         else:
             _localize_arguments(program, node, call)

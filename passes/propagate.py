@@ -24,7 +24,7 @@ from torch import fx
 
 from shardc.error import ShardingError, raise_all
 from shardc.mesh import Axes, Mesh
-from shardc.node import arguments, is_getitem
+from shardc.node import arguments, is_annotation, is_getitem
 from shardc.ops.contraction import dot
 from shardc.partition import P
 from shardc.pin import Pin
@@ -69,7 +69,7 @@ def _annotated_values(program: Program) -> list[Pin]:
     pins: list[Pin] = []
     errors: dict[str, ShardingError] = {}
     for node in program.calls:
-        if str(node.target) == "shardc.annotate.default":
+        if is_annotation(node):
             try:
                 pins.append(_annotated_value(program, node))
             except ShardingError as error:

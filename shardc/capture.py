@@ -44,7 +44,7 @@ from shardc.error import CaptureError
 from shardc.joint import Ends, assemble
 from shardc.location import failing_line, user_location
 from shardc.partition import P
-from shardc.program import Input, Output, Program, Source, Types
+from shardc.program import Input, Output, Program, Source, types_of
 from shardc.sharding import TensorType
 from shardc.tree import Tree
 
@@ -193,7 +193,7 @@ class _Joint:
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
         ends = Ends(self.inputs, tuple(results), self.tangents)
-        types = {node: _type_of(node.meta.get("val")) for node in traced.graph.nodes}
+        types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
         program, constants = assemble(traced, ends, types, self.watch.sources, plain_tensors(self.model))
         leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
         signature = call_signature(self.model, self.args, self.kwargs, self.train)
@@ -263,16 +263,6 @@ def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
     return {name: tensor for (kind, name), tensor in named.items() if kind in kinds}
-
-
-def _type_of(value: Any) -> Types:
-    """A traced node's type, from the fake value that tracing left on it; an op's absent results are None."""
-    if isinstance(value, torch.Tensor):
-        return TensorType(tuple(map(int, value.shape)), value.dtype)
-    if isinstance(value, (list, tuple)):
-        types = (_type_of(entry) for entry in value)
-        return tuple(entry if isinstance(entry, TensorType) else None for entry in types)
-    return None
 
 
 def _capture_error(error: Exception) -> CaptureError:

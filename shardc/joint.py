@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.error import CaptureError
 from shardc.node import is_getitem
-from shardc.program import Input, Output, Program, Source, Types
+from shardc.program import Input, Output, Program, Source, Types, types_of
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
@@ -220,16 +220,7 @@ def _check_may_change(given: Input, after: Types) -> None:
 
 def _type(node: fx.Node) -> Types:
     """A traced node's type, from the fake value that tracing left on it."""
-    return _type_of(node.meta["val"])
-
-
-def _type_of(value: Any) -> Types:
-    if isinstance(value, torch.Tensor):
-        return TensorType(tuple(map(int, value.shape)), value.dtype)
-    if isinstance(value, (list, tuple)):
-        types = (_type_of(entry) for entry in value)
-        return tuple(entry if isinstance(entry, TensorType) else None for entry in types)
-    return None
+    return types_of(node.meta["val"])
 
 
 def _default_dtype(target: torch._ops.OpOverload, type_: Types, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def is_annotation(node: fx.Node) -> bool:
+    """Whether a node is a ``shardc.annotate`` of the user's model."""
+    return str(node.target) == "shardc.annotate.default"
+
+
 def op_name(target: Any) -> str:
     """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)

@@ -282,7 +282,7 @@ class Program:
 
         with_device = {"device": "meta"} if takes_device(target) else {}
         result = target(*fx.map_arg(args, meta), **(fx.map_arg(dict(kwargs), meta) | with_device))
-        return _types_of(result)
+        return types_of(result)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let ``new`` stand where ``old`` stood, and erase ``old``."""
@@ -302,10 +302,14 @@ class Program:
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
 
-def _types_of(result: Any) -> Types:
-    if isinstance(result, (tuple, list)):
-        return tuple(None if item is None else TensorType(tuple(item.shape), item.dtype) for item in result)
-    return TensorType(tuple(result.shape), result.dtype)
+def types_of(value: Any) -> Types:
+    """The type of what an op returned: of a tensor, or of each tensor of a tuple or list with None for what is none."""
+    if isinstance(value, torch.Tensor):
+        return TensorType(tuple(map(int, value.shape)), value.dtype)
+    if isinstance(value, (list, tuple)):
+        types = (types_of(entry) for entry in value)
+        return tuple(entry if isinstance(entry, TensorType) else None for entry in types)
+    return None
 
 
 def op_rule(target: Any) -> OpRule | None:

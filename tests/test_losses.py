@@ -33,17 +33,21 @@ class Model(nn.Module):
         return self.loss(self.linear(x).sigmoid(), y)
 
 
+def assert_equal_to_eager(program: shardc.Compiled, args: tuple[Tensor, ...]) -> None:
+    outcome, gradients = program.simulate(*args)
+    expected = program.model(*args)
+    expected.backward()
+    torch.testing.assert_close(outcome, expected, rtol=0, atol=1e-12)
+    for name, parameter in program.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_loss_of_cut_rows_equals_one_device_and_reduces_one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model, args = Model(loss), (torch.randn(8, 6).double(), torch.rand(8, 5).double())
     program = shardc.compile(model, Mesh(dp=4), {"x": P("dp"), "y": P("dp")}, args=args)
-    outcome, gradients = program.simulate(*args)
-    expected = model(*args)
-    expected.backward()
-    torch.testing.assert_close(outcome, expected, rtol=0, atol=1e-12)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+    assert_equal_to_eager(program, args)
     moved = [(each.kind, each.local_shape_out) for each in program.collectives]
     assert moved == [("all_reduce", ()), ("all_reduce", (5, 6)), ("all_reduce", (5,))]
 
@@ -81,11 +85,6 @@ def test_cross_entropy_over_cut_rows_and_classes_equals_one_device(options: dict
     model, args = Classifier(options, at), (torch.randn(4, 6, 6).double(), torch.randint(8, (4, 6)))
     annotations = {"x": P("dp"), "y": P("dp"), "linear.weight": P("tp")}
     program = shardc.compile(model, Mesh(dp=2, tp=2), annotations, args=args)
-    outcome, gradients = program.simulate(*args)
-    expected = model(*args)
-    expected.backward()
-    torch.testing.assert_close(outcome, expected, rtol=0, atol=1e-12)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+    assert_equal_to_eager(program, args)
     assert not any(program.at("propagate").rule(node).is_fallback for node in program.at("propagate").calls)
     assert {each.kind for each in program.collectives} == {"all_reduce"}, "no logits are gathered"

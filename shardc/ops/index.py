@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardc.ops.reduction import with_name
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, replicated_rule, rule
 from shardc.sharding import TensorType
@@ -73,7 +74,7 @@ def _along_names(call: Call, index: str, x: str = "1") -> tuple[str, str]:
 
 
 def _with(names: Sequence[str], dim: int, name: str) -> str:
-    return " ".join(name if i == dim else other for i, other in enumerate(names))
+    return " ".join(with_name(names, dim, name))
 
 
 def _gather_rule(call: Call) -> Rule:
