@@ -1,0 +1,37 @@
+"""Run a conformance suite: ``python -m tests.conformance SUITE [--only NAME] [--jobs N] [--json FILE]``.
+
+Exit 1 where a case is wrong or refused. A suite is a module beside this one with ``add_arguments(parser)``, its further
+options, and ``main(options) -> int``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+SUITES = {
+    "op_db": "PyTorch's own operator samples, forward and gradients, under random shardings",
+}
+
+
+def main() -> int:
+    """Read the command line and run the suite that it names."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # what tests share is imported by its bare name
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    suites = parser.add_subparsers(dest="suite", required=True)
+    modules = {name: importlib.import_module(f".{name}", __package__) for name in SUITES if name in sys.argv[1:2]}
+    for name, text in SUITES.items():
+        suite = suites.add_parser(name, help=text)
+        suite.add_argument("--only", metavar="NAME", help="only cases whose name matches this glob")
+        suite.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+        suite.add_argument("--json", metavar="FILE", help="write each case's result")
+        if name in modules:
+            modules[name].add_arguments(suite)
+    options = parser.parse_args()
+    return modules[options.suite].main(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
