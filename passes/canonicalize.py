@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments, operand, takes_device
+from shardc.node import arguments, is_annotation, operand, takes_device
+from shardc.partition import P
+from shardc.pin import Pin
 from shardc.program import Program
 
 from .draw_random import draw_random
@@ -38,7 +40,30 @@ def canonicalize(program: Program) -> Program:
             with program.graph.inserting_before(node):
                 _substitute(program, node, rewrites[node.target](program, node))
     program.remove_dead()
+    _part_placed_outputs(program)
     return program
+
+
+def _part_placed_outputs(program: Program) -> None:
+    """An output that the user placed and that is an input, an annotated value or another such output: a copy of it."""
+    placed = {pin.name: pin for pin in program.pins if pin.kind == "output"}
+    taken = {*program.placeholders, *filter(is_annotation, program.calls)}
+    results = list(program.results)
+    for i, output in enumerate(program.outputs):
+        node, pin = results[i], placed.get(output.name) if output.kind == "output" else None
+        if node is None or pin is None:
+            continue
+        if node in taken:
+            results[i] = node = _annotated(program, node, pin)
+        taken.add(node)
+    program.output_node.args = (tuple(results),)
+
+
+def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
+    type_ = program.type(node)
+    said = str(P.of(pin.sharding, type_.shape, pin.open))
+    with program.graph.inserting_before(program.output_node):
+        return program.insert(torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node)
 
 
 def _substitute(program: Program, node: fx.Node, new: Results) -> None:

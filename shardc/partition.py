@@ -70,6 +70,17 @@ class P:
         """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` several axes, ``blocks(3,tp)``, trailing ``...``."""
         return P(*_parse_entries(text), priority=priority)
 
+    @staticmethod
+    def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset()) -> P:
+        """What a user would write for a sharding of a value of ``shape``, some of whose dims are open."""
+
+        def entry(cut: DimSharding, size: int) -> Entry:
+            axes = tuple(map(sharding.mesh.print_part, cut.all_axes))
+            return Blocks(size // cut.minor[0][0], axes) if cut.minor else axes or None
+
+        entries = [entry(cut, size) for cut, size in zip(sharding.dims, shape, strict=True)]
+        return P(*(P.OPEN if dim in open else said for dim, said in enumerate(entries)))
+
     def __repr__(self) -> str:
         entries = ["..." if entry is Ellipsis else repr(entry) for entry in (*self.entries, *[...] * self.rest_open)]
         entries += [f"priority={self.priority}"] * bool(self.priority)

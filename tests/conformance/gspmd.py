@@ -1,0 +1,150 @@
+"""GSPMD's cases: facts from the tests of openxla's partitioners, compiled by shardc, run and scored.
+
+Each case is held to the values on one device, to the local shapes that it expects, and where it has been confirmed to
+the bytes that the reference sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+
+from .gspmd_ops import Case, Function, function_of, spec
+from .gspmd_values import inputs, is_large, smaller, values
+from .suite import Result, exit_code, print_counts, run_cases, write_json
+
+CASES = Path(__file__).with_name("gspmd_cases.json")
+SCORED = ("confirmed", "upstream", "analytic")
+REFUSALS = (shardc.ShardingError, shardc.CaptureError, NotImplementedError, AssertionError, RuntimeError)
+
+
+class Model(nn.Module):
+    """A function of the case's inputs as a model."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *xs: Tensor) -> Any:
+        return self.function(*xs)
+
+
+def cases(only: str | None = None) -> list[Case]:
+    """The cases whose names match."""
+    found = json.loads(CASES.read_text())["cases"]
+    return [Case(fields) for fields in found if fnmatch.fnmatch(fields["name"], only or "*")]
+
+
+def score(case: Case) -> Result:
+    """Compile a case, compare values and shapes, count bytes."""
+    if case.device_order:
+        return Result(case.name, "apart", "a torch program has one mesh: the order of devices does not change in it")
+    try:
+        compiled = _compile(case)
+        wrong = [*_shape_errors(case, compiled), *_value_errors(case, compiled)]
+    except REFUSALS as error:
+        return Result(case.name, "refused", _first_line(error), {"limit": _limit(case)})
+    return Result(case.name, "wrong" if wrong else "right", "; ".join(wrong), _facts(case, compiled))
+
+
+def _facts(case: Case, compiled: Any) -> dict[str, Any]:
+    """What one rank sends and what the reference does, else what jax was measured to send; all in bytes."""
+    kinds = [f"{each.kind}[{'+'.join(each.axes)}] {each.wire_bytes}" for each in compiled.collectives]
+    sent, limit = sum(each.wire_bytes for each in compiled.collectives), _limit(case)
+    return {"sent": sent, "limit": limit, "is_lean": limit is None or sent <= limit, "collectives": kinds}
+
+
+def _limit(case: Case) -> int | None:
+    fields = case.fields
+    return fields.get("reference_wire_bytes_per_device", fields.get("jax_wire_bytes_per_device"))
+
+
+def is_scored(case: Case) -> bool:
+    """Whether the reference's bytes are confirmed."""
+    return case.fields["status"].startswith(SCORED)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:240]}"
+
+
+def _compile(case: Case) -> Any:
+    """The case's function, with every input and output placed as the case says."""
+    args = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in inputs(case)]
+    named = {f"input:xs.{i}": spec(tensor["spec"]) for i, tensor in enumerate(case.fields["inputs"])}
+    outputs = case.fields["outputs"]
+    names = ["output"] if len(outputs) == 1 else [f"{i}" for i in range(len(outputs))]
+    named |= {f"output:{name}": spec(tensor["spec"]) for name, tensor in zip(names, outputs, strict=True)}
+    return shardc.compile(Model(function_of(case)), case.mesh, named, args=args, train=False)
+
+
+def _shape_errors(case: Case, compiled: Any) -> Iterator[str]:
+    for side, names in (("inputs", "xs.{}"), ("outputs", "{}")):
+        expected = case.fields["expected_local"][side]
+        for i, shape in enumerate(expected):
+            name = "output" if side == "outputs" and len(expected) == 1 else names.format(i)
+            found = compiled.shardings[name].local_shape(case.shapes(side)[i])
+            if list(found) != shape:
+                yield f"local shape of {name} {list(found)}, expected {shape}"
+
+
+def _value_errors(case: Case, compiled: Any) -> Iterator[str]:
+    """Values on all ranks against one device; a case too large for that is compiled again on smaller sizes."""
+    if is_large(case):
+        case = smaller(case)
+        compiled = _compile(case)
+    args = values(case)
+    whole = function_of(case)(*(arg.clone() for arg in args))
+    found, _ = compiled.simulate(*args)
+    pairs = zip(*((x,) if isinstance(x, Tensor) else tuple(x) for x in (found, whole)), strict=True)
+    for i, (ours, theirs) in enumerate(pairs):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            yield f"output {i} is {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
+        elif not _is_equal(ours, theirs):
+            yield f"output {i} differs by {(ours.double() - theirs.double()).abs().max():.3g}"
+
+
+def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
+    """Whole numbers and float32 of whole numbers are equal bit for bit unless an op rounds; bfloat16 rounds sums."""
+    if not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    tolerance = 2**-7 if theirs.dtype == torch.bfloat16 else 1e-5
+    scale = max(1.0, theirs.double().abs().max().item()) if theirs.numel() else 1.0
+    return theirs.numel() == 0 or (ours.double() - theirs.double()).abs().max().item() <= tolerance * scale
+
+
+# The command.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options but those of every suite."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the cases, print the counts and misses."""
+    chosen = cases(options.only)
+    results = run_cases(score, chosen, options.jobs)
+    print_counts("gspmd", results)
+    _print_bytes([result for case, result in zip(chosen, results, strict=True) if is_scored(case)])
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def _print_bytes(results: Sequence[Result]) -> None:
+    """How many of the scored send no more than the reference, and those that send more."""
+    lean = [result for result in results if result.outcome == "right" and result.facts["is_lean"]]
+    print(f"gspmd: {len(results)} scored, {len(lean)} right and no more bytes, {len(lean) / max(1, len(results)):.1%}")
+    for result in results:
+        if result.outcome == "right" and not result.facts["is_lean"]:
+            said = ", ".join(result.facts["collectives"])
+            print(f"  more    {result.name}: {result.facts['sent']} for {result.facts['limit']} ({said})")

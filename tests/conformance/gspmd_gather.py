@@ -1,0 +1,147 @@
+"""XLA's gather and scatter, from the text of their dims, as indexing in torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Which dims of the operand ``x`` the index vectors name, and where the rest of each piece goes.
+
+    ``named``: for each component of an index vector the dim of ``x``. ``gone``: dims of ``x`` of which a piece has one
+    element and no dim. ``batch``: dims of ``x`` that go along with those of the indices in ``index_batch``. ``offset``:
+    the dims of the result that a piece's own dims become. ``vector``: the dim of the indices that is a vector.
+    ``sizes``: of a piece, for each dim of ``x``.
+    """
+
+    named: list[int]
+    gone: list[int]
+    batch: list[int]
+    index_batch: list[int]
+    offset: list[int]
+    vector: int
+    sizes: list[int]
+
+    @staticmethod
+    def parse(text: str, x: Tensor, updates: Tensor | None = None) -> Dims:
+        """Read a gather's text, or with ``updates`` a scatter's."""
+
+        def listed(*names: str) -> list[int]:
+            found = next((re.search(rf"\b{name}={{(.*?)}}", text) for name in names if f"{name}={{" in text), None)
+            return [int(n) for n in found[1].split(",") if n] if found else []
+
+        offset = listed("offset_dims", "update_window_dims")
+        gone = listed("collapsed_slice_dims", "inserted_window_dims")
+        batch = listed("operand_batching_dims")
+        sizes = listed("slice_sizes")
+        if updates is not None:
+            window = iter(offset)
+            sizes = [1 if d in gone + batch else updates.shape[next(window)] for d in range(x.ndim)]
+        assert len(sizes) == x.ndim, text
+        vector = re.search(r"index_vector_dim=(\d+)", text)
+        assert vector
+        named = listed("start_index_map", "scatter_dims_to_operand_dims")
+        return Dims(
+            named, gone, batch, listed("start_indices_batching_dims"),
+            offset, int(vector[1]), sizes,
+        )  # fmt: skip
+
+    def taken(self, x: Tensor) -> list[int]:
+        """The dims of ``x`` of which pieces are taken, in the order of the index vector."""
+        return [dim for dim in self.named if self.sizes[dim] < x.shape[dim]]
+
+    def kept(self, x: Tensor) -> list[int]:
+        """The dims of ``x`` that are taken whole."""
+        return [dim for dim in range(x.ndim) if dim not in self.taken(x) + self.batch]
+
+    def windows(self, x: Tensor) -> list[int]:
+        """The dims of ``x`` that are taken in part and stay dims of a piece."""
+        return [dim for dim in self.taken(x) if dim not in self.gone]
+
+    def places(self, starts: Tensor, x: Tensor) -> list[Tensor]:
+        """For each taken dim where its elements are, over the dims of the indices and then of the windows."""
+        columns = starts.unbind(self.vector) if self.vector < starts.ndim else [starts]
+        windows = self.windows(x)
+        found = [at.reshape([*at.shape, *[1] * len(windows)]) for at in columns]
+        named = {dim: at for dim, at in zip(self.named, found, strict=True) if dim in self.taken(x)}
+        for i, dim in enumerate(windows):
+            if self.sizes[dim] > 1:
+                named[dim] = named[dim] + _along(torch.arange(self.sizes[dim]), i, len(windows))
+        return list(named.values())
+
+
+def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
+    return values.reshape([-1 if i == dim else 1 for i in range(ndim)])
+
+
+def gather(text: str, x: Tensor, starts: Tensor) -> Tensor:
+    """``x[starts]``; with batching dims a ``torch.gather`` along the taken dims as one."""
+    dims = Dims.parse(text, x)
+    places = dims.places(starts, x)
+    if not dims.batch:
+        found = _permuted(x, dims.taken(x) + dims.kept(x))[tuple(places)]
+        return found.movedim(*_window_order(dims, x, found))
+    lead, flat, index = _in_batches(dims, x, places)
+    found = flat.gather(lead, index)
+    found = found.reshape([*_broadcast_shape(places), *flat.shape[lead + 1 :]])
+    return found.movedim(*_window_order(dims, x, found))
+
+
+def scatter(text: str, x: Tensor, starts: Tensor, updates: Tensor, reduce: str) -> Tensor:
+    """``x`` with ``updates`` added at ``starts``, or with the least kept."""
+    dims = Dims.parse(text, x, updates)
+    places = dims.places(starts, x)
+    order = dims.taken(x) + dims.kept(x)
+    updates = updates.movedim(*reversed(_window_order(dims, x, updates)))
+    if not dims.batch and reduce == "sum":
+        return _unpermuted(_permuted(x, order).index_put(tuple(places), updates, accumulate=True), order)
+    lead, flat, index = _in_batches(dims, x, places)
+    values = updates.reshape(index.shape)
+    added = (
+        flat.scatter_add(lead, index, values) if reduce == "sum" else flat.scatter_reduce(lead, index, values, reduce)
+    )
+    order = _batch_order(dims) + order
+    return _unpermuted(added.reshape([x.shape[dim] for dim in order]), order)
+
+
+def _window_order(dims: Dims, x: Tensor, result: Tensor) -> tuple[list[int], list[int]]:
+    """From where to where the dims of a piece move: behind the dims of the indices, to where the text has them."""
+    last = dims.windows(x) + dims.kept(x)
+    stay = [dim for dim in last if dim not in dims.gone]
+    count = result.ndim - len(stay)
+    return [count + stay.index(dim) for dim in sorted(stay)], dims.offset
+
+
+def _batch_order(dims: Dims) -> list[int]:
+    """The batching dims of ``x`` in the order of the indices', which stand in front."""
+    assert sorted(dims.index_batch) == list(range(len(dims.batch))), dims
+    return [dims.batch[dims.index_batch.index(dim)] for dim in range(len(dims.batch))]
+
+
+def _in_batches(dims: Dims, x: Tensor, places: list[Tensor]) -> tuple[int, Tensor, Tensor]:
+    """``x`` as ``[*batch, all taken, *kept]``, the dim of all taken, and an index tensor along it."""
+    batch, taken, kept = _batch_order(dims), dims.taken(x), dims.kept(x)
+    sizes = [[x.shape[dim] for dim in group] for group in (batch, taken, kept)]
+    flat = _permuted(x, batch + taken + kept).reshape([*sizes[0], math.prod(sizes[1]), *sizes[2]])
+    index = sum(at.long() * math.prod(sizes[1][i + 1 :]) for i, at in enumerate(places))
+    assert isinstance(index, Tensor)
+    index = index.reshape([*sizes[0], -1, *[1] * len(kept)])
+    return len(batch), flat, index.expand([*index.shape[: len(batch) + 1], *sizes[2]])
+
+
+def _broadcast_shape(places: list[Tensor]) -> torch.Size:
+    return torch.broadcast_shapes(*(at.shape for at in places))
+
+
+def _permuted(x: Tensor, order: list[int]) -> Tensor:
+    return x if order == sorted(order) else x.permute(order)
+
+
+def _unpermuted(x: Tensor, order: list[int]) -> Tensor:
+    return x if order == sorted(order) else x.permute([order.index(dim) for dim in range(x.ndim)])

@@ -1,0 +1,38 @@
+"""Of GSPMD's cases as many are right and lean as were before (``python -m tests.conformance gspmd`` runs all)."""
+
+from __future__ import annotations
+
+import pytest
+from conformance.gspmd import cases, is_scored, score
+from conformance.gspmd_ops import Case
+from conformance.suite import Result
+from printed import compiled, value
+
+from shardc import Mesh, P
+
+SMALL = 20_000  # elements of all inputs and outputs
+
+
+@pytest.fixture(scope="module")
+def results() -> list[tuple[Case, Result]]:
+    """Those of every case that is small."""
+    small = [case for case in cases() if case.elements <= SMALL]
+    assert len(small) == 180
+    return [(case, score(case)) for case in small]
+
+
+def test_no_case_has_other_values_or_local_shapes_than_expected(results: list[tuple[Case, Result]]) -> None:
+    assert [result for _, result in results if result.outcome == "wrong"] == []
+
+
+def test_as_many_cases_are_right_and_lean_as_before(results: list[tuple[Case, Result]]) -> None:
+    right = [(case, result) for case, result in results if result.outcome == "right"]
+    assert len(right) >= 110
+    assert sum(is_scored(case) and result.facts["is_lean"] for case, result in right) >= 90
+
+
+def test_an_output_that_is_an_input_may_be_placed_otherwise() -> None:
+    annotations = {"x": P("a", "b"), "output:0": P("b", "a")}
+    program = compiled(lambda x: (x, x), Mesh(a=2, b=2), annotations, x=value(4, 4))
+    assert [str(program.shardings[name]) for name in ("x", "0", "1")] == ["[_@a, _@b]", "[_@b, _@a]", "[_@a, _@b]"]
+    assert [each.kind for each in program.collectives] == ["collective_permute"]
