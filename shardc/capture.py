@@ -154,7 +154,7 @@ class _Joint:
                 )
                 for entry in self.inputs
             ]
-            return make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()))(*fakes)
+            return make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _UNPRINTABLE)(*fakes)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``Ends``."""
@@ -248,6 +248,16 @@ class _Watch(TorchDispatchMode):
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
             self.latest = replace(known, phase=self.phase)
         return self.latest
+
+
+def _random_from(x: torch.Tensor, low: int, high: int | None = None, *, generator: Any = None) -> torch.Tensor:
+    """Whole numbers from ``low`` up to ``high``, by default to the largest that the dtype counts to."""
+    largest = int(2 / torch.finfo(x.dtype).eps) if x.is_floating_point() else torch.iinfo(x.dtype).max - 1
+    return torch.randint_like(x, low, largest + 1 if high is None else high)
+
+
+# Ops that fx cannot print: the overload's name is a word of Python's.
+_UNPRINTABLE = {getattr(torch.ops.aten.random, "from"): _random_from}
 
 
 def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:

@@ -16,7 +16,7 @@ import shardc.ops  # noqa: F401
 from shardc.node import operands
 from shardc.ops.contraction import dot
 from shardc.ops.embedding import lookup_rows, scatter_rows
-from shardc.ops.random import uniform
+from shardc.ops.random import poisson_quantile, uniform
 from shardc.program import Program
 from shardc.rule import Call, Rule
 from shardc.sharding import TensorType
@@ -25,7 +25,7 @@ LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_tex
 EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
 
 
-PYTHON_OPS = {op.__name__: op for op in (dot, uniform, lookup_rows, scatter_rows)}
+PYTHON_OPS = {op.__name__: op for op in (dot, uniform, poisson_quantile, lookup_rows, scatter_rows)}
 
 
 class Draw(dict[str, Any]):

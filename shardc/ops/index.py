@@ -101,6 +101,11 @@ def _index_add_rule(call: Call) -> Rule:
     return make_rule(f"{x}, 1, {x} -> {x}", call, linear="02")
 
 
+def _searchsorted_rule(call: Call) -> Rule:
+    is_row = len(call.operand.shape) == 1
+    return make_rule("k, ..., k -> ..." if is_row else "... k, ... n, ... k -> ... n", call, whole="k")
+
+
 rule(aten.index.Tensor, _index_rule)
 rule(aten._unsafe_index.Tensor, _index_rule)
 rule(aten.index_put.default, _index_put_rule)
@@ -112,3 +117,4 @@ rule(aten.scatter_add.default, _scatter_rule(linear="02"))
 rule(aten.scatter_reduce.two, _scatter_rule())
 rule(aten.index_select.default, _index_select_rule)
 rule(aten.index_add.default, _index_add_rule)
+rule(aten.searchsorted.Tensor, _searchsorted_rule)

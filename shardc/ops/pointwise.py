@@ -34,6 +34,7 @@ rule(aten.div.Scalar, pointwise("0"))
 rule(aten.neg.default, pointwise("0"))
 rule(aten.masked_fill.Scalar, _masked_fill_rule)
 rule(aten.masked_fill.Tensor, pointwise())
+rule(aten.complex.default, pointwise())
 
 # Copies.
 rule(aten.clone.default, pointwise("0"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,10 +20,61 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     element. Element ``i`` is output ``i`` of a SplitMix64 stream (Steele, Lea and Flood, 2014) whose state is seed,
     step and key, mixed one after the other. Integers wrap modulo 2**64.
     """
-    seed, step = random[0], random[1]
-    state = _mix(_mix(seed + _signed(_GAMMA)) + step * _signed(_GAMMA)) + _signed(key * _GAMMA)
-    bits = _mix(_mix(state) + (index + 1) * _signed(_GAMMA))
+    bits = _mix(_stream(random, key) + (index + 1) * _signed(_GAMMA))
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:
+    """The smallest whole number that a Poisson variable of each rate stays below or at with this chance, in float64.
+
+    ``chance``: float64 in [0, 1 - 2**-48]. By bisection of the cumulated distribution, from bounds (Chernoff's) that
+    hold for such a chance; a rate up to 2**53.
+    """
+    spread = 9 * rate.sqrt()
+    low = (rate - spread).floor().clamp_min(0) - 1
+    high = (rate + spread).ceil() + 60
+    for _ in range(32):
+        middle = ((low + high) / 2).floor()
+        is_enough = (torch.special.gammaincc(middle.clamp_min(0) + 1, rate) >= chance) & (middle > low)
+        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+    return high
+
+
+def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
+    """A random op by its name (``aten.binomial.default``), drawn by torch's own generator, which is put back after.
+
+    ``args``: in the order of its schema. Its seed depends on seed, step and key alone: whole on every rank, its values
+    are the same on each of them, on one kind of device.
+    """
+    op = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part)
+    schema: Any = op._schema
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=True))
+    named = {argument.name: given.pop(argument.name) for argument in schema.arguments if argument.kwarg_only}
+    if "device" in named:
+        named["device"] = random.device
+    if random.is_meta:
+        return _on_meta(op, list(given.values()), named)
+    with torch.random.fork_rng([random.device] if random.is_cuda else []):
+        torch.manual_seed(int(_mix(_stream(random, key))))
+        return op(*given.values(), **named)  # type: ignore[operator]
+
+
+def _on_meta(op: Any, args: list[Any], named: dict[str, Any]) -> Any:
+    """What an op returns on meta; where it has no kernel there, by one run on zeros."""
+    try:
+        return op(*args, **named)
+    except NotImplementedError:
+        zeros = [torch.zeros_like(arg, device="cpu") if isinstance(arg, Tensor) else arg for arg in args]
+        result = op(*zeros, **named)
+        return result.to("meta") if isinstance(result, Tensor) else tuple(each.to("meta") for each in result)
+
+
+def _stream(random: Tensor, key: int) -> Tensor:
+    """The state of SplitMix64 that seed, step and key select."""
+    seed, step = random[0], random[1]
+    return _mix(_mix(_mix(seed + _signed(_GAMMA)) + step * _signed(_GAMMA)) + _signed(key * _GAMMA))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -42,3 +95,4 @@ def _signed(bits: int) -> int:
 
 
 rule(uniform, "_, ... -> ...")
+rule(poisson_quantile, "..., ... -> ...")
