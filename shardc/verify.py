@@ -29,6 +29,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # "output NAME" and "gradient NAME"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+Watch = Callable[[Compiled], None]
 Progress = Callable[[str], AbstractContextManager[None]]
 
 
@@ -57,13 +58,17 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     train: bool = True,
     progress: Progress = lambda step: nullcontext(),
+    watch: Watch = lambda compiled: None,
 ) -> tuple[Difference, ...]:
-    """Every difference of every check. The model and its inputs are copied, never changed."""
+    """Every difference of every check. The model and its inputs are copied, never changed.
+
+    ``watch`` is given each program whose numbers are compared with those of a single device.
+    """
     found: list[Difference] = []
     for dtype in TOLERANCES:
         own = copy.deepcopy(model).to(dtype)
         own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
-        found += _Run(own, mesh, annotations, own_args, own_kwargs, train, dtype, progress).differences()
+        found += _Run(own, mesh, annotations, own_args, own_kwargs, train, dtype, progress, watch).differences()
     return tuple(found)
 
 
@@ -79,10 +84,12 @@ class _Run:
     train: bool
     dtype: torch.dtype
     progress: Progress
+    watch: Watch
 
     def differences(self) -> Iterator[Difference]:
         """Sharded and single device draw alike from shardc's generator; against eager nothing is drawn."""
         compiled = self._compiled(self.model)
+        self.watch(compiled)
         with self._step(f"{self.mesh.size} virtual ranks"):
             sharded = _named(compiled.simulate(*self.args, **self.kwargs))
         single = self._single(compiled)

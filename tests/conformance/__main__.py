@@ -14,6 +14,7 @@ from pathlib import Path
 SUITES = {
     "op_db": "PyTorch's own operator samples, forward and gradients, under random shardings",
     "gspmd": "cases of openxla's partitioners: values, local shapes and bytes on the wire",
+    "zoo": "small models of transformers and others: numbers, collectives, operations done twice",
 }
 
 

@@ -1,0 +1,159 @@
+"""The model zoo: each model sharded on small meshes equals the single device; and what that costs.
+
+Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
+and once with sizes that do not divide. ``shardc.verify`` holds outputs and every gradient, in float64 and float32,
+against the single device, and that against the eager model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shardc import Mesh, P
+from shardc.api import Compiled
+from shardc.cost import flops_of
+from shardc.dump import fallbacks_of
+from shardc.node import op_name
+from shardc.text import bytes_text, table
+from shardc.verify import Difference, verify
+
+from . import zoo_convolutions as zoo_convolutions
+from .suite import Result, exit_code, print_counts, run_cases, write_json
+from .zoo_models import MODELS, Made, Sizes
+
+MESHES = {"dp=2": Mesh(dp=2), "tp=2": Mesh(tp=2), "dp=2,tp=2": Mesh(dp=2, tp=2)}
+SIZES = {"even": Sizes(), "dropout": Sizes(), "uneven": Sizes(batch=5, seq=7, vocab=67, heads=3)}
+DROPOUT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a mesh; ``variant`` is a name of ``SIZES``."""
+
+    model: str
+    variant: str
+    mesh: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.variant} {self.mesh}"
+
+    def make(self) -> Made:
+        """The model, ready to be trained, its inputs and its annotations."""
+        torch.manual_seed(0)
+        model, inputs, weights = MODELS[self.model](SIZES[self.variant])
+        set_dropout(model, DROPOUT if self.variant == "dropout" else 0.0)
+        batch = {f"input:{name}": P("dp") for name, value in inputs.items() if isinstance(value, Tensor)}
+        annotations = {"dp=2": batch, "tp=2": weights, "dp=2,tp=2": batch | dict(weights)}
+        return model.train(), inputs, annotations[self.mesh]
+
+
+def set_dropout(model: nn.Module, chance: float) -> None:
+    """Give every module that drops, by whatever name it keeps its chance, the same one."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if isinstance(value, (int, float)) and (
+                    "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
+                ):
+                    setattr(holder, name, chance)
+
+
+def cases(
+    only: str | None = None, variants: Sequence[str] = tuple(SIZES), meshes: Sequence[str] = ()
+) -> Iterator[Case]:
+    """Every model on every mesh; the further variants on the largest mesh alone, if no meshes are asked for."""
+    for name in MODELS:
+        for variant in variants if fnmatch.fnmatch(name, only or "*") else ():
+            for mesh in meshes or (MESHES if variant == "even" else ["dp=2,tp=2"]):
+                yield Case(name, variant, mesh)
+
+
+def run(case: Case) -> Result:
+    """Compile the case, compare its numbers, and count what the program costs."""
+    seen: list[Compiled] = []
+    try:
+        model, inputs, annotations = case.make()
+        found = verify(model, MESHES[case.mesh], annotations, kwargs=inputs, watch=seen.append)
+    except Exception as error:  # whatever stops one model, the next is tried
+        return Result(str(case), "refused", f"{type(error).__name__}: {error}")
+    wrong = [f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small]
+    return Result(str(case), "wrong" if wrong else "right", "; ".join(wrong[:4]), _worst(found) | _costs(seen[-1]))
+
+
+def _worst(found: Sequence[Difference]) -> dict[str, float]:
+    return {dtype: max(each.difference for each in found if each.dtype == dtype) for dtype in ("float64", "float32")}
+
+
+def _costs(compiled: Compiled) -> dict[str, Any]:
+    """``redundant``: operations of all ranks together over those of the model, 1 when nothing is computed twice."""
+    program = compiled.program
+    whole, all_ranks = flops_of(compiled.at("canonicalize")), flops_of(program, of_rank=True) * compiled.mesh.size
+    return {
+        "seconds": dict(compiled.seconds),
+        "nodes": len(program.graph.nodes),
+        "collectives": dict(Counter(found.kind for found in compiled.collectives)),
+        "wire_bytes": sum(found.wire_bytes for found in compiled.collectives),
+        "redundant": all_ranks / max(1, whole),
+        "fallbacks": dict(Counter(op_name(node.target) for node in fallbacks_of(program))),
+    }
+
+
+# The command.
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+HEADER = ("case", "float64", "float32", "capture s", "passes s", "nodes", *KINDS, "wire", "FLOPs", "run whole")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which variants, on which meshes."""
+    parser.add_argument("--variant", action="append", choices=tuple(SIZES), help="only this one; may be given again")
+    parser.add_argument("--mesh", action="append", choices=tuple(MESHES), help="only this one; may be given again")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the cases; print a row for each, where the time of compiling went, and the counts."""
+    quiet()
+    chosen = list(cases(options.only, options.variant or tuple(SIZES), options.mesh or ()))
+    results = run_cases(run, chosen, options.jobs)
+    print(table(HEADER, [_row(result) for result in results if result.facts]))
+    print(_slowest(results))
+    print_counts("zoo", results)
+    without = [result for result in results if result.outcome == "right" and not result.facts["fallbacks"]]
+    print(f"zoo: {len(without)} of them right with no op run whole")
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def quiet() -> None:
+    """What transformers says of small configs, and torch of ops that it cannot trace, is no news."""
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    facts, seconds = result.facts, dict(result.facts["seconds"])
+    capture = seconds.pop("capture")
+    return (
+        *(result.name, f"{facts['float64']:.0e}", f"{facts['float32']:.0e}"),
+        *(f"{capture:.2f}", f"{sum(seconds.values()):.2f}", str(facts["nodes"])),
+        *(str(facts["collectives"].get(kind, 0)) for kind in KINDS),
+        *(bytes_text(facts["wire_bytes"]), f"{facts['redundant']:.2f}"),
+        ", ".join(f"{name} {count}" for name, count in facts["fallbacks"].items()),
+    )
+
+
+def _slowest(results: Sequence[Result]) -> str:
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result.facts.get("seconds", {}))
+    return table(("slowest", "seconds"), [(name, f"{took:.1f}") for name, took in total.most_common()])
