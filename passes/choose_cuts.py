@@ -77,10 +77,10 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
     cuts: Cuts = {}
     for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
         have = cuts.get(claim.factor, WHOLE)
-        if claim.factor not in rule.whole and extends(claim.cut, have):
+        if rule.may_cut(claim.factor, claim.cut) and extends(claim.cut, have):
             used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
             granted = dividing(_unused(claim.cut, used), rule.sizes[claim.factor])
-            if granted != WHOLE and extends(granted, have):
+            if granted != WHOLE and rule.may_cut(claim.factor, granted) and extends(granted, have):
                 cuts[claim.factor] = granted
     return cuts
 
@@ -141,7 +141,7 @@ class Plan:
 
     def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
-        cut = [part for claim in claims if claim.factor not in rule.whole for part in claim.cut.all_axes]
+        cut = [part for claim in claims if rule.may_cut(claim.factor, claim.cut) for part in claim.cut.all_axes]
 
         def nbytes(group: frozenset[int]) -> int:
             return max(self.program.value_type(value).nbytes for i, value in enumerate(given) if value and i in group)

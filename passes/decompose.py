@@ -26,52 +26,64 @@ from shardc.node import arguments
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
 from shardc.rule import Rule
-from shardc.sharding import Sharding
+from shardc.sharding import Sharding, num_shards
 
-from .choose_cuts import assign, claims_on
+from .choose_cuts import Cuts, assign, claims_on
+from .emitter import Emitter
 from .propagate import propagate
+from .windowed import WINDOWED, Along
 
 aten = torch.ops.aten
+
+Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits what stands in an op's place
 
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
     while True:
-        found = [node for node in program.calls if node.target in DECOMPOSITIONS and _pays(program, node)]
+        found = {node.name: form for node in program.calls if (form := _form(program, node))}
         if not found:
             return program
-        names = {node.name for node in found}
         program = program.copy(level="canonical")
-        for node in [node for node in program.calls if node.name in names]:
+        for node in [node for node in program.calls if node.name in found]:
             with program.graph.inserting_before(node):
-                program.replace(node, DECOMPOSITIONS[node.target].expand(_Emitter(program, node)))
+                new = found[node.name](Emitter(program, node))
+            if isinstance(new, fx.Node):
+                program.replace(node, new)
+            else:
+                program.replace_results(node, new)
         program.remove_dead()
         program = propagate(program)
 
 
-@dataclass(frozen=True, slots=True)
-class _Emitter:
-    """``op(...)`` inserts a call in place of a node; ``given`` are the node's arguments."""
+def _form(program: Program, node: fx.Node) -> Form | None:
+    """What to put in an op's place, where that pays."""
+    if node.target in DECOMPOSITIONS and _pays(program, node):
+        return DECOMPOSITIONS[node.target].expand
+    if node.target in WINDOWED:
+        return _windowed(program, node)
+    return None
 
-    program: Program
-    node: fx.Node
 
-    @property
-    def given(self) -> dict[str, Any]:
-        return arguments(self.node)
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.program.emit(op, *args, like=self.node, **kwargs)
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        return self.program.value_type(self.program.value(node)).shape
+def _windowed(program: Program, node: fx.Node) -> Form | None:
+    """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
+    rule = program.rule(node)
+    for factor, cut in _arriving(program, node, rule).items():
+        dims = next(dims for dims in rule.operands if rule.has(factor, dims))
+        assert dims is not None
+        dim, count = dims.index((factor,)), num_shards(cut.axes)
+        if rule.chunks.get(factor) == 1 and not cut.minor and count > 1:
+            moved = WINDOWED[node.target].moved(Along(Emitter(program, node), dim, count))
+            if moved is not None and moved < (count - 1) * _gathered(program, node, rule, {factor}):
+                return lambda emit: WINDOWED[node.target].expand(Along(emit, dim, count))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Decomposition:
     """How an op is taken apart, and ``moved(program, node)``: bytes that its reductions move, in whole tensors."""
 
-    expand: Callable[[_Emitter], fx.Node]
+    expand: Form
     moved: Callable[[Program, fx.Node], int]
 
 
@@ -81,14 +93,7 @@ def _pays(program: Program, node: fx.Node) -> bool:
     A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use.
     """
     rule = program.rule(node)
-    loose = replaced(rule, whole=frozenset())
-
-    def lies(value: Value) -> Sharding:
-        sharding = program.shardings(value[0])[value[1]]
-        assert sharding is not None
-        return sharding
-
-    cuts = assign(loose, claims_on(program, node, loose, lies))
+    cuts = _arriving(program, node, rule)
     data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
     is_table = node.target in TABLES
     cut_whole = {
@@ -99,6 +104,18 @@ def _pays(program: Program, node: fx.Node) -> bool:
     return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node) < _gathered(
         program, node, rule, cut_whole
     )
+
+
+def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
+    """How the factors of an op would be cut, could all be."""
+    loose = replaced(rule, whole=frozenset(), chunks={})
+
+    def lies(value: Value) -> Sharding:
+        sharding = program.shardings(value[0])[value[1]]
+        assert sharding is not None
+        return sharding
+
+    return assign(loose, claims_on(program, node, loose, lies))
 
 
 def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str]) -> int:
@@ -114,38 +131,38 @@ def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str]) ->
 # The ops.
 
 
-def _exponentials(emit: _Emitter) -> tuple[fx.Node, fx.Node, list[int]]:
+def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, list[int]]:
     """Shift ``x`` by its maximum; the shifted, the sum of its exponentials along the dim, and the dim."""
     x, dims = emit.given["self"], [emit.given["dim"]]
     shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
     return shifted, emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), dims, True), dims
 
 
-def _log_softmax(emit: _Emitter) -> fx.Node:
+def _log_softmax(emit: Emitter) -> fx.Node:
     shifted, total, _ = _exponentials(emit)
     return emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
 
 
-def _softmax(emit: _Emitter) -> fx.Node:
+def _softmax(emit: Emitter) -> fx.Node:
     shifted, total, _ = _exponentials(emit)
     return emit(aten.div.Tensor, emit(aten.exp.default, shifted), total)
 
 
-def _log_softmax_backward(emit: _Emitter) -> fx.Node:
+def _log_softmax_backward(emit: Emitter) -> fx.Node:
     """``g - exp(y) * sum(g)``."""
     gradient, y = emit.given["grad_output"], emit.given["output"]
     total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
     return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
 
 
-def _softmax_backward(emit: _Emitter) -> fx.Node:
+def _softmax_backward(emit: Emitter) -> fx.Node:
     """``y * (g - sum(g * y))``."""
     gradient, y = emit.given["grad_output"], emit.given["output"]
     total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, gradient, y), [emit.given["dim"]], True)
     return emit(aten.mul.Tensor, y, emit(aten.sub.Tensor, gradient, total))
 
 
-def _gather(emit: _Emitter) -> fx.Node:
+def _gather(emit: Emitter) -> fx.Node:
     """One element of each row, as a sum over the row of what stands at that position."""
     x, index = emit.given["self"], emit.given["index"]
     ndim = len(emit.shape(x))
@@ -158,12 +175,12 @@ def _gather(emit: _Emitter) -> fx.Node:
     return emit(aten.sum.dim_IntList, there, [dim], True)
 
 
-def _embedding(emit: _Emitter) -> fx.Node:
+def _embedding(emit: Emitter) -> fx.Node:
     weight, ids = emit.given["weight"], emit.given["indices"]
     return emit(lookup_rows, weight, ids, emit(aten.arange.default, emit.shape(weight)[0]))
 
 
-def _embedding_backward(emit: _Emitter) -> fx.Node:
+def _embedding_backward(emit: Emitter) -> fx.Node:
     given = emit.given
     rows = emit(aten.arange.default, given["num_weights"])
     gradient = emit(scatter_rows, given["grad_output"], given["indices"], rows)

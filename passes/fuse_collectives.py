@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.collective import COLLECTIVES, all_reduce, reduce_scatter, shard_slice
+from shardc.collective import COLLECTIVES, EXCHANGES, all_reduce, reduce_scatter, shard_slice
 from shardc.node import operand
 from shardc.program import Program
 
@@ -38,7 +38,7 @@ def fuse_collectives(program: Program) -> Program:
 def _share_equal(program: Program) -> None:
     seen: dict[object, fx.Node] = {}
     for node in list(program.calls):
-        if node.target in COLLECTIVES:
+        if node.target in COLLECTIVES or node.target in EXCHANGES:
             key = (node.target, node.args)
             if key in seen:
                 program.replace(node, seen[key])

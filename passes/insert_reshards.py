@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.collective import reshard
-from shardc.node import is_getitem, operands, set_operands
+from shardc.collective import EXCHANGES, reshard
+from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Origin, Output, Program, Value
 from shardc.sharding import Sharding
 
@@ -54,14 +54,16 @@ class _Rewriter:
                 made = self.plan.made[node]
                 self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
                 self._explain_partial(node)
+                if node.target in EXCHANGES:
+                    self._explain_exchange(node)
             if node.op != "output" and not self.program.has_many(node):
                 self._reduce(node)
 
     def _explain_partial(self, node: fx.Node) -> None:
         """A sum is open over an axis because an operand was cut by it, or was such a sum."""
         came: dict[str, Origin] = {}
-        for operand in filter(None, operands(node)):
-            for axis, origin in self.program.origin(operand).items():
+        for taken in filter(None, operands(node)):
+            for axis, origin in self.program.origin(taken).items():
                 came.setdefault(axis, Origin(origin.annotation, origin.rank, node.name, origin))
         self.program.set_origins(
             node,
@@ -73,10 +75,17 @@ class _Rewriter:
             ),
         )
 
+    def _explain_exchange(self, node: fx.Node) -> None:
+        """Neighbours' edges are needed because the dim is cut."""
+        type_ = self.program.type(node)
+        lies, of = self.program.sharding(node).text(type_), _name(self.program, operand(node))
+        why = f"{_name(self.program, node)} of {of} is {lies}: edges overlap"
+        self.program.set_cause(node, "; ".join([why, *_origins(self.program, node)]))
+
     def _operands(self, node: fx.Node) -> None:
         new = [
-            operand if operand is None or wanted is None else self._resharded(operand, wanted, node)
-            for operand, wanted in zip(operands(node), self.plan.wanted[node], strict=True)
+            taken if taken is None or wanted is None else self._resharded(taken, wanted, node)
+            for taken, wanted in zip(operands(node), self.plan.wanted[node], strict=True)
         ]
         set_operands(node, new)
 
@@ -89,8 +98,8 @@ class _Rewriter:
             with self.program.graph.inserting_after(node):
                 self.holder[value] = self._insert(node, lies, _name(self.program, next(iter(node.users))))
 
-    def _resharded(self, operand: fx.Node, wanted: Sharding, user: fx.Node) -> fx.Node:
-        held = self.holder[self.program.value(operand)]
+    def _resharded(self, taken: fx.Node, wanted: Sharding, user: fx.Node) -> fx.Node:
+        held = self.holder[self.program.value(taken)]
         if self.program.sharding(held) == wanted:
             return held
         if (held, wanted) not in self.done:

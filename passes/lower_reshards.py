@@ -5,8 +5,9 @@
     y: f32[8@dp, 64]{sum tp} = mm(x, w)             y: f32[8@dp, 64]{sum tp} = mm(x, w)
     z: f32[8@dp, 64@tp] = reshard(y)         ->     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
 
-Where cuts in blocks change, views to one dim for each block level stand around the collectives. Invariant: every value
-that was there lies as before, and types stay global.
+Where cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim
+are told the axes along which ranks exchange edges. Invariant: every value that was there lies as before, and types stay
+global.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.collective import COLLECTIVES, Step, reshard
+from shardc.collective import COLLECTIVES, EXCHANGES, Step, reshard
 from shardc.program import Program
 from shardc.sharding import TensorType
 
@@ -33,6 +34,11 @@ def lower_reshards(program: Program) -> Program:
                 for step in plan_reshard(program.sharding(value), program.sharding(node), program.type(node)):
                     value = _insert(program, step, value, node)
             program.replace(node, value)
+        elif node.target in EXCHANGES:
+            moved, _, dim, *rest = node.args
+            sharding = program.sharding(node)
+            axes = sharding.dims[dim].axes  # type: ignore[index]
+            node.args = (moved, tuple(map(sharding.mesh.print_part, axes)), dim, *rest)
     return program
 
 

@@ -219,12 +219,12 @@ class _State:
         for factor in sorted(
             factors, key=lambda name: -max(n for n, cut in zip(sizes, cuts, strict=True) if name in cut)
         ):
-            if factor in op.rule.whole or op.rule.sizes[factor] == 1:
+            if factor in op.rule.whole or (op.rule.sizes[factor] == 1 and factor not in op.rule.chunks):
                 continue
             sources = [i for i, cut in enumerate(cuts) if factor in cut]
             source = max(sources, key=lambda i: (len(cuts[i][factor].all_axes), -i))
             cut = dividing(cuts[source][factor], op.rule.sizes[factor])
-            if not all(extends(cut, cuts[i][factor]) for i in sources):
+            if not op.rule.may_pass(factor, cut) or not all(extends(cut, cuts[i][factor]) for i in sources):
                 continue
             for i, (value, dims) in enumerate(tensors):
                 if op.rule.has(factor, dims) and cuts[i].get(factor, WHOLE) != cut:

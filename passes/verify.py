@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, reshard, steps_sharding
+from shardc.collective import COLLECTIVES, EXCHANGES, reshard, steps_sharding
 from shardc.mesh import AxisPart
 from shardc.node import is_getitem, operand
 from shardc.program import LEVELS, Level, Program, Value
@@ -89,7 +89,7 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         for factor in (factor for factors in dims for factor in factors):
             cut = cuts.setdefault(factor, found.get(factor, WHOLE))
             assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut otherwise in {value[0]} {sharding}"
-            assert cut == WHOLE or factor not in rule.whole, f"{node}: factor {factor} must be whole"
+            assert cut == WHOLE or rule.may_cut(factor, cut), f"{node}: factor {factor} must be whole"
     passing = _passing(program, node, rule)
     for value, _ in _made(program, node, rule):
         partial = [factor for factor in cuts if rule.is_partial(factor, value[1])]
@@ -190,7 +190,7 @@ def _types_are_local(program: Program) -> None:
     if program.level != "localized":
         return
     for node in program.calls:
-        if node.target in COLLECTIVES:
+        if node.target in COLLECTIVES or node.target in EXCHANGES:
             continue
         found = program.infer(node.target, node.args, node.kwargs)
         inferred: tuple[TensorType | None, ...] = found if isinstance(found, tuple) else (found,)

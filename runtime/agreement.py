@@ -9,7 +9,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from shardc.collective import COLLECTIVES
+from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.error import ShardingError
 from shardc.program import Program
 
@@ -36,7 +36,7 @@ def agreement_text(program: Program) -> str:
     """What all ranks must have in common, a line each: versions, the mesh, every collective in order."""
     lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
     for node in program.calls:
-        if kind := COLLECTIVES.get(node.target):  # type: ignore[arg-type]
+        if kind := COLLECTIVES.get(node.target) or EXCHANGES.get(node.target):  # type: ignore[arg-type]
             operand, *args = node.args
             lines.append(f"{node.name} = {kind}{(str(operand), *args)}: {program.type(node)}")
     return "\n".join(lines)

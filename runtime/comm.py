@@ -17,6 +17,8 @@ from shardc.mesh import Axes, AxisPart, Mesh, part_ends, split_parts
 from shardc.partition import parse_part
 from shardc.sharding import num_shards
 
+from .exchange import Exchange, OverlapExchange, WindowExchange
+
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
 PartNames = tuple[str, ...]  # axis parts as printed, major first
 
@@ -62,6 +64,8 @@ class Comm(Protocol):
     def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors: ...
     def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors: ...
     def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors: ...
+    def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors: ...
+    def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors: ...
 
 
 class SimulatedComm:
@@ -111,6 +115,25 @@ class SimulatedComm:
         for position, source in enumerate(sources):
             self.traffic[source].count("collective_permute", 0 if source == position else xs[source].nbytes)
         return [xs[source] for source in sources]
+
+    def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors:
+        """Each rank gets its window, from its own chunk and its neighbours'."""
+        return self._exchange(xs, axes, WindowExchange(values, dim, fill))
+
+    def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors:
+        """Each rank gets the sum of what its own window and its neighbours' have for its chunk."""
+        return self._exchange(xs, axes, OverlapExchange(values, dim))
+
+    def _exchange(self, xs: Tensors, axes: PartNames, exchange: Exchange) -> Tensors:
+        results = list(xs)
+        for group in self.mesh.groups(parse_parts(self.mesh, axes)):
+            sent = [exchange.pieces(xs[position], i) for i, position in enumerate(group)]
+            for i, position in enumerate(group):
+                results[position] = exchange.join(xs[position], i, [pieces[i] for pieces in sent])
+                moved = sum(piece.nbytes for j, pieces in enumerate(sent[i]) if j != i for piece in pieces)
+                if exchange.moves:
+                    self.traffic[position].count("collective_permute", moved)
+        return results
 
     def _in_groups(self, kind: Kind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]) -> Tensors:
         results = list(xs)

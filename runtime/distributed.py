@@ -16,6 +16,7 @@ from shardc.sharding import Sharding, num_shards
 
 from . import functional
 from .comm import PartNames, Tensors, Traffic, keep_chunk, parse_parts, source_position
+from .exchange import Exchange, OverlapExchange, WindowExchange
 from .functional import Group
 from .piece import unshard
 
@@ -71,6 +72,27 @@ class TorchComm:
         (x,) = xs
         self.traffic[0].count("collective_permute", 0 if target == group.index else x.nbytes)
         return [functional.permute(x, group, source, target)]
+
+    def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors:
+        """Our window, from our chunk and the neighbours'."""
+        return self._exchange(xs, axes, WindowExchange(values, dim, fill))
+
+    def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors:
+        """The sum of what our window and the neighbours' have for our chunk."""
+        return self._exchange(xs, axes, OverlapExchange(values, dim))
+
+    def _exchange(self, xs: Tensors, axes: PartNames, exchange: Exchange) -> Tensors:
+        parts = parse_parts(self.mesh, axes)
+        index = self.mesh.index(self.position, parts)
+        (x,) = xs
+        pieces = exchange.pieces(x, index)
+        given = [each if i != index else () for i, each in enumerate(pieces)]
+        taken: list[Tensors] = [()] * len(pieces)
+        if exchange.moves:
+            taken = functional.exchange(x, given, exchange.lengths(index), exchange.dim, self.group(parts))
+            self.traffic[0].count("collective_permute", sum(piece.nbytes for each in given for piece in each))
+        taken[index] = pieces[index]
+        return [exchange.join(x, index, taken)]
 
     def group(self, axes: Axes) -> Group:
         """The group along these axes that this rank is in; the process group is made if there is none yet."""

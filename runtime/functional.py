@@ -5,7 +5,7 @@ Every function is made of ops alone, so a compiler can trace it. A group of one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,29 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Tensor:
     takes = [x.numel() if rank == group.order[source] else 0 for rank in range(group.size)]
     received = c10d.all_to_all_single(x.contiguous().flatten(), takes, sends, group.name)
     return c10d.wait_tensor(received).view(x.shape)
+
+
+def exchange(
+    x: Tensor, pieces: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dim: int, group: Group
+) -> list[Sequence[Tensor]]:
+    """Pieces of any length along ``dim`` for every rank of the group, in return for those that it has for us.
+
+    ``lengths`` are those of the pieces that are taken; ours for ourselves are left out.
+    """
+    row = x.numel() // max(1, x.shape[dim])
+    gives = [sum(piece.numel() for piece in pieces[i]) for i in group.inverse]
+    takes = [row * sum(lengths[i]) if i != group.index else 0 for i in group.inverse]
+    flat = torch.cat([x.new_empty(0), *(piece.flatten() for i in group.inverse for piece in pieces[i])])
+    received = c10d.wait_tensor(c10d.all_to_all_single(flat, takes, gives, group.name)).split(takes)
+    return [
+        [
+            piece.view([size if i == dim else old for i, old in enumerate(x.shape)])
+            for size, piece in zip(lengths[i], received[rank].split([row * size for size in lengths[i]]), strict=True)
+        ]
+        if i != group.index
+        else ()
+        for i, rank in enumerate(group.order)
+    ]
 
 
 def _exchange(pieces: Tensor, group: Group) -> Tensor:

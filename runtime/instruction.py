@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.collective import COLLECTIVES
+from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.node import takes_device
 from shardc.program import Program
 
@@ -84,8 +84,15 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
         tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
         tuple((i, _plain(argument)) for i, argument in enumerate(args) if _has_slot(argument)),
         slots[node],
-        COLLECTIVES.get(node.target, "") if is_local else "",
+        _method(node) if is_local else "",
     )
+
+
+def _method(node: fx.Node) -> str:
+    """The method of ``Comm`` that runs a call; an exchange that no axes were given to is an op like any other."""
+    if node.target in EXCHANGES:
+        return EXCHANGES[node.target] if node.args[1] else ""
+    return COLLECTIVES.get(node.target, "")  # type: ignore[arg-type]
 
 
 def _with_names(target: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

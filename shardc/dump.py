@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, collectives_of, reshard
+from shardc.collective import COLLECTIVES, collectives_of, moves_edges, reshard
 from shardc.cost import flops_of, memory_of
 from shardc.error import ShardingError, did_you_mean
 from shardc.program import Program
@@ -173,7 +173,7 @@ def program_dot(program: Program) -> str:
     """The graph for graphviz: a box for each module, collectives and ops without a rule coloured."""
     called = op_names(program)
     colors = dict.fromkeys(fallbacks_of(program), FALLBACK_COLOR)
-    colors |= {node: COLLECTIVE_COLOR for node in program.calls if node.target in COLLECTIVES}
+    colors |= {node: COLLECTIVE_COLOR for node in program.calls if node.target in COLLECTIVES or moves_edges(node)}
     moved = {found.name: f"\n{bytes_text(found.wire_bytes)}" for found in collectives_of(program)}
     clusters: dict[str, list[str]] = {}
     for node in program.graph.nodes:

@@ -8,7 +8,7 @@ be cut on every tensor that has it, with no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardc.mesh import Axes, AxisPart, merge_parts
@@ -56,6 +56,8 @@ class Rule:
     a result. ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results combine.
     ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of one group
     and on none outside it. ``is_fallback``: the op has no rule of its own, all is gathered.
+    ``chunks``: factors whose dim has another size on each tensor. Such a factor is cut in just that many chunks, those
+    of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
     """
 
     operands: tuple[Dims | None, ...]
@@ -65,10 +67,21 @@ class Rule:
     reduce: ReduceOp = "sum"
     linear: Groups = ()
     is_fallback: bool = False
+    chunks: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, factor: str, dims: Dims | None) -> bool:
         """Whether a tensor has the factor."""
         return dims is not None and any(factor in dim for dim in dims)
+
+    def may_cut(self, factor: str, cut: DimSharding) -> bool:
+        """Whether the op runs on tensors of which the factor is cut so."""
+        if factor in self.chunks:
+            return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
+        return factor not in self.whole
+
+    def may_pass(self, factor: str, cut: DimSharding) -> bool:
+        """Whether tensors cut so belong together: the op runs on them, or may once it is decomposed."""
+        return self.chunks.get(factor) == 1 or self.may_cut(factor, cut)
 
     def is_reduced(self, factor: str) -> bool:
         """Whether no result has the factor, so that cutting it leaves every result partial."""
@@ -140,13 +153,15 @@ def make_rule(
     whole: str = "",
     reduce: ReduceOp = "sum",
     sizes: Mapping[str, int] | None = None,
+    chunks: Mapping[str, int] | None = None,
 ) -> Rule:
     """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
 
     A group of ``linear`` that names an absent operand (a number in its place) is dropped: ``x + 2`` is not linear.
     """
-    operands, results, known = bind_spec(spec, call.operands, call.results, sizes or {})
-    return Rule(operands, results, known, frozenset(whole.split()), reduce, present_groups(linear, call))
+    operands, results, known = bind_spec(spec, call.operands, call.results, sizes or {}, chunks or {})
+    groups = present_groups(linear, call)
+    return Rule(operands, results, known, frozenset(whole.split()), reduce, groups, chunks=chunks or {})
 
 
 def replicated_rule(call: Call) -> Rule:
@@ -270,14 +285,20 @@ def factor_cuts(
     cuts: dict[str, DimSharding] = {}
     for factors, dim, size in zip(dims, sharding.dims, shape, strict=True):
         if factors and dim != WHOLE:
-            taken = split_dim(dim, size, [sizes[factor] for factor in factors])
+            alone = len(factors) == 1
+            taken = (dim,) if alone else split_dim(dim, size, [sizes[factor] for factor in factors])
             cuts.update({factor: cut for factor, cut in zip(factors, taken, strict=True) if cut != WHOLE})
     return cuts
 
 
 def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
     """The dims of a tensor when its factors are cut as given."""
-    return tuple(join_dim([(sizes[factor], cuts.get(factor, WHOLE)) for factor in factors]) for factors in dims)
+    return tuple(
+        cuts.get(factors[0], WHOLE)
+        if len(factors) == 1
+        else join_dim([(sizes[factor], cuts.get(factor, WHOLE)) for factor in factors])
+        for factors in dims
+    )
 
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 
 from shardc.sharding import TensorType
@@ -18,8 +18,11 @@ def bind_spec(
     operands: Types,
     results: Types,
     given: Mapping[str, int],
+    chunks: Container[str] = (),
 ) -> tuple[Side, Side, dict[str, int]]:
     """The factors of every operand and result, and the size of every factor; ``given`` says sizes left open.
+
+    A dim of one of the ``chunks`` alone may have any size.
 
     >>> bind_spec("b k, k n -> b n", (f32[8, 4], f32[4, 6]), (f32[8, 6],), {})
     (((b,), (k,)), ((k,), (n,))), (((b,), (n,)),), {b: 8, k: 4, n: 6}
@@ -28,7 +31,7 @@ def bind_spec(
     tensors = (*operands, *results)
     sides = (*_parse_side(left, operands), *_parse_side(right, results))
     sizes = _factor_sizes(sides, tensors, given)
-    bound = tuple(_bind_tensor(dims, tensor, sizes) for dims, tensor in zip(sides, tensors, strict=True))
+    bound = tuple(_bind_tensor(dims, tensor, sizes, chunks) for dims, tensor in zip(sides, tensors, strict=True))
     return bound[: len(operands)], bound[len(operands) :], sizes
 
 
@@ -87,13 +90,17 @@ def _factor_sizes(sides: Side, tensors: Types, given: Mapping[str, int]) -> dict
     return sizes
 
 
-def _bind_tensor(dims: Dims | None, tensor: TensorType | None, sizes: Mapping[str, int]) -> Dims | None:
+def _bind_tensor(
+    dims: Dims | None, tensor: TensorType | None, sizes: Mapping[str, int], chunks: Container[str]
+) -> Dims | None:
     if dims is None or tensor is None:
         return None
-    return tuple(_bind_dim(factors, size, sizes) for factors, size in zip(dims, tensor.shape, strict=True))
+    return tuple(_bind_dim(factors, size, sizes, chunks) for factors, size in zip(dims, tensor.shape, strict=True))
 
 
-def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int], chunks: Container[str]) -> tuple[str, ...]:
+    if len(factors) == 1 and factors[0] in chunks:
+        return factors
     product = math.prod(sizes[factor] for factor in factors)
     if not factors or (size == 1 and product != 1):
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ from shardc.ops.random import poisson_quantile, uniform
 from shardc.program import Program
 from shardc.rule import Call, Rule
 from shardc.sharding import TensorType
+from shardc.spec import Dims
+from shardc.window import overlap_add, windows
 
 LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
 EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
 
 
-PYTHON_OPS = {op.__name__: op for op in (dot, uniform, poisson_quantile, lookup_rows, scatter_rows)}
+PYTHON_OPS = {
+    op.__name__: op for op in (dot, uniform, poisson_quantile, lookup_rows, scatter_rows, windows, overlap_add)
+}
 
 
 class Draw(dict[str, Any]):
@@ -120,6 +124,15 @@ def op_named(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, (namespace or ["aten"])[0]), op), overload)
 
 
+def without_chunks(rule: Rule) -> Rule:
+    """The rule as if dims cut in chunks of another size on each tensor were whole: test_window is theirs."""
+
+    def whole(dims: Dims | None) -> Dims | None:
+        return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
+
+    return replace(rule, operands=tuple(map(whole, rule.operands)), results=tuple(map(whole, rule.results)))
+
+
 def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
     graph = fx.Graph()
     program = Program(graph, (), ())
@@ -137,6 +150,6 @@ def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any
     node = graph.call_function(op, *pytree.tree_map_only(Tensor, placeholder, (args, kwargs)))
     types = tuple(map(type_of, as_results(found)))
     program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
-    bound = rule(program.call(node)) if rule else program.rule(node)
+    bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
     values = tuple(operand and tensors[operand] for operand in operands(node))
     return Case(op, args, kwargs, program.call(node), bound, values, tuple(as_results(found)))

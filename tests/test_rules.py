@@ -24,7 +24,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
 
 
 def cuttable(rule: Rule) -> list[str]:
-    return [factor for factor, size in rule.sizes.items() if factor not in rule.whole and size > 1]
+    held = {*rule.whole, *rule.chunks}
+    return [factor for factor, size in rule.sizes.items() if factor not in held and size > 1]
 
 
 def check_cuts(case: Case, pieces: Mapping[str, int]) -> None:

@@ -15,3 +15,4 @@ from shardc.ops import random as random
 from shardc.ops import reduction as reduction
 from shardc.ops import softmax as softmax
 from shardc.ops import view as view
+from shardc.ops import window as window

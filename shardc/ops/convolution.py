@@ -1,39 +1,64 @@
-"""Convolution, pooling and resampling: batch and channels may be cut, positions are whole."""
+"""Convolution, pooling and resampling: batch and channels may be cut, and places, of which chunks need their edges."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import TensorType
 
 aten = torch.ops.aten
 
 
-def _convolution_specs(ndim: int, is_transposed: bool, groups: int) -> tuple[str, str, str]:
-    """The specs of input, weight and result: ``n i``, ``o i`` and ``n o``. With groups all channels are whole."""
-    i, o = ("i", "o") if groups == 1 else ("1", "1")
-    places = " ".join(["1"] * (ndim - 2))
-    weight = f"{i} {o} {places}" if is_transposed else f"{o} {i} {places}"
-    return f"n {i} {places}", weight, f"n {o} {places}"
-
-
 def _convolution_rule(call: Call) -> Rule:
     """With a bias the input's channels are whole: were they cut, every shard would add it."""
-    transposed, groups = call.args[6], call.args[8]
-    x, weight, result = _convolution_specs(len(call.operand.shape), transposed, groups)
-    bias = "o" if groups == 1 else "1"
     whole = "i" if call.operands[2] is not None else ""
-    return make_rule(f"{x}, {weight}, {bias} -> {result}", call, whole=whole, linear="" if whole else "0 1")
+    x, weight, bias, result = _convolution_specs(call.operands, call.result, call.args[6], call.args[8])
+    spec = f"{x}, {weight}, {bias} -> {result}"
+    sizes = _common_sizes(call.operand, call.result)
+    return make_rule(
+        spec, call, whole=whole, linear="" if whole else "0 1", sizes=sizes, chunks=dict.fromkeys(sizes, 1)
+    )
 
 
 def _convolution_backward_rule(call: Call) -> Rule:
     """With a bias the input's channels are whole: the bias's gradient lacks them and is no sum over them."""
-    transposed, groups, mask = call.args[7], call.args[9], call.args[10]
-    x, weight, grad = _convolution_specs(len(call.operand.shape), transposed, groups)
-    bias = "o" if groups == 1 else "1"
-    return make_rule(f"{grad}, {x}, {weight} -> {x}, {weight}, {bias}", call, whole="i" if mask[2] else "")
+    grad, operands = call.operand, call.operands[1:]
+    x, weight, bias, result = _convolution_specs(operands, grad, call.args[7], call.args[9])
+    whole = "i" if call.args[10][2] else ""
+    spec = f"{result}, {x}, {weight} -> {x}, {weight}, {bias}"
+    assert operands[0] is not None
+    sizes = _common_sizes(operands[0], grad)
+    return make_rule(spec, call, whole=whole, sizes=sizes, chunks=dict.fromkeys(sizes, 1))
+
+
+def _convolution_specs(
+    operands: Sequence[TensorType | None], result: TensorType, is_transposed: bool, groups: int
+) -> tuple[str, str, str, str]:
+    """The specs of input ``n i``, weight ``o i``, bias ``o`` and result ``n o``. With groups all channels are whole."""
+    given, kernel = operands[:2]
+    assert given is not None and kernel is not None
+    i, o = ("i", "o") if groups == 1 else ("1", "1")
+    kernel_places = " ".join("1" for _ in kernel.shape[2:])
+    weight = f"{i} {o} {kernel_places}" if is_transposed else f"{o} {i} {kernel_places}"
+    places = _places(given, result)
+    return f"n {i} {places}", weight, o, f"n {o} {places}"
+
+
+def _places(x: TensorType, y: TensorType) -> str:
+    """A factor for each place that both have, of another size each: what it is cut in are chunks of both."""
+    sizes = _common_sizes(x, y)
+    return " ".join(f"s{i}" if f"s{i}" in sizes else "1" for i in range(len(x.shape) - 2))
+
+
+def _common_sizes(x: TensorType, y: TensorType) -> dict[str, int]:
+    """For each place that both have, in how many chunks both may be cut at most."""
+    pairs = list(zip(x.shape, y.shape, strict=True))[2:]
+    return {f"s{i}": math.gcd(*pair) for i, pair in enumerate(pairs) if min(pair) > 1}
 
 
 def _local_bias(call: Call, shard: Call) -> dict[int, Any]:

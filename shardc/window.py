@@ -1,0 +1,159 @@
+"""Windows of a cut dim: which elements each rank needs of its neighbours, and the two functions that fetch and return.
+
+An op that looks at a few elements around each position (a convolution, a shift) needs of a dim cut in chunks only the
+edges of the neighbours' chunks. ``windows`` gives each chunk of positions the run of elements that it looks at, all
+runs joined; ``overlap_add`` is its adjoint. Both mean the same on one device, where no axes cut the dim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from shardc.sharding import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Elements ``start`` to ``start + length`` of the chunk ``source`` stand at ``at`` in a window."""
+
+    source: int
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Runs of a dim of ``length`` elements, one for each of ``count`` chunks of ``total`` positions.
+
+    Position ``t`` looks at elements ``start + t * stride`` to ``start + t * stride + span``; the window of a chunk is
+    what its positions look at. Elements beyond the dim are filled in, or with ``wraps`` counted on from its other end.
+    With a negative stride a window still runs upwards. Chunks, of the dim and of the positions, are those of
+    ``torch.chunk``.
+    """
+
+    count: int
+    length: int
+    total: int
+    start: int
+    stride: int = 1
+    span: int = 1
+    wraps: int = 0
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers, as a node's argument."""
+        return self.count, self.length, self.total, self.start, self.stride, self.span, self.wraps
+
+    @property
+    def chunk(self) -> int:
+        """Positions of one chunk."""
+        return ceil_div(self.total, self.count)
+
+    @property
+    def held(self) -> int:
+        """Elements of one chunk of the dim."""
+        return ceil_div(self.length, self.count)
+
+    @property
+    def size(self) -> int:
+        """Elements of one window."""
+        return max(0, (self.chunk - 1) * abs(self.stride) + self.span)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the windows are the dim itself."""
+        return self == Windows(self.count, self.total, self.total, 0) and self.total % self.count == 0
+
+    def first(self, index: int) -> int:
+        """The element where a window starts, which may lie beyond the dim."""
+        return self.start + index * self.chunk * self.stride + min(0, (self.chunk - 1) * self.stride)
+
+    def used(self, index: int) -> tuple[int, int]:
+        """The part of a window that positions look at: the last chunks have fewer, or none."""
+        positions = min(self.chunk, self.total - index * self.chunk)
+        if positions <= 0:
+            return 0, 0
+        size = (positions - 1) * abs(self.stride) + self.span
+        return (0, size) if self.stride > 0 else (self.size - size, self.size)
+
+
+@lru_cache(maxsize=1024)
+def links(values: tuple[int, ...]) -> tuple[tuple[Link, ...], ...]:
+    """For each window where its elements come from, in the order of the window."""
+    window = Windows(*values)
+    return tuple(tuple(_links_of(window, index)) for index in range(window.count))
+
+
+def _links_of(window: Windows, index: int) -> Iterator[Link]:
+    first, (low, high) = window.first(index), window.used(index)
+    at = low
+    while at < high and window.length:
+        element = (first + at) % window.length if window.wraps else first + at
+        if element >= window.length:
+            return
+        if element < 0:
+            at += min(-element, high - at)
+            continue
+        source, start = divmod(element, window.held)
+        end = min((source + 1) * window.held, window.length)
+        yield Link(source, at, start, min(end - element, high - at))
+        at += min(end - element, high - at)
+
+
+@lru_cache(maxsize=1024)
+def rows_sent(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of the dim that each rank gives to others and that it takes from others, to make windows."""
+    gives: Counter[int] = Counter()
+    takes: Counter[int] = Counter()
+    for index, found in enumerate(links(values)):
+        for link in found:
+            if link.source != index:
+                gives[link.source] += link.length
+                takes[index] += link.length
+    return tuple(gives[i] for i in range(values[0])), tuple(takes[i] for i in range(values[0]))
+
+
+def windows(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], fill: float) -> Any:
+    """The windows of ``dim`` joined along it: ``count * size`` elements, those that no position looks at ``fill``.
+
+    ``values`` are a ``Windows``'; ``axes`` cut the dim, and give each rank its own window.
+    """
+    import torch
+
+    window = Windows(*values)
+    elements, there = _elements(window, x.device)
+    taken = x.index_select(dim, elements)
+    there = there.view([-1 if i == dim % x.dim() else 1 for i in range(x.dim())])
+    return torch.where(there, taken, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def overlap_add(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...]) -> Any:
+    """The adjoint of ``windows``: ``length`` elements, each the sum of what the windows have for it."""
+    window = Windows(*values)
+    elements, there = _elements(window, x.device)
+    shape = [window.length if i == dim % x.dim() else size for i, size in enumerate(x.shape)]
+    there = there.view([-1 if i == dim % x.dim() else 1 for i in range(x.dim())])
+    return x.new_zeros(shape).index_add(dim, elements, x.masked_fill(~there, 0))
+
+
+def _elements(window: Windows, device: Any) -> tuple[Any, Any]:
+    """For each place in the joined windows the element that stands there, and whether there is one."""
+    import torch
+
+    place = torch.arange(window.count * window.size, device=device)
+    index, at = place // max(1, window.size), place % max(1, window.size)
+    first = window.start + index * (window.chunk * window.stride) + min(0, (window.chunk - 1) * window.stride)
+    positions = (window.total - index * window.chunk).clamp(0, window.chunk)
+    used = (positions - 1) * abs(window.stride) + window.span
+    there = (at < used) if window.stride > 0 else (at >= window.size - used)
+    there &= positions > 0
+    elements = first + at
+    if window.wraps:
+        elements = elements % max(1, window.length)
+    there &= (elements >= 0) & (elements < window.length)
+    return elements.clamp(0, max(0, window.length - 1)), there

@@ -1,0 +1,120 @@
+"""Ops that look at neighbours along a cut dim: right numbers, and nothing moves but edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import shardc
+from shardc import Mesh, P
+
+Op = Callable[..., Tensor]
+
+
+class Model(nn.Module):
+    """An op of an input and parameters."""
+
+    def __init__(self, op: Op, *parameters: Tensor) -> None:
+        super().__init__()
+        self.op = op
+        self.parameters_ = nn.ParameterList([nn.Parameter(parameter) for parameter in parameters])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, *self.parameters_)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def check(
+    op: Op, mesh: Mesh, spec: P, x: Tensor, *parameters: Tensor, moves: Sequence[str] | None = None
+) -> shardc.Compiled:
+    """Values and all gradients equal those of one device; ``moves``: the kinds of collectives in the forward."""
+    model, x = Model(op, *parameters), x.clone().requires_grad_()
+    compiled = shardc.compile(model, mesh, {"x": spec}, args=(x,))
+    expected = model(x)
+    tangent = torch.randn_like(expected)
+    found, gradients = compiled.simulate(x, grad_outputs={"output": tangent})
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+    named = {"x": x, **dict(model.named_parameters())}
+    for name, whole in zip(named, torch.autograd.grad(expected, list(named.values()), tangent), strict=True):
+        torch.testing.assert_close(gradients[name], whole, rtol=0, atol=1e-11)
+    if moves is not None:
+        assert [each.kind for each in compiled.collectives if each.phase == "forward"] == list(moves)
+    return compiled
+
+
+EDGES = ("collective_permute",)
+HEIGHT = P(None, None, "x")
+
+
+def test_a_convolution_over_a_cut_height_moves_a_row_each_way() -> None:
+    """And so it is with a stride, with two dims cut, and beside a cut batch. DTensor gives wrong numbers for it."""
+    x, weight = random(2, 4, 16, 16), random(8, 4, 3, 3)
+    compiled = check(lambda x, w: F.conv2d(x, w, padding=1), Mesh(x=4), HEIGHT, x, weight, moves=EDGES)
+    assert compiled.collectives[0].wire_bytes == 2 * (2 * 4 * 16) * 8, "two rows"
+    assert str(compiled.shardings["output"]) == "[_, _, _@x, _]"
+    compiled = check(lambda x, w: F.conv2d(x, w, padding=1, stride=2), Mesh(x=4), HEIGHT, x, weight, moves=EDGES)
+    assert compiled.collectives[0].wire_bytes == (2 * 4 * 16) * 8, "one row"
+    check(lambda x, w: F.conv2d(x, w, padding=1), Mesh(x=2, y=2), P(None, None, "x", "y"), x, weight, moves=EDGES * 2)
+    check(lambda x, w: F.conv2d(x, w, padding=1), Mesh(d=2, x=2), P("d", None, "x"), x, weight, moves=EDGES)
+
+
+def test_the_weights_gradient_takes_the_windows_that_forward_took() -> None:
+    x, weight = random(2, 4, 16, 16), random(8, 4, 3, 3)
+    compiled = check(lambda x, w: F.conv2d(x, w, padding=1), Mesh(x=4), HEIGHT, x, weight)
+    kinds = [each.kind for each in compiled.collectives]
+    assert kinds == ["collective_permute", "all_reduce", "collective_permute"], "the input's gradient gives edges back"
+
+
+def test_an_edge_wider_than_a_chunk_comes_from_several_ranks() -> None:
+    check(lambda x, w: F.conv1d(x, w, padding=6), Mesh(x=8), P(None, None, "x"), random(2, 2, 16), random(2, 2, 13))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_convolutions_of_every_kind(data: st.DataObject) -> None:
+    """One to three places, strided, dilated, grouped, transposed, with a bias or without."""
+
+    def number(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    ndim, groups, is_transposed = number(1, 3), number(1, 2), data.draw(st.booleans())
+    kernel, stride, dilation, padding = ([number(low, 3) for _ in range(ndim)] for low in (1, 1, 1, 0))
+    sizes = [4 * number(1 if is_transposed else 2, 3) for _ in range(ndim)]
+    extra: dict[str, list[int]] = {}
+    if is_transposed:
+        extra["output_padding"] = [number(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+        padding = [min(p, (k - 1) * d) for p, k, d in zip(padding, kernel, dilation, strict=True)]
+    x, weight = random(2, 2 * groups, *sizes), random(2 * groups, 2, *kernel)
+    bias = [random(2 * groups)] * number(0, 1)
+    name = f"conv{'_transpose' if is_transposed else ''}{ndim}d"
+
+    def op(x: Tensor, *parameters: Tensor) -> Tensor:
+        return getattr(F, name)(
+            x, *parameters, stride=stride, padding=padding, dilation=dilation, groups=groups, **extra
+        )
+
+    try:
+        op(x, weight, *bias)
+    except RuntimeError:
+        return  # the kernel is larger than the input
+    mesh, spec = data.draw(st.sampled_from(MESHES[ndim]))
+    check(op, mesh, spec, x, weight, *bias)
+
+
+MESHES = {
+    1: [(Mesh(x=2), P(None, None, "x")), (Mesh(x=4), P(None, None, "x")), (Mesh(d=2, x=2), P("d", None, "x"))],
+    2: [
+        (Mesh(x=4), P(None, None, "x")),
+        (Mesh(x=2, y=2), P(None, None, "x", "y")),
+        (Mesh(x=2, y=2), P(None, None, None, ("x", "y"))),
+    ],
+    3: [(Mesh(x=2), P(None, None, None, "x")), (Mesh(x=2, y=2), P(None, None, "x", None, "y"))],
+}  # fmt: skip
