@@ -145,6 +145,23 @@ def _index(program: Program, node: fx.Node) -> Results:
     return _reshape(program, node)
 
 
+def _index_along(program: Program, node: fx.Node) -> Results:
+    """An index of one dim is an index of a tensor by tensors; likewise what is added or put there."""
+    given, ndim = arguments(node), len(program.type(operand(node)).shape)
+    if not ndim:
+        return None
+    dim, index = given["dim"] % ndim, given["index"]
+    if program.type(index).shape == ():
+        index = program.emit(aten.reshape.default, index, [1], like=node)
+    indices = [None] * dim + [index]
+    if node.target is aten.index_select.default:
+        return program.emit(aten.index.Tensor, given["self"], indices, like=node)
+    source, adds = given["source"], node.target is aten.index_add.default
+    if adds and given["alpha"] != 1:
+        source = program.emit(aten.mul.Scalar, source, given["alpha"], like=node)
+    return program.emit(aten.index_put.default, given["self"], indices, source, adds, like=node)
+
+
 def _arange_dim(program: Program, node: Any, size: int, shape: tuple[int, ...]) -> int | None:
     """The dim of ``shape`` along which an index runs from 0 to ``size``, if that is all it does."""
     if not isinstance(node, fx.Node):
@@ -197,6 +214,7 @@ VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
     aten.expand.default: _to_shape(aten.expand.default),
     aten.index.Tensor: _index,
+    **dict.fromkeys((aten.index_select.default, aten.index_add.default, aten.index_copy.default), _index_along),
 }
 CONSTANTS: dict[Any, Rewrite] = {
     **dict.fromkeys(ZEROS, _full_of(0)),

@@ -14,7 +14,7 @@ dims of further ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any
@@ -29,6 +29,17 @@ from shardc.rule import Rule
 from shardc.sharding import Sharding, num_shards
 
 from .choose_cuts import Cuts, assign, claims_on
+from .decompose_index import (
+    add_moves,
+    gather,
+    index,
+    index_put,
+    index_put_moves,
+    lookup_moves,
+    put_moves,
+    scatter,
+    scatter_add,
+)
 from .emitter import Emitter
 from .propagate import propagate
 from .windowed import WINDOWED, Along
@@ -81,10 +92,13 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
 
 @dataclass(frozen=True, slots=True)
 class _Decomposition:
-    """How an op is taken apart, and ``moved(program, node)``: bytes that its reductions move, in whole tensors."""
+    """How an op is taken apart, and the bytes that its reductions move, in whole tensors.
+
+    ``moved(program, node, factors)``: these are whole in the op as it is, and arrive cut.
+    """
 
     expand: Form
-    moved: Callable[[Program, fx.Node], int]
+    moved: Callable[[Program, fx.Node, Collection[str]], int]
 
 
 def _pays(program: Program, node: fx.Node) -> bool:
@@ -101,7 +115,7 @@ def _pays(program: Program, node: fx.Node) -> bool:
         for factor, cut in cuts.items()
         if factor in rule.whole and not (is_table and data & {part.name for part in cut.all_axes})
     }
-    return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node) < _gathered(
+    return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node, cut_whole) < _gathered(
         program, node, rule, cut_whole
     )
 
@@ -162,19 +176,6 @@ def _softmax_backward(emit: Emitter) -> fx.Node:
     return emit(aten.mul.Tensor, y, emit(aten.sub.Tensor, gradient, total))
 
 
-def _gather(emit: Emitter) -> fx.Node:
-    """One element of each row, as a sum over the row of what stands at that position."""
-    x, index = emit.given["self"], emit.given["index"]
-    ndim = len(emit.shape(x))
-    dim = emit.given["dim"] % ndim
-    spread = [1] * dim + [-1] + [1] * (ndim - dim - 1)
-    spread[dim] = emit.shape(x)[dim]
-    position = emit(aten.reshape.default, emit(aten.arange.default, emit.shape(x)[dim]), spread)
-    zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.program.type(emit.node).dtype)
-    there = emit(aten.where.self, emit(aten.eq.Tensor, position, index), x, zero)
-    return emit(aten.sum.dim_IntList, there, [dim], True)
-
-
 def _embedding(emit: Emitter) -> fx.Node:
     weight, ids = emit.given["weight"], emit.given["indices"]
     return emit(lookup_rows, weight, ids, emit(aten.arange.default, emit.shape(weight)[0]))
@@ -190,28 +191,17 @@ def _embedding_backward(emit: Emitter) -> fx.Node:
     return emit(aten.mul.Tensor, gradient, kept)
 
 
-def _rows(count: int) -> Callable[[Program, fx.Node], int]:
+def _rows(count: int) -> Callable[[Program, fx.Node, Collection[str]], int]:
     """``count`` all_reduces of one number a row of the softmax's dim."""
 
-    def moved(program: Program, node: fx.Node) -> int:
+    def moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
         type_ = program.type(node)
         return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
 
     return moved
 
 
-def _gather_moves(program: Program, node: fx.Node) -> int:
-    """The picked elements; more than one a row would be picked by a whole row each."""
-    type_ = program.type(node)
-    picks_one = type_.shape[arguments(node)["dim"]] == 1 and type_.dtype.is_floating_point
-    return 2 * type_.nbytes if picks_one else 2**63
-
-
-def _lookup_moves(program: Program, node: fx.Node) -> int:
-    return 2 * program.type(node).nbytes
-
-
-def _scatter_moves(program: Program, node: fx.Node) -> int:
+def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """As much as the lookup, so that both are done alike."""
     given = arguments(node)
     gradient = program.value_type(program.value(given["grad_output"]))
@@ -223,8 +213,14 @@ DECOMPOSITIONS: dict[Any, _Decomposition] = {
     aten._softmax.default: _Decomposition(_softmax, _rows(2)),
     aten._log_softmax_backward_data.default: _Decomposition(_log_softmax_backward, _rows(1)),
     aten._softmax_backward_data.default: _Decomposition(_softmax_backward, _rows(1)),
-    aten.gather.default: _Decomposition(_gather, _gather_moves),
-    aten.embedding.default: _Decomposition(_embedding, _lookup_moves),
+    aten.gather.default: _Decomposition(gather, lookup_moves),
+    aten.embedding.default: _Decomposition(_embedding, lookup_moves),
     aten.embedding_dense_backward.default: _Decomposition(_embedding_backward, _scatter_moves),
+    **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _Decomposition(index, lookup_moves)),
+    **dict.fromkeys(
+        (aten.index_put.default, aten._unsafe_index_put.default), _Decomposition(index_put, index_put_moves)
+    ),
+    aten.scatter_add.default: _Decomposition(scatter_add, add_moves),
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value), _Decomposition(scatter, put_moves)),
 }
 TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)

@@ -1,4 +1,4 @@
-"""Indexing: the dim that is indexed is whole, every other dim free."""
+"""Indexing: the dim that is indexed is whole, every other dim free; see position.py for where it is cut."""
 
 from __future__ import annotations
 
@@ -14,25 +14,35 @@ from shardc.sharding import TensorType
 aten = torch.ops.aten
 
 
-def _lookup_names(call: Call, tensors: Sequence[TensorType | None]) -> tuple[list[str], list[str], list[str]]:
-    """Names of the dims of ``x``, of what the index tensors broadcast to, and of ``x[tensors]``."""
-    ndim = len(call.operand.shape)
-    indexed = [i for i, tensor in enumerate(tensors) if tensor is not None]
-    names = ["1" if i in indexed else name for i, name in enumerate(dim_names(ndim))]
-    lookup = [f"i{i}" for i in range(max(len(tensor.shape) for tensor in tensors if tensor is not None))]
-    kept = [name for i, name in enumerate(names) if i not in indexed]
-    is_run = indexed == list(range(indexed[0], indexed[-1] + 1))
-    at = indexed[0] if is_run else 0  # indices apart from each other put their dims in front
+def lookup_names(ndim: int, dims: Sequence[int], count: int) -> tuple[list[str], list[str], list[str]]:
+    """Names of the dims of ``x``, of the ``count`` dims that index tensors broadcast to, and of ``x[tensors]``.
+
+    ``dims`` of ``x`` are indexed: ``v0`` is that of dim 0.
+    """
+    names = [f"v{dim}" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
+    lookup = [f"i{i}" for i in range(count)]
+    kept = [name for dim, name in enumerate(names) if dim not in dims]
+    is_run = list(dims) == list(range(dims[0], dims[-1] + 1))
+    at = dims[0] if is_run else 0  # indices apart from each other put their dims in front
     return names, lookup, [*kept[:at], *lookup, *kept[at:]]
 
 
-def _tensor_specs(tensors: Sequence[TensorType | None], lookup: Sequence[str]) -> list[str]:
+def index_specs(tensors: Sequence[TensorType | None], lookup: Sequence[str]) -> list[str]:
     """The spec of each index tensor, aligned on the right of what they broadcast to."""
     return ["_" if tensor is None else _right(lookup, tensor) for tensor in tensors]
 
 
+def num_lookup_dims(tensors: Sequence[TensorType | None]) -> int:
+    """Of how many dims index tensors are together."""
+    return max(len(tensor.shape) for tensor in tensors if tensor is not None)
+
+
 def _right(names: Sequence[str], tensor: TensorType) -> str:
     return " ".join(names[len(names) - len(tensor.shape) :])
+
+
+def _indexed(tensors: Sequence[TensorType | None]) -> list[int]:
+    return [dim for dim, tensor in enumerate(tensors) if tensor is not None]
 
 
 def _has_mask(tensors: Sequence[TensorType | None]) -> bool:
@@ -44,9 +54,14 @@ def _index_rule(call: Call) -> Rule:
     tensors = call.operands[1:]
     if _has_mask(tensors):
         return replicated_rule(call)
-    names, lookup, result = _lookup_names(call, tensors)
-    specs = [" ".join(names), *_tensor_specs(tensors, lookup)]
-    return make_rule(f"{', '.join(specs)} -> {' '.join(result)}", call, linear="0")
+    dims = _indexed(tensors)
+    names, lookup, result = lookup_names(len(call.operand.shape), dims, num_lookup_dims(tensors))
+    specs = [" ".join(names), *index_specs(tensors, lookup)]
+    return make_rule(f"{', '.join(specs)} -> {' '.join(result)}", call, linear="0", whole=_whole(dims))
+
+
+def _whole(dims: Sequence[int]) -> str:
+    return " ".join(f"v{dim}" for dim in dims)
 
 
 def _index_put_rule(call: Call) -> Rule:
@@ -55,22 +70,22 @@ def _index_put_rule(call: Call) -> Rule:
     if _has_mask(tensors):
         return replicated_rule(call)
     assert values is not None
-    names, lookup, result = _lookup_names(call, tensors)
-    put = ["1" if name in lookup else name for name in result]
-    specs = [" ".join(names), *_tensor_specs(tensors, ["1"] * len(lookup)), _right(put, values)]
+    dims = _indexed(tensors)
+    names, lookup, result = lookup_names(len(call.operand.shape), dims, num_lookup_dims(tensors))
+    specs = [" ".join(names), *index_specs(tensors, lookup), _right(result, values)]
     adds = len(call.args) > 3 and call.args[3]
     linear = (frozenset({0, len(call.operands) - 1}),) if adds else ""
-    return make_rule(f"{', '.join(specs)} -> {' '.join(names)}", call, linear=linear)
+    whole = f"{_whole(dims)} {' '.join(lookup)}"
+    return make_rule(f"{', '.join(specs)} -> {' '.join(names)}", call, linear=linear, whole=whole)
 
 
-def _along_names(call: Call, index: str, x: str = "1") -> tuple[str, str]:
-    """Names for ``x`` and for the index of a gather or scatter; only dims of one size in all tensors are free."""
-    shapes = [operand.shape for operand in call.operands if operand is not None]
-    dim = call.args[1] % max(1, len(shapes[0]))
+def along_names(dim: int, tensors: Sequence[TensorType | None]) -> tuple[str, str]:
+    """Names for ``x`` and for the index of a gather or scatter; other dims are free if of one size in all tensors."""
+    shapes = [tensor.shape for tensor in tensors if tensor is not None]
     names = [
         name if len(set(sizes)) == 1 else "1" for name, *sizes in zip(dim_names(len(shapes[0])), *shapes, strict=True)
     ]
-    return _with(names, dim, x), _with(names, dim, index)
+    return _with(names, dim, "v"), _with(names, dim, "i")
 
 
 def _with(names: Sequence[str], dim: int, name: str) -> str:
@@ -78,27 +93,16 @@ def _with(names: Sequence[str], dim: int, name: str) -> str:
 
 
 def _gather_rule(call: Call) -> Rule:
-    x, index = _along_names(call, index="i", x="v")
+    x, index = along_names(call.args[1], call.operands)
     return make_rule(f"{x}, {index} -> {index}", call, linear="0", whole="v")
 
 
 def _scatter_rule(linear: str = "") -> Callable[[Call], Rule]:
     def bind(call: Call) -> Rule:
-        x, index = _along_names(call, index="1")
-        return make_rule(f"{x}, {index}, {index} -> {x}", call, linear=linear)
+        x, index = along_names(call.args[1], call.operands)
+        return make_rule(f"{x}, {index}, {index} -> {x}", call, linear=linear, whole="v i")
 
     return bind
-
-
-def _index_select_rule(call: Call) -> Rule:
-    names, dim = dim_names(len(call.operand.shape)), call.args[1] % len(call.operand.shape)
-    return make_rule(f"{_with(names, dim, '1')}, i -> {_with(names, dim, 'i')}", call, linear="0")
-
-
-def _index_add_rule(call: Call) -> Rule:
-    names, dim = dim_names(len(call.operand.shape)), call.args[1] % len(call.operand.shape)
-    x = _with(names, dim, "1")
-    return make_rule(f"{x}, 1, {x} -> {x}", call, linear="02")
 
 
 def _searchsorted_rule(call: Call) -> Rule:
@@ -115,6 +119,4 @@ rule(aten.scatter.src, _scatter_rule())
 rule(aten.scatter.value, _scatter_rule())
 rule(aten.scatter_add.default, _scatter_rule(linear="02"))
 rule(aten.scatter_reduce.two, _scatter_rule())
-rule(aten.index_select.default, _index_select_rule)
-rule(aten.index_add.default, _index_add_rule)
 rule(aten.searchsorted.Tensor, _searchsorted_rule)
