@@ -39,9 +39,9 @@ def draw_random(program: Program) -> None:
 
 def _is_random(node: fx.Node) -> bool:
     """Whether an op draws; attention with a dropout of zero does not."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return bool(arguments(node).get("dropout_p", 1.0))
+    return not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0))
 
 
 def _substitute(program: Program, node: fx.Node, drawn: Drawn) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.node import takes_device
@@ -77,8 +78,9 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
     given = (*node.args, *named.values())
     args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
+    target = _with_names(node.target, tuple(named)) if named else node.target
     return Instruction(
-        _with_names(node.target, tuple(named)) if named else node.target,
+        _of_contiguous(target) if _may_read_memory(node.target) else target,
         tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
         {**plain, "device": device} if takes_device(node.target) else plain,
         tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
@@ -93,6 +95,21 @@ def _method(node: fx.Node) -> str:
     if node.target in EXCHANGES:
         return EXCHANGES[node.target] if node.args[1] else ""
     return COLLECTIVES.get(node.target, "")  # type: ignore[arg-type]
+
+
+def _may_read_memory(target: Any) -> bool:
+    """Whether an op is another library's: its kernel may take for granted how a tensor lies in memory."""
+    namespace = getattr(target, "namespace", "" if hasattr(target, "__code__") else "other")
+    return namespace not in ("", "aten", "prims", "shardc", "_c10d_functional")
+
+
+def _of_contiguous(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on operands that lie in memory as they are indexed."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*pytree.tree_map_only(Tensor, Tensor.contiguous, args), **kwargs)
+
+    return call
 
 
 def _with_names(target: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

@@ -41,8 +41,10 @@ from shardc.convention import (
     rebuild_call,
 )
 from shardc.error import CaptureError
+from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.location import failing_line, user_location
+from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.sharding import TensorType
@@ -103,6 +105,7 @@ class _Joint:
     output_tree: Tree
     tangents: tuple[Input, ...]
     watch: _Watch
+    opaque: list[Opaque]
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class _Joint:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.train, self.modules, self.differentiable = train, modules, differentiable
-        self.tangents = ()
+        self.tangents, self.opaque = (), []
         self.parameters, self.buffers, self.aliases = state_names(model)
         leaves, _ = call_leaves(model.forward, args, kwargs)
         self.passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
@@ -143,6 +146,7 @@ class _Joint:
                 torch.inference_mode(False),
                 torch.autograd.set_multithreading_enabled(False),
                 no_checkpoints(),
+                higher_order_ops(self.opaque),
                 annotating(),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
@@ -154,7 +158,9 @@ class _Joint:
                 )
                 for entry in self.inputs
             ]
-            return make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _UNPRINTABLE)(*fakes)
+            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _UNPRINTABLE)(*fakes)
+            hold_opaques(traced)
+            return traced
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``Ends``."""

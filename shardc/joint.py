@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from shardc.error import CaptureError
-from shardc.node import is_getitem
+from shardc.node import is_getitem, op_name
+from shardc.opaque import Opaque
 from shardc.program import Input, Output, Program, Source, Types, types_of
 from shardc.sharding import TensorType
 
@@ -148,7 +149,7 @@ class _Assembly:
 
     def _copy(self, node: fx.Node) -> None:
         target, args, kwargs = self._number(node) if node.op == "get_attr" else self._call(node)
-        name = "getitem" if is_getitem(node) else target.overloadpacket.__name__
+        name = "getitem" if is_getitem(node) else op_name(target)
         copied = self.program.graph.create_node("call_function", target, args, kwargs, name)
         self.program.set_type(copied, self.types[node])
         self.program.set_source(copied, self._source(node))
@@ -164,6 +165,8 @@ class _Assembly:
         kwargs = {name: self._argument(value) for name, value in node.kwargs.items() if name not in _PLACEMENT}
         if target is operator.getitem:
             return target, args, kwargs
+        if isinstance(target, Opaque):
+            return target, args, {}
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(self._where(node), f"{target} has a graph as an argument", "call it outside the model")
         if not node.all_input_nodes:

@@ -13,7 +13,7 @@ import torch
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
 
 
-def user_location(frame: FrameType | None, stop: CodeType) -> str:
+def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
     """``file.py:line`` of the user's innermost frame, from ``frame`` up to the one that runs ``stop``."""
     while frame is not None and frame.f_code is not stop:
         if _is_users(frame.f_code.co_filename):
