@@ -26,7 +26,7 @@ TORCH_FREE = {
     "shardc.sharding",
     "shardc.text",
 }
-MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint"}
+MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}
 MAY_CUT_GRAPHS = {"shardc.passes.cut_stages", "shardc.passes.verify", "shardc.runtime.schedule"}
 
 
@@ -153,7 +153,8 @@ def test_torch_is_private_only_to_capture_and_the_runtime() -> None:
         for found in imports(module, path)
         if found.is_of("torch") and any(part.startswith("_") for part in found.name.split("."))
     }
-    assert private <= {"shardc.capture", *inside("shardc.runtime")}
+    capture = {f"shardc.{name}" for name in ("capture", "higher_order", "body", "opaque")}
+    assert private <= {*capture, *inside("shardc.runtime")}
 
 
 @pytest.mark.parametrize(
