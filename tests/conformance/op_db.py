@@ -1,18 +1,316 @@
-"""PyTorch's ``op_db`` on virtual ranks: every float32 variant, sharded at random, against the same op on one device."""
+"""PyTorch's ``op_db`` on virtual ranks: every float32 variant, sharded at random, against the same op on one device.
+
+A variant is right if values and gradients of all its samples equal eager torch's on both meshes: in float32 within
+1e-5 of the largest, or, where the op magnifies rounding more than that, in float64 within 1e-10. Random ops are held to
+their own values on one device: the same bits of randomness on every mesh. Apart are variants whose values are not
+defined, whose results are no tensors, or have a shape that depends on values.
+"""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from .suite import print_counts
+import torch
+from torch import Tensor
+
+import shardc
+from shardc import Mesh, P
+from shardc.dump import fallbacks_of
+from shardc.error import CaptureError
+from shardc.node import op_name
+from shardc.ops.random import uniform
+from shardc.runtime.simulator import interpret
+
+from .op_sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants
+from .op_shardable import Cut, allowed_cuts
+from .suite import Result, exit_code, print_counts, run_cases, write_json
+
+MESHES = (Mesh(x=4), Mesh(x=2, y=2))
+TWO = Mesh(x=2)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+MOVES = ("all_gather", "all_to_all", "collective_permute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
-    parser.add_argument("--uneven", action="store_true", help="sizes that do not divide by the cuts")
+    parser.add_argument("--uneven", action="store_true", help="torch's own sizes, which 4 ranks do not divide")
+    parser.add_argument("--samples", type=int, default=3, help="samples of a variant (default 3)")
+    parser.add_argument("--trace", action="store_true", help="print where each case failed")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the suite."""
-    print_counts("op_db", [])
-    return 0
+    """Run the suite, print what came out."""
+    start = time.perf_counter()
+    names = [name for name in variants() if fnmatch.fnmatch(name, options.only or "*")]
+    run = partial(run_variant, uneven=options.uneven, count=options.samples, trace=options.trace)
+    results = run_cases(run, names, options.jobs)
+    print_counts("op_db, " + ("uneven sizes" if options.uneven else "even sizes"), results)
+    print_sharded(results)
+    print(f"{time.perf_counter() - start:.0f} seconds")
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def print_sharded(results: Sequence[Result]) -> None:
+    """How many of the variants with a shardable dim stay sharded, and which do not."""
+    shardable = [result for result in results if result.facts.get("cuts")]
+    on_fallback = [result for result in results if result.facts.get("fallbacks")]
+    kept = [result for result in shardable if not result.facts["fallbacks"]]
+    unmoved = [result for result in kept if not result.facts["moved"]]
+    print(f"shardable, found by cutting and comparing: {len(shardable)} variants")
+    if shardable:
+        share = 100 / len(shardable)
+        print(f"stay sharded, no op on the fallback: {len(kept)}, {share * len(kept):.1f} %")
+        print(f"and every such cut stays, nothing moved: {len(unmoved)}, {share * len(unmoved):.1f} %")
+    ops = Counter(op for result in on_fallback for op in result.facts["fallbacks"])
+    print("ops on the fallback: " + ", ".join(f"{op} {count}" for op, count in ops.most_common()))
+    for result in kept:
+        for moved in result.facts["moved"]:
+            print(f"  moved   {result.name}: {moved}")
+
+
+@dataclass
+class _Found:
+    """What is learnt of a variant while its samples run."""
+
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)
+    cuts: int = 0
+    moved: list[str] = field(default_factory=list)
+    runs: int = 0
+    in_double: int = 0
+    trace: bool = False
+
+
+def run_variant(name: str, *, uneven: bool = False, count: int = 3, trace: bool = False) -> Result:
+    """Every sample of a variant on every mesh, then every cut that the op allows."""
+    warnings.simplefilter("ignore")
+    op, found = variants()[name], _Found(trace=trace)
+    try:
+        chosen = samples(name, op, UNEVEN if uneven else EVEN, count)
+    except NotDense as error:
+        return Result(name, "apart", f"takes {error} tensors")
+    for number, sample in enumerate(chosen):
+        _run_sample(found, name, number, sample, uneven)
+    return _result(name, found)
+
+
+def _result(name: str, found: _Found) -> Result:
+    facts = {
+        "runs": found.runs,
+        "in_double": found.in_double,
+        "fallbacks": sorted(found.fallbacks),
+        "cuts": found.cuts,
+        "moved": sorted(set(found.moved)),
+    }
+    for outcome in ("wrong", "refused", "apart"):
+        texts = list(dict.fromkeys(getattr(found, outcome)))
+        if texts:
+            return Result(name, outcome, "; ".join(texts[:2]), facts)  # type: ignore[arg-type]
+    if not found.runs:
+        return Result(name, "apart", "has no sample that runs on one device", facts)
+    return Result(name, "right", "", facts)
+
+
+def _run_sample(found: _Found, name: str, number: int, sample: Sample, uneven: bool) -> None:
+    try:
+        expected = eager(sample)
+    except Exception as error:
+        found.apart.append(f"does not run on one device: {_said(error)}")
+        return
+    if not expected.outputs:
+        found.apart.append("returns no tensor")
+        return
+    for mesh in MESHES:
+        rng = random.Random(f"{name} {number} {mesh}")
+        chosen = annotations(sample, mesh, rng, uneven)
+        what = f"sample {number}, {mesh}, {_shapes(sample)}, {chosen}"
+        try:
+            _check(found, name, sample, mesh, chosen, expected, what)
+        except Exception as error:
+            _refused(found, error, what)
+            return
+    for cut in allowed_cuts(sample, most=6) if not (uneven or found.apart) else ():
+        found.cuts += 1
+        _see_if_it_stays(found, sample, cut, number)
+
+
+def _refused(found: _Found, error: Exception, what: str) -> None:
+    if isinstance(error, CaptureError) and "shape of a result depends" in str(error):
+        found.apart.append("the shape of its result depends on values")
+        return
+    found.refused.append(f"{_said(error)} [{what}]")
+    if found.trace:
+        print(what, file=sys.stderr)
+        traceback.print_exception(error)
+
+
+def _see_if_it_stays(found: _Found, sample: Sample, cut: Cut, number: int) -> None:
+    """Annotate a cut that the op allows, and look for fallbacks and for what is moved in the forward."""
+    if any(dim is not None and tensor.shape[dim] % 2 for tensor, dim in zip(sample.tensors, cut, strict=True)):
+        return
+    chosen = {f"xs.{i}": P(*[None] * dim, "x") for i, dim in enumerate(cut) if dim is not None}
+    try:
+        compiled = _compile(sample, TWO, chosen)
+    except Exception as error:
+        found.refused.append(f"{_said(error)} [sample {number}, cut {cut}]")
+        return
+    found.fallbacks |= _fallbacks(compiled)
+    moved = [c.kind for c in compiled.collectives if c.phase == "forward" and c.kind in MOVES]
+    found.moved += [f"{moved[0]} where {_shapes(sample)} is cut at {cut}"] if moved else []
+
+
+@dataclass(frozen=True)
+class Values:
+    """Outputs in order, and the gradient of each tensor that has one."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def eager(sample: Sample) -> Values:
+    """Values and gradients by eager torch."""
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in sample.tensors]
+    torch.manual_seed(0)
+    outputs = sample.call(*(tensor * 1 if tensor.requires_grad else tensor for tensor in tensors))
+    sources = {f"xs.{i}": tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
+    loose = {str(i): output for i, output in enumerate(outputs) if output.requires_grad}
+    if not sources or not loose:
+        return Values([output.detach() for output in outputs], {})
+    tangents = [_tangent(i, output) for i, output in loose.items()]
+    gradients = torch.autograd.grad(list(loose.values()), list(sources.values()), tangents, allow_unused=True)
+    return Values([output.detach() for output in outputs], dict(zip(sources, gradients, strict=True)))
+
+
+def _tangent(name: str, output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(int(name) + 1)
+    return torch.rand(output.shape, generator=generator, dtype=torch.float64).add(0.5).to(output.dtype)
+
+
+def annotations(sample: Sample, mesh: Mesh, rng: random.Random, uneven: bool) -> dict[str, P]:
+    """A random sharding for most of the tensors; the others are left to propagation."""
+    chosen: dict[str, P] = {}
+    for i, tensor in enumerate(sample.tensors):
+        entries: list[list[str]] = [[] for _ in tensor.shape]
+        left = list(tensor.shape)
+        for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+            open_dims = [dim for dim, rest in enumerate(left) if (rest > 1 if uneven else rest and rest % size == 0)]
+            if open_dims and rng.random() < 0.85:
+                dim = rng.choice(open_dims)
+                entries[dim].append(axis)
+                left[dim] = -(-left[dim] // size)
+        if rng.random() < 0.85:
+            chosen[f"xs.{i}"] = P(*(tuple(axes) or None for axes in entries))
+    return chosen
+
+
+def _compile(sample: Sample, mesh: Mesh, chosen: Mapping[str, P]) -> Any:
+    outputs = eager_types(sample)
+    differentiable = tuple(str(i) for i, requires_grad in enumerate(outputs) if requires_grad)
+    is_trained = bool(differentiable) and any(tensor.requires_grad for tensor in sample.tensors)
+    torch.manual_seed(0)
+    return shardc.compile(
+        sample.module,
+        mesh,
+        chosen,
+        args=sample.tensors,
+        train=is_trained,
+        differentiable=differentiable if is_trained else (),
+    )
+
+
+def eager_types(sample: Sample) -> list[bool]:
+    """For each output, whether it has a gradient."""
+    torch.manual_seed(0)
+    return [output.requires_grad for output in sample.call(*(t * 1 if t.requires_grad else t for t in sample.tensors))]
+
+
+def _check(
+    found: _Found, name: str, sample: Sample, mesh: Mesh, chosen: Mapping[str, P], expected: Values, what: str
+) -> None:
+    compiled = _compile(sample, mesh, chosen)
+    found.fallbacks |= _fallbacks(compiled)
+    found.runs += 1
+    values = _simulated(compiled, sample)
+    if name in UNDEFINED:
+        found.apart.append("values are undefined, held to its shape")
+        if [output.shape for output in values.outputs] != [output.shape for output in expected.outputs]:
+            found.wrong.append(f"another shape [{what}]")
+        return
+    is_random = any(node.target is uniform for node in compiled.at("canonicalize").calls)
+    if is_random:
+        expected = _simulated(compiled, sample, whole=True)
+    problem = difference(values, expected, TOLERANCE[torch.float32])
+    if problem and not is_random:
+        wide = sample.in_double()
+        values = _simulated(_compile(wide, mesh, chosen), wide)
+        found.in_double += 1
+        wide_problem = difference(values, eager(wide), TOLERANCE[torch.float64])
+        problem = wide_problem and f"{wide_problem} (float32: {problem})"
+    if problem:
+        found.wrong.append(f"{problem} [{what}]")
+
+
+def _simulated(compiled: Any, sample: Sample, whole: bool = False) -> Values:
+    """What a compiled sample gives on all virtual ranks, or its program on one device."""
+    tangents = {
+        entry.name: _tangent(entry.name, torch.empty(entry.type.shape, dtype=entry.type.dtype, device="meta"))
+        for entry in compiled.program.inputs
+        if entry.kind == "tangent"
+    }
+    args = tuple(tensor.detach() for tensor in sample.tensors)
+    if whole:
+        outputs, gradients = compiled.run(interpret, compiled.at("canonicalize"), args, {}, tangents)
+    else:
+        outputs, gradients = compiled.simulate(*args, grad_outputs=tangents)
+    return Values(list(outputs), gradients)
+
+
+def difference(found: Values, expected: Values, tolerance: float) -> str:
+    """What differs by more than ``tolerance`` of the largest value, or nothing."""
+    pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))]
+    pairs += [(f"gradient of {name}", found.gradients.get(name), g) for name, g in expected.gradients.items()]
+    return "; ".join(text for text in (_differs(*pair, tolerance) for pair in pairs) if text)
+
+
+def _differs(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float) -> str:
+    if found is None or expected is None:
+        left = found if expected is None else expected
+        return f"{what} is missing on one side" if left is not None and left.count_nonzero() else ""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{what} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+    if not (expected.is_floating_point() or expected.is_complex()):
+        count = int((found != expected).sum())
+        return f"{what} differs in {count} of {found.numel()} elements" if count else ""
+    finite = expected.isfinite()
+    scale = max(1.0, float(expected[finite].abs().max()) if finite.any() else 1.0)
+    if torch.allclose(found, expected, rtol=0, atol=tolerance * scale, equal_nan=True):
+        return ""
+    error = (found - expected).abs()[finite]
+    return f"{what} differs by {float(error.max()) if error.numel() else 0:.1e}, largest {scale:.1e}"
+
+
+def _fallbacks(compiled: Any) -> set[str]:
+    return {op_name(node.target) for node in fallbacks_of(compiled.at("propagate"))}
+
+
+def _shapes(sample: Sample) -> str:
+    return " ".join(str(list(tensor.shape)) for tensor in sample.tensors)
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {' | '.join(line.strip() for line in lines[:4])[:300]}"

@@ -1,0 +1,128 @@
+"""Samples of ``op_db`` as modules of their tensors, with sizes that four ranks divide or with torch's own odd ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}
+UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # as torch has them
+_LOOKED_AT = 60  # samples of a variant that are drawn to choose from
+_MAX_NUMEL = 40_000  # of all tensors of a sample
+UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class NotDense(Exception):
+    """A sample holds a tensor that is no plain strided one."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: ``tensors``, and ``call(*tensors)``, the tensors of the op's result."""
+
+    tensors: tuple[Tensor, ...]
+    call: Callable[..., list[Tensor]]
+
+    @property
+    def module(self) -> nn.Module:
+        """The call as a module whose arguments are ``xs.0``, ``xs.1``..."""
+        return _Call(self.call)
+
+    def in_double(self) -> Sample:
+        """The same call in float64."""
+        return Sample(tuple(map(_doubled, self.tensors)), self.call)
+
+
+class _Call(nn.Module):
+    def __init__(self, call: Callable[..., list[Tensor]]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.call(*xs))
+
+
+def variants() -> dict[str, Any]:
+    """Every variant that takes float32, by name."""
+    ops = [op for op in op_db if op.supports_dtype(torch.float32, "cpu")]
+    return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in ops}
+
+
+def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sample]:
+    """A few samples of a variant, those with more dims above 1 first; the same ones each time."""
+    try:
+        found = [_sample(op, drawn) for drawn in _drawn(op, sizes)]
+    except (RuntimeError, IndexError):  # a few of torch's sample functions mix these sizes with others of their own
+        found = [_sample(op, drawn) for drawn in _drawn(op, UNEVEN)]
+    small = [sample for sample in found if sum(tensor.numel() for tensor in sample.tensors) <= _MAX_NUMEL]
+    ranked = sorted(small, key=lambda sample: -_variety(sample))
+    good = [sample for sample in ranked if _variety(sample)] or ranked
+    best = good[: max(count, len(good) // 2)]
+    return best[:1] + random.Random(name).sample(best[1:], min(count - 1, len(best) - 1)) if best else []
+
+
+def _drawn(op: Any, sizes: dict[str, int]) -> list[Any]:
+    set_sizes(sizes)
+    torch.manual_seed(0)
+    random.seed(0)
+    return list(itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd), _LOOKED_AT))
+
+
+def set_sizes(sizes: dict[str, int]) -> None:
+    """Let torch's sample functions use these sizes."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.testing._internal") and hasattr(module, "S"):
+            for key in sizes.keys() & vars(module).keys():
+                setattr(module, key, sizes[key])
+
+
+def _variety(sample: Sample) -> int:
+    """How many dims could be cut, at most three of a tensor."""
+    return sum(min(3, sum(size > 1 for size in tensor.shape)) for tensor in sample.tensors)
+
+
+def _sample(op: Any, drawn: Any) -> Sample:
+    leaves, tree = pytree.tree_flatten((drawn.input, list(drawn.args), dict(drawn.kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for i in places:
+        if leaves[i].layout != torch.strided or leaves[i].is_nested:
+            raise NotDense(str(leaves[i].layout))
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        filled = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        given, args, kwargs = pytree.tree_unflatten(filled, tree)
+        return tensors_of(drawn.output_process_fn_grad(op.op(given, *args, **kwargs)))
+
+    return Sample(tuple(_plain(leaves[i]) for i in places), call)
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    """The tensors of a result; numbers and the like are left out."""
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return tensor.detach().to(wide.get(tensor.dtype, tensor.dtype)).requires_grad_(tensor.requires_grad)
+
+
+def halves(tensor: Tensor, dim: int) -> Sequence[Tensor]:
+    """A tensor cut in two."""
+    half = tensor.shape[dim] // 2
+    return tensor.split([half, tensor.shape[dim] - half], dim)
