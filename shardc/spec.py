@@ -64,11 +64,16 @@ def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
 
 
 def _expand_leading(dims: Dims, ndim: int) -> Dims:
-    """``...`` as named leading dims, counted from the right so that all tensors of a call agree."""
+    """``...`` as named leading dims, counted from the right so that all tensors of a call agree.
+
+    A tensor with fewer dims than are named besides is whole: some ops return an empty one for what was not asked for.
+    """
     if ("...",) not in dims:
         return dims
     i = dims.index(("...",))
     count = ndim - (len(dims) - 1)
+    if count < 0:
+        return ((),) * ndim
     return (*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :])
 
 

@@ -43,10 +43,12 @@ class Draw(dict[str, Any]):
             U=self.unit,
             I=self.ints,
             M=self.mask,
+            S=self.positive_definite,
             R=torch.arange,
             CUDA=self.cuda,
             float32=torch.float32,
             float64=torch.float64,
+            int32=torch.int32,
             int64=torch.int64,
             uint64=torch.uint64,
         )
@@ -71,6 +73,10 @@ class Draw(dict[str, Any]):
 
     def mask(self, *shape: int) -> Tensor:
         return self.floats(*shape) > 0
+
+    def positive_definite(self, *shape: int) -> Tensor:
+        x = self.floats(*shape, shape[-1])
+        return x @ x.mT + torch.eye(shape[-1], dtype=torch.float64)
 
     def cuda(self, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         device = "cuda" if torch.cuda.is_available() else "meta"

@@ -20,7 +20,7 @@ from shardc.rule import RULES, Rule, make_rule, pointwise_rule
 from shardc.sharding import TensorType
 from shardc.spec import Dims
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
 
 
 def cuttable(rule: Rule) -> list[str]:
@@ -127,10 +127,14 @@ def local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
 def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     if "empty" not in str(case.op):
-        scale = max([1.0, *expected.abs().flatten().tolist()]) if expected.is_floating_point() else 1
+        scale = max([1.0, *expected.abs().flatten().tolist()]) if is_number(expected) else 1
         torch.testing.assert_close(
             found, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
         )
+
+
+def is_number(tensor: Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def check_linear(case: Case, group: frozenset[int]) -> None:
@@ -157,7 +161,9 @@ def check(case: Case) -> None:
         if case.rule.sizes[one] % 2 == case.rule.sizes[other] % 3 == 0:
             check_cuts(case, {one: 2, other: 3})
     for group in case.rule.linear:
-        if all(case.tensors[i].is_floating_point() for i in group):  # no sum of masks is open
+        if all(
+            case.tensors[i].is_floating_point() or case.tensors[i].is_complex() for i in group
+        ):  # no sum of masks is open
             check_linear(case, group)
 
 
@@ -189,6 +195,7 @@ def test_every_rule_but_these_lets_something_be_cut() -> None:
     assert never == {
         "arange.default", "arange.start", "arange.start_step", "linspace.default", "eye.default", "eye.m",
         "scalar_tensor.default", "mean.default", "any.default", "all.default", "prod.default", "squeeze.default",
+        "median.default", "nanmedian.default",
     }  # fmt: skip
 
 

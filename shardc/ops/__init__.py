@@ -6,7 +6,9 @@ from shardc.ops import contraction as contraction
 from shardc.ops import convolution as convolution
 from shardc.ops import creation as creation
 from shardc.ops import embedding as embedding
+from shardc.ops import fft as fft
 from shardc.ops import index as index
+from shardc.ops import linalg as linalg
 from shardc.ops import loss as loss
 from shardc.ops import normalization as normalization
 from shardc.ops import piece as piece
@@ -14,6 +16,7 @@ from shardc.ops import pointwise as pointwise
 from shardc.ops import position as position
 from shardc.ops import random as random
 from shardc.ops import reduction as reduction
+from shardc.ops import resampling as resampling
 from shardc.ops import softmax as softmax
 from shardc.ops import view as view
 from shardc.ops import window as window

@@ -91,12 +91,12 @@ def _dot_rule(call: Call) -> Rule:
     return make_rule(call.args[2], call, linear="0 1")
 
 
-def _biased_rule(product: str, ndim: int) -> Callable[[Call], Rule]:
-    """A product added to a tensor: were the contracted factor cut, every shard would add it, so it is whole."""
+def _biased_rule(product: str, ndim: int, contracted: str = "k") -> Callable[[Call], Rule]:
+    """A product added to a tensor: were a contracted factor cut, every shard would add it, so it is whole."""
 
     def bind(call: Call) -> Rule:
         bias = " ".join(product.split("->")[1].split()[ndim - len(call.operand.shape) :])
-        return make_rule(f"{bias}, {product}", call, whole="k", linear="01 02")
+        return make_rule(f"{bias}, {product}", call, whole=contracted, linear="01 02")
 
     return bind
 
@@ -106,5 +106,8 @@ rule(aten.mm.default, "m k, k n -> m n", linear="0 1")
 rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 1")
 rule(aten.mv.default, "m k, k -> m", linear="0 1")
 rule(aten.dot.default, "k, k -> ", linear="0 1")
+rule(aten.vdot.default, "k, k -> ")
+rule(aten.addmv.default, _biased_rule("m k, k -> m", ndim=1))
+rule(aten.addbmm.default, _biased_rule("b m k, b k n -> m n", ndim=2, contracted="b k"))
 rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))
 rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))

@@ -1,4 +1,4 @@
-"""Convolution, pooling and resampling: batch and channels may be cut, and places, of which chunks need their edges."""
+"""Convolution and pooling: batch and channels may be cut, and places, of which chunks need their edges."""
 
 from __future__ import annotations
 
@@ -78,7 +78,3 @@ rule(aten.avg_pool3d.default, "... 1 1 1 -> ... 1 1 1", linear="0")
 rule(aten.avg_pool3d_backward.default, "... 1 1 1, ... 1 1 1 -> ... 1 1 1", linear="0")
 rule(aten._adaptive_avg_pool2d.default, "... 1 1 -> ... 1 1", linear="0")
 rule(aten._adaptive_avg_pool2d_backward.default, "... 1 1, ... 1 1 -> ... 1 1", linear="0")
-rule(aten.upsample_nearest2d.default, "... 1 1 -> ... 1 1")
-rule(aten.upsample_nearest2d_backward.default, "... 1 1 -> ... 1 1", sizes=2)
-rule(aten.upsample_bilinear2d.default, "... 1 1 -> ... 1 1")
-rule(aten.upsample_bilinear2d_backward.default, "... 1 1 -> ... 1 1", sizes=2)

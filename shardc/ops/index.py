@@ -110,6 +110,23 @@ def _searchsorted_rule(call: Call) -> Rule:
     return make_rule("k, ..., k -> ..." if is_row else "... k, ... n, ... k -> ... n", call, whole="k")
 
 
+def _index_fill_rule(call: Call) -> Rule:
+    names, dim = dim_names(len(call.operand.shape)), call.args[1]
+    x = _with(names, dim, "1") if names else ""
+    return make_rule(f"{x}, 1,  -> {x}", call)
+
+
+def _index_reduce_rule(call: Call) -> Rule:
+    names, dim = dim_names(len(call.operand.shape)), call.args[1]
+    x = _with(names, dim, "1") if names else ""
+    return make_rule(f"{x}, 1, {x} -> {x}", call)
+
+
+def _take_rule(call: Call) -> Rule:
+    """The index counts through all dims of ``x``."""
+    return make_rule(f"{' '.join(['1'] * len(call.operand.shape))}, ... -> ...", call, linear="0")
+
+
 rule(aten.index.Tensor, _index_rule)
 rule(aten._unsafe_index.Tensor, _index_rule)
 rule(aten.index_put.default, _index_put_rule)
@@ -118,5 +135,12 @@ rule(aten.gather.default, _gather_rule)
 rule(aten.scatter.src, _scatter_rule())
 rule(aten.scatter.value, _scatter_rule())
 rule(aten.scatter_add.default, _scatter_rule(linear="02"))
+rule(aten.scatter.reduce, _scatter_rule())
+rule(aten.scatter.value_reduce, _scatter_rule())
 rule(aten.scatter_reduce.two, _scatter_rule())
 rule(aten.searchsorted.Tensor, _searchsorted_rule)
+rule(aten.index_reduce.default, _index_reduce_rule)
+rule(aten.index_fill.int_Scalar, _index_fill_rule)
+rule(aten.index_fill.int_Tensor, _index_fill_rule)
+rule(aten.take.default, _take_rule)
+rule(aten.bucketize.Tensor, "..., 1 -> ...")

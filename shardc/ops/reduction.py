@@ -13,20 +13,22 @@ from shardc.sharding import ReduceOp, TensorType
 aten = torch.ops.aten
 
 
-def reduced_dims(call: Call, at: int = 1) -> set[int]:
+def reduced_dims(call: Call, at: int = 1, default: int | None = None) -> set[int]:
     """The dims that ``args[at]`` names: one, several, or with None or nothing all."""
     ndim = len(call.operand.shape)
-    dims = call.args[at] if len(call.args) > at else None
+    dims = call.args[at] if len(call.args) > at else default
     if dims is None or dims == []:
         return set(range(ndim))
-    return {dim % ndim for dim in ([dims] if isinstance(dims, int) else dims)} if ndim else set()
+    return {dim % ndim for dim in _several(dims)} if ndim else set()
 
 
-def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "") -> Callable[[Call], Rule]:
+def _reduction(
+    reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None
+) -> Callable[[Call], Rule]:
     """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None."""
 
     def bind(call: Call) -> Rule:
-        dims, shape = reduced_dims(call, at), call.operand.shape
+        dims, shape = reduced_dims(call, at, default), call.operand.shape
         keepdim = len(call.result.shape) == len(shape)
         names = dim_names(len(shape))
         kept = " ".join("1" if dim in dims else name for dim, name in enumerate(names) if keepdim or dim not in dims)
@@ -37,20 +39,25 @@ def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "") -> Callab
     return bind
 
 
-def along(dim: Callable[[Call], int], linear: str = "") -> Callable[[Call], Rule]:
-    """A rule for ops that keep all dims, one of them whole; it is a factor, so that one sees where it arrives cut."""
+def along(dims: Callable[[Call], int | Sequence[int]], linear: str = "") -> Callable[[Call], Rule]:
+    """A rule for ops that keep all dims, some of them whole; these are factors, so that one sees where they are cut."""
 
     def bind(call: Call) -> Rule:
-        names, at = dim_names(len(call.operand.shape)), dim(call)
+        shape, given = call.operand.shape, dims(call)
+        names, whole = dim_names(len(shape)), {dim % len(shape) for dim in _several(given)} if shape else set()
 
         def spec(tensor: TensorType | None) -> str:
-            shares = tensor is None or not names or tensor.shape[at] == call.operand.shape[at]
-            return " ".join(names if shares else with_name(names, at, "1"))
+            sizes = shape if tensor is None else tensor.shape
+            return " ".join("1" if i in whole and sizes[i] != shape[i] else name for i, name in enumerate(names))
 
         specs = [", ".join(map(spec, tensors)) for tensors in (call.operands, call.results)]
-        return make_rule(" -> ".join(specs), call, linear=linear, whole=names[at] if names else "")
+        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(names[dim] for dim in whole))
 
     return bind
+
+
+def _several(dims: int | Sequence[int]) -> Sequence[int]:
+    return [dims] if isinstance(dims, int) else dims
 
 
 def with_name(names: Sequence[str], dim: int, name: str) -> list[str]:
@@ -64,6 +71,8 @@ def _dim(at: int, default: int = -1) -> Callable[[Call], int]:
 
 for op in (aten.sum.default, aten.sum.dim_IntList):
     rule(op, _reduction("sum", linear="0"))
+for op in (aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList):
+    rule(op, _reduction("sum"))
 for op in (aten.amax.default, aten.max.default):
     rule(op, _reduction("max"))
 for op in (aten.amin.default, aten.min.default):
@@ -76,6 +85,11 @@ for op in (
     aten.var.correction,
     aten.std.correction,
     aten.var_mean.correction,
+    aten.std_mean.correction,
+    aten.median.default,
+    aten.median.dim,
+    aten.nanmedian.default,
+    aten.nanmedian.dim,
     aten.logsumexp.default,
     aten.max.dim,
     aten.min.dim,
@@ -92,10 +106,17 @@ for op in (
 ):
     rule(op, _reduction(None))
 rule(aten.linalg_vector_norm.default, _reduction(None, at=2))
+rule(aten.kthvalue.default, _reduction(None, at=2, default=-1))
+rule(aten.mode.default, _reduction(None, default=-1))
+rule(aten.hash_tensor.default, _reduction(None))
 
 rule(aten.cumsum.default, along(_dim(1), linear="0"))
 rule(aten.cumprod.default, along(_dim(1)))
 rule(aten.logcumsumexp.default, along(_dim(1)))
+rule(aten.cummax.default, along(_dim(1)))
+rule(aten.cummin.default, along(_dim(1)))
 rule(aten.sort.default, along(_dim(1)))
 rule(aten.sort.stable, along(lambda call: call.kwargs.get("dim", -1)))
 rule(aten.topk.default, along(_dim(2)))
+rule(aten.glu.default, along(_dim(1)))
+rule(aten.glu_backward.default, along(_dim(2), linear="0"))

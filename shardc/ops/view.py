@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -120,6 +121,57 @@ def _repeat_rule(call: Call) -> Rule:
     return make_rule(f"{' '.join(names[lead:])} -> {new} {copied}", call, whole=whole)
 
 
+def _diagonal_specs(ndim: int, dims: Sequence[int]) -> tuple[str, str]:
+    """The specs of a tensor and of its diagonal along two dims, which stands last."""
+    names, taken = dim_names(ndim), {dim % ndim for dim in dims}
+    kept = [name for dim, name in enumerate(names) if dim not in taken]
+    return " ".join("1" if dim in taken else name for dim, name in enumerate(names)), " ".join([*kept, "1"])
+
+
+def _diagonal_rule(call: Call) -> Rule:
+    _, dim1, dim2 = with_defaults(call.args[1:], 0, 0, 1)
+    large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
+    return make_rule(f"{large} -> {small}", call, linear="0")
+
+
+def _diagonal_backward_rule(call: Call) -> Rule:
+    large, small = _diagonal_specs(len(call.result.shape), call.args[3:5])
+    return make_rule(f"{small} -> {large}", call, linear="0")
+
+
+def _diagonal_scatter_rule(call: Call) -> Rule:
+    _, dim1, dim2 = with_defaults(call.args[2:], 0, 0, 1)
+    large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
+    return make_rule(f"{large}, {small} -> {large}", call, linear="01")
+
+
+def _diag_embed_rule(call: Call) -> Rule:
+    _, dim1, dim2 = with_defaults(call.args[1:], 0, -2, -1)
+    large, small = _diagonal_specs(len(call.result.shape), (dim1, dim2))
+    return make_rule(f"{small} -> {large}", call, linear="0")
+
+
+def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
+    """Arguments by position, with the defaults of those that are not given."""
+    return [*given, *defaults[len(given) :]]
+
+
+def _unfold_rule(call: Call) -> Rule:
+    large, small = _window_specs(len(call.operand.shape), call.args[1])
+    return make_rule(f"{large} -> {small}", call, linear="0")
+
+
+def _unfold_backward_rule(call: Call) -> Rule:
+    large, small = _window_specs(len(call.result.shape), call.args[2])
+    return make_rule(f"{small} -> {large}", call, linear="0")
+
+
+def _window_specs(ndim: int, dim: int) -> tuple[str, str]:
+    """The specs of a tensor and of the windows along a dim, whose places stand last."""
+    large = " ".join("1" if i == dim % ndim else name for i, name in enumerate(dim_names(ndim))) if ndim else ""
+    return large, f"{large} 1"
+
+
 rule(aten.view.default, _view_rule, sizes=1)
 rule(aten._unsafe_view.default, _view_rule, sizes=1)
 rule(aten.reshape.default, _view_rule, sizes=1)
@@ -132,3 +184,11 @@ rule(aten.squeeze.default, _squeeze_rule)
 rule(aten.squeeze.dim, _squeeze_rule)
 rule(aten.squeeze.dims, _squeeze_rule)
 rule(aten.repeat.default, _repeat_rule)
+rule(aten.diagonal.default, _diagonal_rule)
+rule(aten.diagonal_backward.default, _diagonal_backward_rule, sizes=1)
+rule(aten.diagonal_scatter.default, _diagonal_scatter_rule)
+rule(aten.diag_embed.default, _diag_embed_rule)
+rule(aten.unfold.default, _unfold_rule)
+rule(aten.unfold_backward.default, _unfold_backward_rule, sizes=1)
+rule(aten.view_as_real.default, "... -> ... 1", linear="0")
+rule(aten.view_as_complex.default, "... 1 -> ...", linear="0")

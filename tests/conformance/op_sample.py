@@ -74,7 +74,9 @@ def _drawn(op: Any, sizes: dict[str, int]) -> list[Any]:
     set_sizes(sizes)
     torch.manual_seed(0)
     random.seed(0)
-    return list(itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd), _LOOKED_AT))
+    return list(
+        itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd), _LOOKED_AT)
+    )
 
 
 def set_sizes(sizes: dict[str, int]) -> None:

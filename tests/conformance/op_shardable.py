@@ -54,9 +54,7 @@ def _partners(tensors: Sequence[Tensor], t: int, dim: int, size: int) -> Iterato
         for tensor in [tensors[t]]
         for i, other in enumerate(tensors)
     )
-    first = tuple(
-        None if place is None else place + other.ndim for place, other in zip(aligned, tensors, strict=True)
-    )
+    first = tuple(None if place is None else place + other.ndim for place, other in zip(aligned, tensors, strict=True))
     same = tuple(dim if other.ndim > dim and other.shape[dim] == size else None for other in tensors)
     return iter(dict.fromkeys([first, same, *itertools.islice(itertools.product(*choices), _MAX_PARTNERS)]))
 
@@ -86,11 +84,13 @@ def _is_joined(a: Tensor, b: Tensor, whole: Tensor) -> str:
         return ""
     if _equal(a, whole) and _equal(b, whole):
         return "same"
-    is_number = whole.dtype != torch.bool
-    return "added" if is_number and whole.count_nonzero() and _equal(a + b, whole) else ""
+    is_sum = whole.dtype != torch.bool and bool((whole != 0).any()) and _equal(a + b, whole)
+    return "added" if is_sum else ""
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +29,75 @@ class Result:
 
 
 def run_cases(run: Callable[[Any], Result], cases: Sequence[Any], jobs: int) -> list[Result]:
-    """Every case's result, in order; with more than one job in forked processes of one thread each."""
+    """Every case's result, in order; with more than one job in forked processes of one thread each.
+
+    A case that ends its process is refused.
+    """
     torch.set_num_threads(1)
     if jobs <= 1:
         return [run(case) for case in cases]
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=200) as pool:
-        return pool.map(run, cases, chunksize=1)
+    results: dict[int, Result] = {}
+    waiting = list(enumerate(cases))[::-1]
+    workers = [_Worker(run) for _ in range(min(jobs, len(cases)))]
+    for worker in workers:
+        worker.give(waiting)
+    while busy := [worker for worker in workers if worker.case is not None]:
+        ready = wait([worker.pipe for worker in busy])
+        for worker in busy:
+            if worker.pipe in ready:
+                number, result = worker.take()
+                results[number] = result
+                worker.give(waiting)
+                if len(results) % 50 == 0:
+                    print(f"{len(results)} of {len(cases)} cases", file=sys.stderr, flush=True)
+    for worker in workers:
+        worker.process.kill()
+    return [results[number] for number in range(len(cases))]
+
+
+class _Worker:
+    """A forked process that runs one case after another; another takes its place when it dies."""
+
+    def __init__(self, run: Callable[[Any], Result]) -> None:
+        self.run = run
+        self.case: tuple[int, Any] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(self.run, other), daemon=True)
+        self.process.start()
+        other.close()
+
+    def give(self, waiting: list[tuple[int, Any]]) -> None:
+        self.case = waiting.pop() if waiting else None
+        if self.case:
+            self.pipe.send(self.case[1])
+
+    def take(self) -> tuple[int, Result]:
+        assert self.case is not None
+        number, case = self.case
+        try:
+            return number, self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            died = Result(str(case), "refused", f"its process died of signal {-(self.process.exitcode or 0)}")
+            self._start()
+            return number, died
+
+
+def _serve(run: Callable[[Any], Result], pipe: Connection) -> None:
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:  # no one asks any more
+            return
+        try:
+            result = run(case)
+        except Exception as error:  # of the suite itself
+            result = Result(str(case), "refused", f"the suite failed: {type(error).__name__}: {error}")
+        pipe.send(result)
 
 
 def print_counts(suite: str, results: Iterable[Result]) -> None:

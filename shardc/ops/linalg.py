@@ -1,0 +1,84 @@
+"""Linear algebra: matrices are whole, dims that stack them are free, and so are columns that are solved for apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardc.ops.reduction import along
+from shardc.rule import Call, Rule, make_rule, rule
+
+aten = torch.ops.aten
+
+# Factorizations: factors, pivots, whether it went well.
+rule(aten._linalg_det.default, "... 1 1 -> ..., ... 1 1, ... 1")
+rule(aten._linalg_slogdet.default, "... 1 1 -> ..., ..., ... 1 1, ... 1")
+rule(aten._linalg_eigh.default, "... 1 1 -> ... 1, ... 1 1")
+rule(aten.linalg_eig.default, "... 1 1 -> ... 1, ... 1 1")
+rule(aten._linalg_eigvals.default, "... 1 1 -> ... 1")
+rule(aten._linalg_svd.default, "... 1 1 -> ... 1 1, ... 1, ... 1 1")
+rule(aten.linalg_qr.default, "... 1 1 -> ... 1 1, ... 1 1")
+rule(aten.geqrf.default, "... 1 1 -> ... 1 1, ... 1")
+rule(aten.linalg_lu.default, "... 1 1 -> ... 1 1, ... 1 1, ... 1 1")
+rule(aten.linalg_lu_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
+rule(aten.linalg_ldl_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
+rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1")
+rule(aten.linalg_cholesky_ex.default, "... 1 1 -> ... 1 1, ...")
+rule(aten.cholesky.default, "... 1 1 -> ... 1 1")
+
+# Functions of a matrix.
+rule(aten.linalg_inv_ex.default, "... 1 1 -> ... 1 1, ...")
+rule(aten.cholesky_inverse.default, "... 1 1 -> ... 1 1")
+rule(aten.linalg_matrix_exp.default, "... 1 1 -> ... 1 1")
+rule(aten.linalg_householder_product.default, "... 1 1, ... 1 -> ... 1 1")
+rule(aten.linalg_pinv.atol_rtol_tensor, "... 1 1, ..., ... -> ... 1 1")
+
+
+def _solve_rule(spec: str) -> Callable[[Call], Rule]:
+    """``X`` in the spec are the dims of B: its columns in ``A X = B`` are free, its rows in ``X A = B``."""
+
+    def bind(call: Call) -> Rule:
+        return make_rule(spec.replace("X", "... 1 n" if call.kwargs.get("left", True) else "... n 1"), call)
+
+    return bind
+
+
+rule(aten.linalg_lu_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
+rule(aten.linalg_ldl_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
+rule(aten.linalg_solve_triangular.default, _solve_rule("... 1 1, X -> X"))
+rule(aten.cholesky_solve.default, _solve_rule("X, ... 1 1 -> X"))
+rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1")
+rule(aten.ormqr.default, lambda call: make_rule("... 1 1, ... 1, ... 1 1 -> ... 1 1", call))
+
+
+def _solve_ex_rule(call: Call) -> Rule:
+    """B is a stack of vectors where it has one dim less than A and agrees with it."""
+    x = "... 1" if _has_vectors(call) else "... 1 1"
+    return make_rule(f"... 1 1, {x} -> {x}, ... 1 1, ... 1, ...", call)
+
+
+def _has_vectors(call: Call) -> bool:
+    a, b = call.operands
+    assert a is not None and b is not None
+    return len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and b.shape == a.shape[:-1])
+
+
+def _least_squares_rule(call: Call) -> Rule:
+    """What the driver does not compute is empty."""
+    x = "... 1" if _has_vectors(call) else "... 1 1"
+    sides = [
+        "1" if result and result.shape == (0,) else side
+        for side, result in zip((x, "... 1", "...", "... 1"), call.results, strict=True)
+    ]
+    return make_rule(f"... 1 1, {x} -> {', '.join(sides)}", call)
+
+
+rule(aten._linalg_solve_ex.default, _solve_ex_rule)
+rule(aten.linalg_lstsq.default, _least_squares_rule)
+rule(aten.linalg_cross.default, along(lambda call: call.kwargs.get("dim", -1), linear="0 1"))
+
+# Distances between the rows of two matrices.
+rule(aten._cdist_forward.default, "... p 1, ... r 1 -> ... p r")
+rule(aten._cdist_backward.default, "... p r, ... p 1, ... r 1, ... p r -> ... p 1")
+rule(aten._euclidean_dist.default, "... p 1, ... r 1 -> ... p r")
