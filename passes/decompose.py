@@ -15,7 +15,6 @@ dims of further ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -29,24 +28,14 @@ from shardc.rule import Rule
 from shardc.sharding import Sharding, num_shards
 
 from .choose_cuts import Cuts, assign, claims_on
-from .decompose_index import (
-    add_moves,
-    gather,
-    index,
-    index_put,
-    index_put_moves,
-    lookup_moves,
-    put_moves,
-    scatter,
-    scatter_add,
-)
-from .emitter import Emitter
+from .decompose_index import INDEXING, lookup_moves
+from .decompose_norm import NORMS
+from .decompose_reduce import REDUCTIONS
+from .emitter import NEVER, Decomposition, Emitter, Form
 from .propagate import propagate
 from .windowed import WINDOWED, Along
 
 aten = torch.ops.aten
-
-Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits what stands in an op's place
 
 
 def decompose(program: Program) -> Program:
@@ -88,17 +77,6 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
             if moved is not None and moved < (count - 1) * _gathered(program, node, rule, {factor}):
                 return lambda emit: WINDOWED[node.target].expand(Along(emit, dim, count))
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Decomposition:
-    """How an op is taken apart, and the bytes that its reductions move, in whole tensors.
-
-    ``moved(program, node, factors)``: these are whole in the op as it is, and arrive cut.
-    """
-
-    expand: Form
-    moved: Callable[[Program, fx.Node, Collection[str]], int]
 
 
 def _pays(program: Program, node: fx.Node) -> bool:
@@ -205,22 +183,18 @@ def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) ->
     """As much as the lookup, so that both are done alike."""
     given = arguments(node)
     gradient = program.value_type(program.value(given["grad_output"]))
-    return 2**63 if given["scale_grad_by_freq"] else 2 * gradient.nbytes
+    return NEVER if given["scale_grad_by_freq"] else 2 * gradient.nbytes
 
 
-DECOMPOSITIONS: dict[Any, _Decomposition] = {
-    aten._log_softmax.default: _Decomposition(_log_softmax, _rows(2)),
-    aten._softmax.default: _Decomposition(_softmax, _rows(2)),
-    aten._log_softmax_backward_data.default: _Decomposition(_log_softmax_backward, _rows(1)),
-    aten._softmax_backward_data.default: _Decomposition(_softmax_backward, _rows(1)),
-    aten.gather.default: _Decomposition(gather, lookup_moves),
-    aten.embedding.default: _Decomposition(_embedding, lookup_moves),
-    aten.embedding_dense_backward.default: _Decomposition(_embedding_backward, _scatter_moves),
-    **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _Decomposition(index, lookup_moves)),
-    **dict.fromkeys(
-        (aten.index_put.default, aten._unsafe_index_put.default), _Decomposition(index_put, index_put_moves)
-    ),
-    aten.scatter_add.default: _Decomposition(scatter_add, add_moves),
-    **dict.fromkeys((aten.scatter.src, aten.scatter.value), _Decomposition(scatter, put_moves)),
+DECOMPOSITIONS: dict[Any, Decomposition] = {
+    aten._log_softmax.default: Decomposition(_log_softmax, _rows(2)),
+    aten._softmax.default: Decomposition(_softmax, _rows(2)),
+    aten._log_softmax_backward_data.default: Decomposition(_log_softmax_backward, _rows(1)),
+    aten._softmax_backward_data.default: Decomposition(_softmax_backward, _rows(1)),
+    aten.embedding.default: Decomposition(_embedding, lookup_moves),
+    aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
+    **INDEXING,
+    **NORMS,
+    **REDUCTIONS,
 }
 TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)

@@ -13,18 +13,17 @@ from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_ad
 from shardc.program import Program
 from shardc.sharding import TensorType
 
-from .emitter import Emitter
+from .emitter import NEVER, Decomposition, Emitter
 
 aten = torch.ops.aten
-NEVER = 2**63  # more bytes than anything
 
 
-def index(emit: Emitter) -> fx.Node:
+def _index(emit: Emitter) -> fx.Node:
     """A lookup at positions along some dims."""
     return emit(lookup_at, emit.given["self"], *_places(emit))
 
 
-def index_put(emit: Emitter) -> fx.Node:
+def _index_put(emit: Emitter) -> fx.Node:
     """What is added is added on its own first, so that its sum may be open; what is put is put where it belongs."""
     given = emit.given
     x, values = given["self"], given["values"]
@@ -37,18 +36,18 @@ def index_put(emit: Emitter) -> fx.Node:
     return emit(put_at, x, values, *_places(emit))
 
 
-def gather(emit: Emitter) -> fx.Node:
+def _gather(emit: Emitter) -> fx.Node:
     """An element for each entry of the index."""
     return emit(gather_at, emit.given["self"], emit.given["index"], *_along(emit))
 
 
-def scatter_add(emit: Emitter) -> fx.Node:
+def _scatter_add(emit: Emitter) -> fx.Node:
     """The sum on its own, then added."""
     given = emit.given
     return emit(aten.add.Tensor, given["self"], emit(scatter_add_at, given["index"], given["src"], *_along(emit)))
 
 
-def scatter(emit: Emitter) -> fx.Node:
+def _scatter(emit: Emitter) -> fx.Node:
     """Each element where it belongs."""
     given = emit.given
     source = given.get("src")
@@ -82,12 +81,12 @@ def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> i
     return NEVER if type_.dtype == torch.bool else 2 * type_.nbytes
 
 
-def put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """Nothing where the positions are cut; what is put is whole."""
     return 0 if any(factor.startswith("v") for factor in factors) and _is_full(program, node) else NEVER
 
 
-def add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+def _add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """Nothing where the positions are cut; the whole sum, reduced, where what is added is."""
     type_ = program.type(node)
     if type_.dtype == torch.bool or not _is_full(program, node):
@@ -95,9 +94,9 @@ def add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     return 2 * type_.nbytes * any(factor.startswith("i") for factor in factors)
 
 
-def index_put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+def _index_put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """As what it does: adds or puts."""
-    return (add_moves if arguments(node)["accumulate"] else put_moves)(program, node, factors)
+    return (_add_moves if arguments(node)["accumulate"] else _put_moves)(program, node, factors)
 
 
 def _is_full(program: Program, node: fx.Node) -> bool:
@@ -113,3 +112,14 @@ def _is_full(program: Program, node: fx.Node) -> bool:
 def _same_but(dim: int, shapes: Sequence[list[int]]) -> bool:
     dim %= len(shapes[0])
     return len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
+
+
+INDEXING = {
+    aten.gather.default: Decomposition(_gather, lookup_moves),
+    aten.scatter_add.default: Decomposition(_scatter_add, _add_moves),
+    **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), Decomposition(_index, lookup_moves)),
+    **dict.fromkeys(
+        (aten.index_put.default, aten._unsafe_index_put.default), Decomposition(_index_put, _index_put_moves)
+    ),
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value), Decomposition(_scatter, _put_moves)),
+}

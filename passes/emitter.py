@@ -1,8 +1,9 @@
-"""Insert the calls that a node is taken apart into."""
+"""Insert the calls that a node is taken apart into; and when to."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +45,18 @@ class Emitter:
     def _item(self, node: fx.Node, index: int) -> fx.Node:
         type_ = self.program.types(node)[index]
         return self.program.insert(operator.getitem, (node, index), type_, self.node, name="getitem")
+
+
+Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits what stands in an op's place
+NEVER = 2**63  # more bytes than anything
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """How an op is taken apart, and the bytes that its reductions move, in whole tensors.
+
+    ``moved(program, node, factors)``: these are whole in the op as it is, and arrive cut.
+    """
+
+    expand: Form
+    moved: Callable[[Program, fx.Node, Collection[str]], int]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gpt import DATA, GPT, MEGATRON, Config
+from printed import Function
 
 import shardc
 from shardc import Mesh, P
@@ -88,3 +89,57 @@ def test_a_softmax_along_a_cut_dim_equals_the_whole(op: object, dim: int) -> Non
     torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients["x"], torch.autograd.grad(loss, x)[0], rtol=0, atol=1e-12)
     assert not any(each.kind == "all_gather" for each in compiled.collectives)
+
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
+    "argmax": lambda x: x.argmax(-1),
+    "argmax_of_all": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(1, keepdim=True),
+    "max": lambda x: tuple(x.max(-1)),
+    "min": lambda x: tuple(x.min(1, keepdim=True)),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "var": lambda x: x.var(1),
+    "std": lambda x: x.std((0, 1), correction=0, keepdim=True),
+    "var_mean": lambda x: torch.var_mean(x, dim=1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "norm_1": lambda x: torch.linalg.vector_norm(x, 1, keepdim=True),
+    "norm_inf": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1),
+    "any": lambda x: (x > 2).any(1),
+    "all": lambda x: (x > -3).all(),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("special", [None, float("nan"), float("-inf"), float("inf")], ids=str)
+def test_a_reduction_over_cut_dims_moves_its_results_alone(name: str, special: float | None) -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).double().round(decimals=1)  # with ties
+    if special is not None:
+        x[1, 40], x[1, 50], x[2] = special, special, special
+    if name == "var_mean" and special in (float("inf"), float("-inf")):
+        x = x.nan_to_num(posinf=9, neginf=-9)  # torch's mean of infinities is nan there, ours is infinite
+    reduce = REDUCTIONS[name]
+    found = shardc.compile(Function(reduce, {}), Mesh(a=2, b=2), {"x": P("a", "b")}, kwargs={"x": x}, train=False)
+    assert all(each.kind == "all_reduce" and each.bytes <= 64 for each in found.collectives)
+    torch.testing.assert_close(found.simulate(x=x)[0], reduce(x), rtol=0, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_batch_norm_over_a_cut_batch_moves_two_numbers_a_channel_each_way(dtype: torch.dtype) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm2d(3, dtype=dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.norm(x) * x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 3, 4, 4, dtype=dtype)
+    compiled = shardc.compile(model, Mesh(dp=4), {"x": P("dp")}, args=(x,))
+    assert sorted(each.bytes for each in compiled.collectives)[-4:] <= [3 * 8] * 4
+    if dtype == torch.float64:
+        assert_equal_to_eager(compiled, [x])
+    else:
+        loss, gradients = compiled.simulate(x)
+        torch.testing.assert_close(loss, model(x).detach(), rtol=2**-6, atol=2**-6)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients.values() if gradient is not None)

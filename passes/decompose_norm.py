@@ -1,0 +1,96 @@
+"""A batch norm over a cut batch as sums over it: two numbers a channel are reduced, in the backward two more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.program import Program
+
+from .emitter import Decomposition, Emitter
+
+aten = torch.ops.aten
+
+
+def _moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """Two sums of a number a channel, reduced."""
+    return 4 * next(type_.nbytes for type_ in program.types(node)[1:] if type_ is not None)
+
+
+def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
+    """Result, mean and inverse deviation; of the functional form the new running mean and variance."""
+    given, types = emit.given, emit.program.types(emit.node)
+    x, stats = emit.given["input"], types[1]
+    assert stats is not None and types[0] is not None
+    wide, count = _as(emit, x, stats.dtype), _count(emit)
+    mean = emit(aten.div.Tensor, _sum(emit, wide), count)
+    shifted = emit(aten.sub.Tensor, wide, _spread(emit, mean))
+    variance = emit(aten.div.Tensor, _sum(emit, emit(aten.mul.Tensor, shifted, shifted)), count)
+    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
+    y = emit(aten.mul.Tensor, shifted, _spread(emit, inverse))
+    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
+        y = emit(op, y, _spread(emit, _as(emit, given[name], stats.dtype))) if given[name] is not None else y
+    found = [_as(emit, y, types[0].dtype), mean, inverse]
+    if len(types) > 3:
+        unbiased = emit(aten.mul.Tensor, variance, count / max(1, count - 1))
+        found += [_moving(emit, "running_mean", mean), _moving(emit, "running_var", unbiased)]
+    return list(found)
+
+
+def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
+    """A running statistic moved towards its new value."""
+    old, momentum = emit.given[name], emit.given["momentum"]
+    kept = emit(aten.mul.Tensor, old, 1 - momentum)
+    return _as(emit, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
+
+
+def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
+    """The gradients of input, weight and bias, those that are wanted."""
+    given, count = emit.given, _count(emit)
+    stats = emit.type(given["save_mean"]).dtype
+    gradient, x = (_as(emit, given[name], stats) for name in ("grad_out", "input"))
+    scale = _spread(emit, given["save_invstd"])
+    shifted = emit(aten.mul.Tensor, emit(aten.sub.Tensor, x, _spread(emit, given["save_mean"])), scale)
+    of_bias, of_weight = _sum(emit, gradient), _sum(emit, emit(aten.mul.Tensor, gradient, shifted))
+    shares = [_spread(emit, emit(aten.div.Tensor, total, count)) for total in (of_bias, of_weight)]
+    inner = emit(aten.sub.Tensor, gradient, shares[0])
+    inner = emit(aten.sub.Tensor, inner, emit(aten.mul.Tensor, shifted, shares[1]))
+    of_x = emit(aten.mul.Tensor, inner, scale)
+    if given["weight"] is not None:
+        of_x = emit(aten.mul.Tensor, of_x, _spread(emit, _as(emit, given["weight"], stats)))
+    gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
+    return [None if type_ is None else _as(emit, found, type_.dtype) for found, type_ in gradients]
+
+
+def _count(emit: Emitter) -> int:
+    """How many elements a channel has."""
+    shape = emit.shape(emit.given["input"])
+    return math.prod(shape) // max(1, shape[1])
+
+
+def _sum(emit: Emitter, x: fx.Node) -> fx.Node:
+    return emit(aten.sum.dim_IntList, x, [dim for dim in range(len(emit.shape(x))) if dim != 1])
+
+
+def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
+    """Numbers of channels, to be broadcast to the input."""
+    spare = len(emit.shape(emit.given["input"])) - 2
+    return emit(aten.reshape.default, channels, [1, *emit.shape(channels), *[1] * spare])
+
+
+def _as(emit: Emitter, x: fx.Node, dtype: Any) -> fx.Node:
+    return x if emit.type(x).dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)
+
+
+NORMS = {
+    op: Decomposition(_batch_norm, _moved)
+    for op in (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit.no_stats,
+    )
+} | {aten.native_batch_norm_backward.default: Decomposition(_batch_norm_backward, _moved)}
