@@ -204,7 +204,10 @@ COPIES = (
     aten.lift_fresh_copy.default,
     aten.contiguous.default,
 )
-ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.empty_like.default)
+ZEROS = (
+    aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default,
+    aten.empty_like.default, aten.new_empty.default,
+)  # fmt: skip
 VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys(COPIES, _identity),
     aten._to_copy.default: _copy,

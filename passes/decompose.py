@@ -27,13 +27,14 @@ from shardc.program import Program, Value
 from shardc.rule import Rule
 from shardc.sharding import Sharding, num_shards
 
+from .along import Along
 from .choose_cuts import Cuts, assign, claims_on
 from .decompose_index import INDEXING, lookup_moves
 from .decompose_norm import NORMS
 from .decompose_reduce import REDUCTIONS
 from .emitter import NEVER, Decomposition, Emitter, Form
 from .propagate import propagate
-from .windowed import WINDOWED, Along
+from .windowed import WINDOWED
 
 aten = torch.ops.aten
 

@@ -26,13 +26,16 @@ class Link:
     length: int
 
 
+FILLED, AROUND, EDGE, MIRRORED = range(4)  # beyond the dim: nothing, its other end, its last element, it backwards
+
+
 @dataclass(frozen=True, slots=True)
 class Windows:
     """Runs of a dim of ``length`` elements, one for each of ``count`` chunks of ``total`` positions.
 
     Position ``t`` looks at elements ``start + t * stride`` to ``start + t * stride + span``; the window of a chunk is
-    what its positions look at. Elements beyond the dim are filled in, or with ``wraps`` counted on from its other end.
-    With a negative stride a window still runs upwards. Chunks, of the dim and of the positions, are those of
+    what its positions look at. What lies beyond the dim is filled in, or an element of the dim: see ``FILLED`` and its
+    like. With a negative stride a window still runs upwards. Chunks, of the dim and of the positions, are those of
     ``torch.chunk``.
     """
 
@@ -42,12 +45,12 @@ class Windows:
     start: int
     stride: int = 1
     span: int = 1
-    wraps: int = 0
+    beyond: int = FILLED
 
     @property
     def values(self) -> tuple[int, ...]:
         """The numbers, as a node's argument."""
-        return self.count, self.length, self.total, self.start, self.stride, self.span, self.wraps
+        return self.count, self.length, self.total, self.start, self.stride, self.span, self.beyond
 
     @property
     def chunk(self) -> int:
@@ -90,19 +93,31 @@ def links(values: tuple[int, ...]) -> tuple[tuple[Link, ...], ...]:
 
 
 def _links_of(window: Windows, index: int) -> Iterator[Link]:
-    first, (low, high) = window.first(index), window.used(index)
-    at = low
+    first, (at, high) = window.first(index), window.used(index)
     while at < high and window.length:
-        element = (first + at) % window.length if window.wraps else first + at
-        if element >= window.length:
-            return
-        if element < 0:
+        element = first + at
+        if window.beyond == FILLED and element < 0:
             at += min(-element, high - at)
             continue
-        source, start = divmod(element, window.held)
-        end = min((source + 1) * window.held, window.length)
-        yield Link(source, at, start, min(end - element, high - at))
-        at += min(end - element, high - at)
+        if window.beyond == FILLED and element >= window.length:
+            return
+        found = _element(element, window)
+        source, start = divmod(found, window.held)
+        run = min((source + 1) * window.held, window.length) - found
+        length = min(run, high - at) if found == element or window.beyond == AROUND else 1
+        yield Link(source, at, start, length)
+        at += length
+
+
+def _element(element: Any, window: Windows) -> Any:
+    """The element of the dim that stands for one beyond it; of a number, or of each of a tensor."""
+    if window.beyond == AROUND:
+        return element % window.length
+    if window.beyond == MIRRORED:
+        element = abs(element)
+        last = window.length - 1
+        return last - abs(last - element)
+    return max(0, min(element, window.length - 1)) if isinstance(element, int) else element.clamp(0, window.length - 1)
 
 
 @lru_cache(maxsize=1024)
@@ -153,7 +168,7 @@ def _elements(window: Windows, device: Any) -> tuple[Any, Any]:
     there = (at < used) if window.stride > 0 else (at >= window.size - used)
     there &= positions > 0
     elements = first + at
-    if window.wraps:
-        elements = elements % max(1, window.length)
-    there &= (elements >= 0) & (elements < window.length)
-    return elements.clamp(0, max(0, window.length - 1)), there
+    there &= window.length > 0
+    if window.beyond == FILLED:
+        there &= (elements >= 0) & (elements < window.length)
+    return _element(elements, window).clamp(0, max(0, window.length - 1)), there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from torch import Tensor
 from shardc import Mesh
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.distributed import TorchComm, make_device_mesh
-from shardc.window import Windows, overlap_add, rows_sent, windows
+from shardc.window import AROUND, EDGE, FILLED, MIRRORED, Windows, overlap_add, rows_sent, windows
 
 GARBAGE = 77.0  # what a chunk holds beyond the end of its dim
 
@@ -18,10 +20,12 @@ GARBAGE = 77.0  # what a chunk holds beyond the end of its dim
 @st.composite
 def any_windows(draw: st.DrawFn) -> Windows:
     """Any count, sizes that do not divide, windows beyond both ends, upwards or down."""
-    number = st.integers
+    number = st.integers  # mirrored windows reach over the dim once
     count, length, total = draw(number(1, 8)), draw(number(1, 20)), draw(number(1, 20))
     start, stride, span = draw(number(-25, 25)), draw(number(1, 4)), draw(number(1, 9))
-    return Windows(count, length, total, start, draw(st.sampled_from((1, -1))) * stride, span, draw(number(0, 1)))
+    window = Windows(count, length, total, start, draw(st.sampled_from((1, -1))) * stride, span, draw(number(0, 3)))
+    reach = [window.start + t * window.stride + at for t in (0, total - 1) for at in (0, span - 1)]
+    return replace(window, beyond=EDGE) if min(reach) <= -length or max(reach) >= 2 * length - 1 else window
 
 
 def by_hand(window: Windows, x: Tensor, fill: float) -> Tensor:
@@ -31,9 +35,18 @@ def by_hand(window: Windows, x: Tensor, fill: float) -> Tensor:
         for element in range(window.start + t * window.stride, window.start + t * window.stride + window.span):
             index = t // window.chunk
             at = index * window.size + element - window.first(index)
-            if window.wraps or 0 <= element < window.length:
-                joined[:, at] = x[:, element % window.length]
+            if window.beyond != FILLED or 0 <= element < window.length:
+                joined[:, at] = x[:, found_at(element, window)]
     return joined
+
+
+def found_at(element: int, window: Windows) -> int:
+    """The place in the dim of what stands beyond it."""
+    order = list(range(window.length))
+    if window.beyond == EDGE:
+        return order[0] if element < 0 else order[min(element, window.length - 1)]
+    period = order + order[-2:0:-1] if window.beyond == MIRRORED else order
+    return period[element % len(period)]
 
 
 def chunked(x: Tensor, window: Windows) -> list[Tensor]:
@@ -84,7 +97,8 @@ def test_a_dim_as_it_is_takes_nothing_of_neighbours() -> None:
 
 CASES = [
     Windows(4, 16, 16, -1, 1, 3), Windows(4, 9, 5, -1, 2, 3), Windows(4, 5, 9, -2), Windows(4, 10, 10, 9, -1),
-    Windows(4, 10, 10, -3, wraps=1), Windows(4, 6, 6, -7, 1, 15), Windows(4, 8, 8, 0),
+    Windows(4, 10, 10, -3, beyond=AROUND), Windows(4, 9, 13, -2, beyond=MIRRORED),
+    Windows(4, 6, 6, -7, 1, 15), Windows(4, 8, 8, 0),
 ]  # fmt: skip
 SHUFFLED = Mesh(dp=2, tp=2, device_ids=(3, 1, 2, 0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -75,6 +76,39 @@ def test_the_weights_gradient_takes_the_windows_that_forward_took() -> None:
 
 def test_an_edge_wider_than_a_chunk_comes_from_several_ranks() -> None:
     check(lambda x, w: F.conv1d(x, w, padding=6), Mesh(x=8), P(None, None, "x"), random(2, 2, 16), random(2, 2, 13))
+
+
+POOLS: list[Op] = [
+    lambda x: F.max_pool2d(x, 2),
+    lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
+    lambda x: F.max_pool2d(x, 3, stride=1, padding=1, dilation=1),
+    lambda x: F.max_pool2d(x, (3, 2), stride=(2, 2), ceil_mode=True),
+    lambda x: F.avg_pool2d(x, 2),
+    lambda x: F.avg_pool2d(x, 3, stride=1, padding=1),
+    lambda x: F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False),
+    lambda x: F.avg_pool2d(x, 3, stride=2, padding=1, divisor_override=5),
+    lambda x: F.avg_pool2d(x, 3, stride=2, ceil_mode=True),
+    lambda x: F.adaptive_avg_pool2d(x, 4),
+]
+
+
+@pytest.mark.parametrize("op", POOLS)
+@pytest.mark.parametrize(("mesh", "spec"), [(Mesh(x=4), P(None, None, "x")), (Mesh(x=2, y=2), P("y", None, None, "x"))])
+def test_pools_take_edges_alone(op: Op, mesh: Mesh, spec: P) -> None:
+    compiled = check(op, mesh, spec, random(2, 3, 16, 8))
+    assert {each.kind for each in compiled.collectives} <= {"collective_permute"}
+
+
+def test_indices_of_a_max_pool_are_those_of_the_whole_plane() -> None:
+    class Pool(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return F.max_pool2d(x, 3, stride=2, padding=1, return_indices=True)
+
+    x = random(2, 3, 16, 8)
+    compiled = shardc.compile(Pool(), Mesh(x=2, y=2), {"x": P(None, None, "x", "y")}, args=(x,), train=False)
+    found, _ = compiled.simulate(x)
+    for one, other in zip(found, Pool()(x), strict=True):
+        assert torch.equal(one, other)
 
 
 @settings(max_examples=20, deadline=None)

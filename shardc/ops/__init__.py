@@ -13,6 +13,7 @@ from shardc.ops import loss as loss
 from shardc.ops import normalization as normalization
 from shardc.ops import piece as piece
 from shardc.ops import pointwise as pointwise
+from shardc.ops import pool as pool
 from shardc.ops import position as position
 from shardc.ops import random as random
 from shardc.ops import reduction as reduction

@@ -1,10 +1,23 @@
-"""Windows of a cut dim: the windows of one chunk of positions lie with that chunk of the dim."""
+"""Windows of a cut dim, which lie with the chunk that looks at them, and the places of ops that look at windows."""
 
 from __future__ import annotations
 
+import math
+
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import TensorType
 from shardc.window import Windows, overlap_add, windows
+
+
+def places(x: TensorType, y: TensorType, count: int) -> tuple[str, dict[str, int]]:
+    """A factor for each of the last ``count`` dims, which two tensors have, each of its own size.
+
+    What such a factor is cut in are chunks of both. Beside the factors, in how many chunks both may be cut.
+    """
+    pairs = list(zip(x.shape, y.shape, strict=True))[len(x.shape) - count :]
+    sizes = {f"s{i}": math.gcd(*pair) for i, pair in enumerate(pairs) if min(pair) > 1}
+    return " ".join(f"s{i}" if f"s{i}" in sizes else "1" for i in range(count)), sizes
 
 
 def _names(call: Call) -> tuple[str, str]:

@@ -1,0 +1,114 @@
+"""One dim of one op that is to be taken apart: its windows and chunks, as a part of the batch and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.node import operands
+from shardc.sharding import TensorType
+from shardc.window import Windows, overlap_add, rows_sent, windows
+
+from .emitter import Emitter
+
+aten = torch.ops.aten
+
+Results = fx.Node | list[fx.Node | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """An op to be taken apart along a dim that is cut in ``count`` chunks."""
+
+    emit: Emitter
+    dim: int
+    count: int
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The op's arguments."""
+        return self.emit.given
+
+    @property
+    def node(self) -> fx.Node:
+        """The op."""
+        return self.emit.node
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the op's tensors have."""
+        first = operands(self.node)[0]
+        assert first is not None
+        return len(self.emit.shape(first))
+
+    def at(self, numbers: Sequence[int]) -> int:
+        """The number for this dim, of one for each of the last dims."""
+        return numbers[self.dim - self.ndim]
+
+    def without(self, numbers: Sequence[int], number: int = 0) -> list[int]:
+        """The numbers with another one for this dim."""
+        return [number if i == self.dim - self.ndim + len(numbers) else old for i, old in enumerate(numbers)]
+
+    def size(self, node: fx.Node) -> int:
+        """The size of the dim."""
+        return self.emit.shape(node)[self.dim]
+
+    def windows(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
+        """The windows of ``x``, in front as a part of the batch."""
+        taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
+        shape = list(self.emit.shape(taken))
+        apart = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
+        order = [self.dim, *(i for i in range(len(apart)) if i != self.dim)]
+        front = self.emit(aten.permute.default, self.emit(aten.reshape.default, taken, apart), order)
+        shape = list(self.emit.shape(front))
+        return self.emit(aten.reshape.default, front, [shape[0] * shape[1], *shape[2:]])
+
+    def chunks(self, x: fx.Node, fill: float = 0.0) -> fx.Node:
+        """The chunks of ``x``, in front as a part of the batch."""
+        return self.windows(x, Windows(self.count, self.size(x), self.size(x), 0), fill)
+
+    def overlap_add(self, x: fx.Node, window: Windows) -> fx.Node:
+        """The adjoint of ``windows``: from windows in front, the dim of ``window.length`` elements."""
+        shape = list(self.emit.shape(x))
+        apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
+        order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
+        back = self.emit(aten.permute.default, apart, order)
+        shape[0], shape[self.dim] = shape[0] // self.count, self.count * shape[self.dim]
+        joined = self.emit(aten.reshape.default, back, shape)
+        return joined if window.is_identity else self.emit(overlap_add, joined, (), self.dim, window.values)
+
+    def spread(self, numbers: fx.Node, x: fx.Node) -> fx.Node:
+        """A number for each window, for ``x`` whose windows are in front."""
+        shape = self.emit.shape(x)
+        column = self.emit(aten.reshape.default, numbers, [self.count, 1])
+        spread = self.emit(aten.expand.default, column, [self.count, shape[0] // self.count])
+        return self.emit(aten.reshape.default, spread, [shape[0], *[1] * (len(shape) - 1)])
+
+    def join(self, x: fx.Node, size: int) -> fx.Node:
+        """The inverse of ``chunks``, to a dim of ``size``."""
+        return self.overlap_add(x, Windows(self.count, size, size, 0))
+
+
+Reach = Callable[
+    [Along], tuple[Windows, TensorType] | None
+]  # the windows that are taken, and of a tensor of which type
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """How an op is taken apart: what it reaches, None where it cannot be along the dim; and what it becomes."""
+
+    reach: Reach
+    expand: Callable[[Along], Results]
+
+    def moved(self, along: Along) -> int | None:
+        """Bytes that all ranks together send of the windowed tensor's edges."""
+        found = self.reach(along)
+        if found is None:
+            return None
+        window, type_ = found
+        return sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length))

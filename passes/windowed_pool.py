@@ -1,0 +1,231 @@
+"""Pooling and resampling along a cut place, taken apart into windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.sharding import TensorType
+from shardc.window import Windows
+
+from .along import Along, Reach, Windowed
+
+aten = torch.ops.aten
+
+Number = dict[str, int]  # a pool's numbers for one dim, by the names of its arguments
+
+
+def _numbers(along: Along, count: int) -> dict[str, list[int]]:
+    """Kernel, stride, padding and dilation of each of the ``count`` places, as an op that gives fewer means them."""
+    given = along.given
+
+    def each(name: str, default: Sequence[int]) -> list[int]:
+        said = given.get(name)
+        numbers = [said] if isinstance(said, int) else list(said or default)
+        return numbers * count if len(numbers) == 1 else numbers
+
+    kernel = each("kernel_size", ())
+    return {
+        "kernel_size": kernel,
+        "stride": each("stride", kernel),
+        "padding": each("padding", [0] * count),
+        "dilation": each("dilation", [1] * count),
+    }
+
+
+def _window(along: Along, count: int) -> Windows:
+    """What the positions of a pool look at: those of the result, or of the gradient that comes in."""
+    kernel, stride, padding, dilation = (along.at(numbers) for numbers in _numbers(along, count).values())
+    large, small = along.given["self"], along.given.get("grad_output") or along.node
+    span = (kernel - 1) * dilation + 1
+    return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
+
+
+def _reach(count: int) -> Reach:
+    return lambda along: (_window(along, count), along.emit.type(along.given["self"]))
+
+
+# Max pools. Indices count the elements of a plane, of the whole one before and behind, of a window between.
+
+
+def _max_pool(op: Any, count: int) -> Callable[[Along], list[fx.Node | None]]:
+    def expand(along: Along) -> list[fx.Node | None]:
+        x, window, numbers = along.given["self"], _window(along, count), _numbers(along, count)
+        low = -math.inf if along.emit.type(x).dtype.is_floating_point else torch.iinfo(along.emit.type(x).dtype).min
+        padding = along.without(numbers["padding"])
+        values, indices = along.emit.results(
+            along.emit(
+                op, along.windows(x, window, low), numbers["kernel_size"], numbers["stride"], padding,
+                numbers["dilation"], along.given["ceil_mode"],
+            )
+        )  # fmt: skip
+        assert values is not None and indices is not None
+        whole = _moved(along, indices, window, count, window.size, along.size(x), 1)
+        return [along.join(values, window.total), along.join(whole, window.total)]
+
+    return expand
+
+
+def _max_pool_backward(op: Any, count: int) -> Callable[[Along], fx.Node]:
+    def expand(along: Along) -> fx.Node:
+        given, x = along.given, along.given["self"]
+        window, numbers = _window(along, count), _numbers(along, count)
+        like = _like_windows(along, x, window)
+        indices = _moved(along, along.chunks(given["indices"]), window, count, along.size(x), window.size, -1)
+        last = math.prod(along.emit.shape(like)[-count:]) - 1
+        indices = along.emit(aten.clamp.default, indices, 0, last)  # behind the last position there are none
+        gradient = along.emit(
+            op, along.chunks(given["grad_output"]), like, numbers["kernel_size"], numbers["stride"],
+            along.without(numbers["padding"]), numbers["dilation"], given["ceil_mode"], indices,
+        )  # fmt: skip
+        return along.overlap_add(gradient, window)
+
+    return expand
+
+
+def _moved(along: Along, indices: fx.Node, window: Windows, count: int, old: int, new: int, sign: int) -> fx.Node:
+    """Indices into planes whose dim has ``old`` elements, as of planes with ``new``, moved by each window's start."""
+    emit, shape = along.emit, along.emit.shape(along.given["self"])
+    behind = math.prod(shape[along.dim + 1 :])
+    step = window.first(1) - window.first(0)
+    starts = emit(aten.mul.Scalar, emit(aten.arange.default, along.count), sign * step * behind)
+    starts = emit(aten.add.Scalar, starts, sign * window.first(0) * behind)
+    moved = emit(aten.add.Tensor, indices, along.spread(starts, indices))
+    if along.dim == len(shape) - count:
+        return moved
+    before = emit(aten.div.Scalar_mode, indices, old * behind, rounding_mode="floor")
+    return emit(aten.add.Tensor, moved, emit(aten.mul.Scalar, before, (new - old) * behind))
+
+
+def _like_windows(along: Along, x: fx.Node, window: Windows) -> fx.Node:
+    """Of the shape that the windows of ``x`` have: an op wants it for its shape."""
+    shape = list(along.emit.shape(x))
+    shape[along.dim] = window.size
+    shape[0] *= along.count
+    return along.emit(aten.full.default, shape, 0, dtype=along.emit.type(x).dtype)
+
+
+# Average pools: sums, divided by how many elements each position has where that differs.
+
+
+def _average_pool(op: Any, count: int) -> Callable[[Along], fx.Node]:
+    def expand(along: Along) -> fx.Node:
+        x, numbers = along.given["self"], _numbers(along, count)
+        window = _window(along, count)
+        divisors, divisor = _divisors(along, count, along.node)
+        result = along.emit(
+            op, along.windows(x, window), numbers["kernel_size"], numbers["stride"], along.without(numbers["padding"]),
+            along.given["ceil_mode"], True, divisor,
+        )  # fmt: skip
+        result = along.join(result, along.size(along.node))
+        return result if divisors is None else along.emit(aten.div.Tensor, result, divisors)
+
+    return expand
+
+
+def _average_pool_backward(op: Any, count: int) -> Callable[[Along], fx.Node]:
+    def expand(along: Along) -> fx.Node:
+        x, numbers, gradient = along.given["self"], _numbers(along, count), along.given["grad_output"]
+        window = _window(along, count)
+        divisors, divisor = _divisors(along, count, gradient)
+        if divisors is not None:
+            gradient = along.emit(aten.div.Tensor, gradient, divisors)
+        result = along.emit(
+            op, along.chunks(gradient), _like_windows(along, x, window), numbers["kernel_size"], numbers["stride"],
+            along.without(numbers["padding"]), along.given["ceil_mode"], True, divisor,
+        )  # fmt: skip
+        return along.overlap_add(result, window)
+
+    return expand
+
+
+def _divisors(along: Along, count: int, result: fx.Node) -> tuple[fx.Node | None, int]:
+    """How many elements the mean at each position is of, and the one divisor of all; the former where they differ."""
+    given, numbers = along.given, _numbers(along, count)
+    if given["divisor_override"]:
+        return None, given["divisor_override"]
+    x, y = (along.emit.shape(node)[-count:] for node in (given["self"], result))
+    counts = [
+        _counts(along, size, out, {name: each[i] for name, each in numbers.items()})
+        for i, (size, out) in enumerate(zip(x, y, strict=True))
+    ]
+    if all(isinstance(each, int) for each in counts):
+        return None, math.prod(each for each in counts if isinstance(each, int))
+    total: fx.Node | None = None
+    for i, each in enumerate(counts):
+        if isinstance(each, int):
+            each = along.emit(aten.full.default, [y[i]], each, dtype=torch.int64)
+        shaped = along.emit(aten.reshape.default, each, [-1, *[1] * (count - 1 - i)])
+        total = shaped if total is None else along.emit(aten.mul.Tensor, total, shaped)
+    return total, 1
+
+
+def _counts(along: Along, size: int, out: int, numbers: Number) -> fx.Node | int:
+    """How many elements each of ``out`` positions of one dim has; a number where all have as many."""
+    emit, kernel, padding = along.emit, numbers["kernel_size"], numbers["padding"]
+    counts_padding = along.given["count_include_pad"]
+    low, high = (-padding, size + padding) if counts_padding else (0, size)
+    if -padding >= low and (out - 1) * numbers["stride"] - padding + kernel <= high:
+        return kernel
+    starts = emit(aten.sub.Scalar, emit(aten.mul.Scalar, emit(aten.arange.default, out), numbers["stride"]), padding)
+    ends = emit(aten.clamp.default, emit(aten.add.Scalar, starts, kernel), low, high)
+    return emit(aten.sub.Tensor, ends, emit(aten.clamp.default, starts, low, high))
+
+
+# Adaptive average pools and resampling, where every position has as many elements.
+
+
+def _adaptive_reach(along: Along) -> tuple[Windows, TensorType] | None:
+    x = along.given["self"]
+    small = along.size(along.given.get("grad_output") or along.node)
+    step, rest = divmod(along.size(x), small)
+    return None if rest else (Windows(along.count, along.size(x), small, 0, step, step), along.emit.type(x))
+
+
+def _adaptive_pool(op: Any) -> Callable[[Along], fx.Node]:
+    def expand(along: Along) -> fx.Node:
+        window = _adaptive_window(along)
+        sizes = along.without(along.given["output_size"], window.chunk)
+        result = along.emit(op, along.windows(along.given["self"], window), sizes)
+        return along.join(result, window.total)
+
+    return expand
+
+
+def _adaptive_pool_backward(op: Any) -> Callable[[Along], fx.Node]:
+    def expand(along: Along) -> fx.Node:
+        window = _adaptive_window(along)
+        like = _like_windows(along, along.given["self"], window)
+        return along.overlap_add(along.emit(op, along.chunks(along.given["grad_output"]), like), window)
+
+    return expand
+
+
+def _adaptive_window(along: Along) -> Windows:
+    found = _adaptive_reach(along)
+    assert found is not None, along.node
+    return found[0]
+
+
+POOLS: dict[Any, Windowed] = {
+    aten.max_pool2d_with_indices.default: Windowed(_reach(2), _max_pool(aten.max_pool2d_with_indices.default, 2)),
+    aten.max_pool3d_with_indices.default: Windowed(_reach(3), _max_pool(aten.max_pool3d_with_indices.default, 3)),
+    aten.max_pool2d_with_indices_backward.default: Windowed(
+        _reach(2), _max_pool_backward(aten.max_pool2d_with_indices_backward.default, 2)
+    ),
+    aten.max_pool3d_with_indices_backward.default: Windowed(
+        _reach(3), _max_pool_backward(aten.max_pool3d_with_indices_backward.default, 3)
+    ),
+    aten.avg_pool2d.default: Windowed(_reach(2), _average_pool(aten.avg_pool2d.default, 2)),
+    aten.avg_pool3d.default: Windowed(_reach(3), _average_pool(aten.avg_pool3d.default, 3)),
+    aten.avg_pool2d_backward.default: Windowed(_reach(2), _average_pool_backward(aten.avg_pool2d_backward.default, 2)),
+    aten.avg_pool3d_backward.default: Windowed(_reach(3), _average_pool_backward(aten.avg_pool3d_backward.default, 3)),
+    aten._adaptive_avg_pool2d.default: Windowed(_adaptive_reach, _adaptive_pool(aten._adaptive_avg_pool2d.default)),
+    aten._adaptive_avg_pool2d_backward.default: Windowed(
+        _adaptive_reach, _adaptive_pool_backward(aten._adaptive_avg_pool2d_backward.default)
+    ),
+}
