@@ -19,6 +19,7 @@ from shardc.mesh import Mesh
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
+from shardc.strict import check_strict
 
 if TYPE_CHECKING:
     import torch
@@ -197,13 +198,15 @@ def compile(
     train: bool = True,
     differentiable: tuple[str, ...] = (),
     fixed: tuple[Pin, ...] = (),
+    strict: bool = False,
 ) -> Compiled:
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
     global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
     did wrong, CaptureError for a model that cannot be captured. ``fixed``: shardings that are settled already and stand
-    above annotations.
+    above annotations. ``strict``: a ShardingError for every op that has no rule and every gather that no annotation
+    asks for (see ``shardc.strict``).
     """
     from shardc.passes.pipeline import run_passes
 
@@ -225,10 +228,13 @@ def compile(
     start = time.perf_counter()
     captured = capture(model, args, kwargs or {}, train=train, modules=matched.modules, differentiable=differentiable)
     settled = {(pin.kind, pin.name) for pin in fixed}
-    pins = [pin for pin in resolve(captured.program, matched, described) if (pin.kind, pin.name) not in settled]
+    asked = resolve(captured.program, matched, described)
+    pins = [pin for pin in asked if (pin.kind, pin.name) not in settled]
     program = replace(captured.program, mesh=described, pins=(*pins, *fixed))
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
+    if strict:
+        check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds)
 
 
@@ -242,16 +248,19 @@ def parallelize(
     runtime: Literal["auto", "virtual", "distributed"] = "auto",
     compile: Literal["eager", "inductor"] = "eager",
     differentiable: tuple[str, ...] = (),
+    strict: bool = False,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
+    ``strict`` as in ``compile``.
     """
     from shardc.runtime.module import parallel_module
 
-    module = parallel_module(model, mesh, partial(_compile_call, mesh, annotations, differentiable), runtime, compile)
+    call = partial(_compile_call, mesh, annotations, differentiable, strict)
+    module = parallel_module(model, mesh, call, runtime, compile)
     if args is not None or kwargs is not None:
         module.compile_for(args or (), kwargs or {})
     return module
@@ -261,6 +270,7 @@ def _compile_call(
     mesh: Any,
     annotations: Mapping[str, Spec] | None,
     differentiable: tuple[str, ...],
+    strict: bool,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -269,5 +279,6 @@ def _compile_call(
     fixed: tuple[Pin, ...],
 ) -> Compiled:
     return compile(
-        model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable, fixed=fixed
-    )
+        model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable, fixed=fixed,
+        strict=strict,
+    )  # fmt: skip

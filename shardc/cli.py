@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
     dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
     dump.add_argument("--only", choices=("collectives",), default="", help="leave out all else")
+    dump.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
     dump.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
     dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
     _command(commands, "verify", "hold the sharded program against a single device, and against the eager model")
@@ -163,8 +164,9 @@ def _dump(options: argparse.Namespace) -> int:
     annotations = _annotations(options, target)
     with _progress(f"compiling for {options.mesh}"):
         compiled = compile(
-            target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train
-        )
+            target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
+            strict=options.strict,
+        )  # fmt: skip
     text = dump(compiled, options.format, options.after, options.only, options.verbose)
     _write(text, options.output)
     return GOOD
