@@ -16,7 +16,7 @@ from torch import fx
 from shardc.mesh import Axes, AxisPart
 from shardc.node import is_annotation
 from shardc.program import Origin, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
+from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
@@ -79,7 +79,7 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
         have = cuts.get(claim.factor, WHOLE)
         if rule.may_cut(claim.factor, claim.cut) and extends(claim.cut, have):
             used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
-            granted = dividing(_unused(claim.cut, used), rule.sizes[claim.factor])
+            granted = _unused(claim.cut, used)
             if granted != WHOLE and rule.may_cut(claim.factor, granted) and extends(granted, have):
                 cuts[claim.factor] = granted
     return cuts

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
 from shardc.collective import Kind
@@ -57,13 +57,17 @@ class Space:
     """Where a search goes, and within what bounds: a local value is never larger than at both ends.
 
     ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
-    all others; else the search puts one where its ends meet.
+    all others; else the search puts one where its ends meet. ``loose``: the dims that are cut unevenly at an end: any
+    atoms may cut them, save neighbours that are one cut together (``joins``), and they come and go one at a time, since
+    each cuts what those before it left.
     """
 
     sizes: tuple[int, ...]
     room: tuple[int, ...]
     src: State
     dst: State
+    loose: frozenset[int] = frozenset()
+    joins: frozenset[tuple[int, int]] = frozenset()
     permutes: bool = False
 
     @cached_property
@@ -106,12 +110,26 @@ class Space:
         return self.scale // math.prod(map(self.pieces, state.lists))
 
     def fits(self, dim: int, atoms: Atoms) -> bool:
-        """Whether the dim divides by the atoms."""
+        """Whether the atoms may cut the dim: it divides by them, or need not."""
+        if dim in self.loose:
+            return not any(pair in self.joins for pair in pairwise(atoms))
         return self.room[dim] % math.prod([self.sizes[atom] for atom in atoms]) == 0
+
+    def takes(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
+        """Whether one collective may cut the dim by ``more``, after ``atoms``."""
+        return self.fits(dim, atoms + more) and (dim not in self.loose or len(more) == 1)
+
+    def suffixes(self, dim: int, atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
+        """What stays and what goes, when minor atoms leave a dim together."""
+        lasts = [len(atoms) - 1] if dim in self.loose and atoms else reversed(range(len(atoms)))
+        return ((atoms[:i], atoms[i:]) for i in lasts)
 
     def counts(self, state: State) -> object:
         """Into how many pieces each dim is cut, and what is partial: equal where a permute leads."""
-        sizes = [math.prod([self.sizes[atom] for atom in atoms]) for atoms in state.lists]
+        sizes = [
+            tuple(self.sizes[atom] for atom in atoms) if dim in self.loose else math.prod(self.sizes[a] for a in atoms)
+            for dim, atoms in enumerate(state.lists)
+        ]
         return (*sizes, *(self.pieces(atoms) for atoms in state.lists), state.partial)
 
     def at_least(self, src: State, dst: State) -> int:
@@ -135,13 +153,13 @@ def moves_from(space: Space, state: State) -> Iterator[Edge]:
         for atom in free:
             if space.fits(dim, (*atoms, atom)):
                 yield Move("shard_slice", (atom,), (dim,), state, state.put((dim, (*atoms, atom)))), 0
-        for keep, suffix in _suffixes(atoms):
+        for keep, suffix in space.suffixes(dim, atoms):
             ways = space.pieces(suffix)
             if local * ways <= space.bound:
                 after = state.put((dim, keep))
                 yield Move("all_gather", suffix, (dim,), state, after), local * ways - local + space.latency
             for dst, others in enumerate(state.lists):
-                if dst != dim and space.fits(dst, others + suffix):
+                if dst != dim and space.takes(dst, others, suffix):
                     after = state.put((dim, keep), (dst, others + suffix))
                     yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + space.latency
     for some in _arrangements(state.partial):
@@ -156,7 +174,7 @@ def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
     if some == tuple(sorted(some)):
         yield Move("all_reduce", some, (), state, state.put(partial=rest)), 2 * once + space.latency
     for dim, atoms in enumerate(state.lists):
-        if space.fits(dim, atoms + some):
+        if space.takes(dim, atoms, some):
             after = state.put((dim, atoms + some), partial=rest)
             yield Move("reduce_scatter", some, (dim,), state, after), once + space.latency
 
@@ -175,12 +193,12 @@ def moves_into(space: Space, state: State) -> Iterator[Edge]:
     """Every move that leads to a state but permutes: those of ``moves_from``, undone."""
     local, used = space.local(state), state.used
     for dim, atoms in enumerate(state.lists):
-        for keep, suffix in _suffixes(atoms):
+        for keep, suffix in space.suffixes(dim, atoms):
             ways = space.pieces(suffix)
             if local * ways <= space.bound:
                 yield from _cuts_undone(space, state, dim, suffix)
             for src, others in enumerate(state.lists):
-                if src != dim and space.fits(src, others + suffix):
+                if src != dim and space.takes(src, others, suffix):
                     before = state.put((dim, keep), (src, others + suffix))
                     yield Move("all_to_all", suffix, (src, dim), before, state), local - local // ways + space.latency
     for some in _arrangements(tuple(atom for atom in range(len(space.sizes)) if atom not in used)):
@@ -201,15 +219,11 @@ def _joins_undone(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
     local = space.local(state)
     once = local - local // space.pieces(some)
     for dim, atoms in enumerate(state.lists):
-        if space.fits(dim, atoms + some):
+        if space.takes(dim, atoms, some):
             yield Move("all_gather", some, (dim,), state.put((dim, atoms + some)), state), once + space.latency
     if some == tuple(sorted(some)) and set(some) <= set(space.src.partial):
         before = state.put(partial=tuple(sorted(state.partial + some)))
         yield Move("all_reduce", some, (), before, state), 2 * once + space.latency
-
-
-def _suffixes(atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
-    return ((atoms[:i], atoms[i:]) for i in reversed(range(len(atoms))))
 
 
 def _arrangements(atoms: Atoms) -> Iterator[Atoms]:

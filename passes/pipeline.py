@@ -1,7 +1,7 @@
 """The passes, in order: read this to know the compiler. After each, the program is verified.
 
 captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards--> agreed
---lower_reshards, fuse_collectives--> lowered --localize--> localized
+--lower_reshards, fuse_collectives, mask_padding--> lowered --localize--> localized
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .insert_reshards import insert_reshards
 from .keep_dims import keep_dims
 from .localize import localize
 from .lower_reshards import lower_reshards
+from .mask_padding import mask_padding
 from .propagate import propagate
 from .verify import verify
 
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     insert_reshards,  # a reshard wherever producer and consumer differ
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones
+    mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
     localize,  # local shapes, one text for all ranks
 )
 

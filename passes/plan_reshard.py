@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding, wire_bytes
@@ -61,12 +61,16 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
     Local values on the way are never larger than at both ends, save where cuts do not line up.
     """
     assert src.mesh == dst.mesh and _is_open(src, dst), (src, dst)
-    assert src.is_even(type.shape) and dst.is_even(type.shape), (src.text(type), dst.text(type))
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
     fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
+    split = _split_uneven(src, dst, type.shape, fine)
+    if split:
+        stops = [_whole_at(src, split), _whole_at(dst, split)]
+        ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
+        return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
     apart = _apart(src, dst, sizes, fine)
     if apart:
-        via = replace(dst, dims=tuple(WHOLE if i in apart else dim for i, dim in enumerate(dst.dims)))
+        via = _whole_at(dst, apart)
         return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
     shape = tuple(size for sub in sizes for size in sub or ())
     steps = list(_plain_steps(fine[0], fine[1], shape))
@@ -79,9 +83,9 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
 def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
     if isinstance(said, P):
         return said.sharding(mesh, type.shape, who)
-    if len(said.dims) != len(type.shape) or said.mesh != mesh or not said.is_even(type.shape):
+    if len(said.dims) != len(type.shape) or said.mesh != mesh:
         raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",
-                            "the sharding does not fit: mesh, number of dims, or a size that does not divide",
+                            "the sharding does not fit: mesh or number of dims",
                             "make the sharding on this mesh for this shape")  # fmt: skip
     return said
 
@@ -109,6 +113,8 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
     """The dim as separate dims on which both cuts are plain; None if there are none."""
     if src == dst or not (src.minor or dst.minor):
         return (size,)
+    if WHOLE in (src, dst):
+        return tuple(sub for sub, _ in (dst if src == WHOLE else src).subdims(size))
     marks: Counter[int] = Counter()  # how many elements lie behind each border between two dims
     for cut in (src, dst):
         marks |= Counter([size, 1, *(math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor)))])
@@ -117,7 +123,7 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
         return None
     sizes = tuple(major // minor for major, minor in pairwise(borders))
     for cut in (src, dst):
-        subs = split_dim(cut, size, sizes)
+        subs = _seen_as(cut, size, sizes)
         taken = merge_parts(part for sub in subs for part in sub.axes)
         if taken != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
             return None
@@ -128,8 +134,16 @@ def _refined(sharding: Sharding, shape: tuple[int, ...], sizes: list[tuple[int, 
     """The sharding on the separate dims; a dim that is not split keeps its cuts as they are."""
     dims: list[DimSharding] = []
     for dim, size, subs in zip(sharding.dims, shape, sizes, strict=True):
-        dims += [dim] if subs is None or len(subs) == 1 else split_dim(dim, size, subs)
+        dims += [dim] if subs is None or len(subs) == 1 else _seen_as(dim, size, subs)
     return replace(sharding, dims=tuple(dims))
+
+
+def _seen_as(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSharding, ...]:
+    """The cut on separate dims of these sizes."""
+    subdims = cut.subdims(size)
+    if tuple(sub for sub, _ in subdims) == sizes:
+        return tuple(DimSharding(axes) for _, axes in subdims)
+    return split_dim(cut, size, sizes)
 
 
 def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
@@ -140,12 +154,30 @@ def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fi
     return {i for i, used in enumerate(names) if sizes[i] is None or used & broken}
 
 
+def _whole_at(sharding: Sharding, dims: set[int]) -> Sharding:
+    return replace(sharding, dims=tuple(WHOLE if i in dims else dim for i, dim in enumerate(sharding.dims)))
+
+
+def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: list[Sharding]) -> set[int]:
+    """The dims that change, and are cut unevenly by an axis of which the other side knows parts.
+
+    Chunks of the ceiling by an axis are not those by its parts, one after the other.
+    """
+    ends = part_ends(part for sharding in fine for part in sharding.cut_axes + sharding.partial_axes)
+    return {
+        i
+        for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
+        if cuts[0] != cuts[1]
+        and any(not cut.is_even(size) and split_parts(cut.all_axes, ends) != cut.all_axes for cut in cuts)
+    }
+
+
 # The search, with axes as numbered atoms.
 
 
 def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Step]:
     """The steps between two shardings that are plain on every dim on which they differ."""
-    ends = _ends_in_play(src, dst)
+    ends = _ends_in_play(src, dst, shape)
     start, target = _rest(src, dst, ends)
     in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
     atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
@@ -160,7 +192,7 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
         yield from _plain_steps(via, dst, shape)
         return
     sharding = src
-    for kind, args in _calls(_joined_slices(moves), atoms, active, src):
+    for kind, args in _calls(_joined_slices(moves, space.loose), atoms, active, src):
         sharding = steps_sharding(sharding, kind, args)
         yield Step(kind, args, sharding, shape)
 
@@ -171,23 +203,35 @@ def _space(
     number = {part: i for i, part in enumerate(atoms)}
     start, target = ([tuple(number[part] for part in side[i]) for i in active] for side in _rest(src, dst, ends))
     kept = [num_shards(split_parts(src.dims[i].axes, ends)) // num_shards(_rest(src, dst, ends)[0][i]) for i in active]
+    loose = _uneven_dims(src, dst, shape)
+    joins = ((a, b) for a, b in permutations(atoms, 2) if len(merge_parts((a, b))) == 1)
     closing = tuple(sorted(number[part] for part in _closing(src, dst, ends)))
     return Space(
         tuple(part.size for part in atoms),
         tuple(shape[i] // pieces for i, pieces in zip(active, kept, strict=True)),
         State(tuple(start), closing),
         State(tuple(target), ()),
+        frozenset(at for at, dim in enumerate(active) if dim in loose),
+        frozenset((number[a], number[b]) for a, b in joins),
     )
 
 
-def _ends_in_play(src: Sharding, dst: Sharding) -> dict[str, list[int]]:
+def _ends_in_play(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> dict[str, list[int]]:
     """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
     ends = part_ends(part for sharding in (src, dst) for part in sharding.cut_axes + sharding.partial_axes)
     fine = ends
+    if any(src.dims[i] != dst.dims[i] for i in _uneven_dims(src, dst, shape)):
+        return ends
     while (split := _uneven_pair(*_rest(src, dst, fine))) is not None:
         fine = {**fine, split.name: sorted([*fine[split.name], split.pre * split.size])}
     in_play = {part for axes in sum(_rest(src, dst, fine), ()) for part in axes}
     return fine if len(in_play) <= MAX_SPLIT else ends
+
+
+def _uneven_dims(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> set[int]:
+    """The dims that are cut unevenly on either side."""
+    dims = enumerate(zip(src.dims, dst.dims, shape, strict=True))
+    return {i for i, (a, b, size) in dims if not (a.is_even(size) and b.is_even(size))}
 
 
 def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
@@ -230,12 +274,14 @@ def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
     return tuple(part for part in split_parts(src.partial_axes, ends) if part not in still)
 
 
-def _joined_slices(moves: tuple[Move, ...]) -> Iterator[Move]:
-    """The moves, with neighbouring slices of one dim as one."""
+def _joined_slices(moves: tuple[Move, ...], loose: frozenset[int]) -> Iterator[Move]:
+    """The moves, with neighbouring slices of one dim as one, where the dim is cut evenly."""
     waiting: dict[int, Move] = {}
     for move in moves:
         if move.kind == "shard_slice":
             dim = move.dims[0]
+            if dim in loose:
+                yield from filter(None, [waiting.pop(dim, None)])
             earlier = waiting.get(dim, move._replace(atoms=()))
             waiting[dim] = move._replace(atoms=earlier.atoms + move.atoms)
             continue

@@ -10,7 +10,7 @@ In a round all ops but contractions go first. A gradient is tied to its paramete
 State: for each value its dims, the dims that may not change, the axes kept for them, and where each axis came from. A
 step takes one op, brings its tensors' cuts to a common longest form factor by factor, those of the largest tensor first
 since it would cost most to move, and queues the ops around each value that changed.
-Invariants: pinned dims never move; an axis cuts a value once; cuts divide sizes.
+Invariants: pinned dims never move; an axis cuts a value once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardc.ops.contraction import dot
 from shardc.partition import P
 from shardc.pin import Pin
 from shardc.program import Origin, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, dividing, extends, factor_cuts
+from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 
 PARAMETER_KINDS = ("parameter", "buffer")
@@ -219,11 +219,11 @@ class _State:
         for factor in sorted(
             factors, key=lambda name: -max(n for n, cut in zip(sizes, cuts, strict=True) if name in cut)
         ):
-            if factor in op.rule.whole or (op.rule.sizes[factor] == 1 and factor not in op.rule.chunks):
+            if factor in op.rule.whole:
                 continue
             sources = [i for i, cut in enumerate(cuts) if factor in cut]
             source = max(sources, key=lambda i: (len(cuts[i][factor].all_axes), -i))
-            cut = dividing(cuts[source][factor], op.rule.sizes[factor])
+            cut = cuts[source][factor]
             if not op.rule.may_pass(factor, cut) or not all(extends(cut, cuts[i][factor]) for i in sources):
                 continue
             for i, (value, dims) in enumerate(tensors):
@@ -275,17 +275,23 @@ class _State:
         used = [*self.reserved.get(value, ()), *(part for cut in self.dims[value] for part in cut.all_axes)]
         if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
             return
-        if value in self.stored and not all(map(self.mesh.is_whole, new_parts)):
-            return  # DTensor cannot say that a part of an axis cuts a parameter
         if dims_sharding((dims[dim],), cuts, op.rule.sizes)[0] != self.dims[value][dim]:
             return  # the dim has cuts that do not line up with this op's factors
         cuts[factor] = cut
-        self.dims[value][dim] = dims_sharding((dims[dim],), cuts, op.rule.sizes)[0]
+        found = dims_sharding((dims[dim],), cuts, op.rule.sizes)[0]
+        if value in self.stored and not self._is_storable(found, self.shapes[value][dim]):
+            return
+        self.dims[value][dim] = found
         for part in new_parts:
             origin = self.origins[source][part.name]
             came = Origin(origin.annotation, origin.rank, op.name, origin)
             self.origins.setdefault(value, {}).setdefault(part.name, came)
         self._queue_around(value)
+
+    def _is_storable(self, cut: DimSharding, size: int) -> bool:
+        """Whether a DTensor can lie so: no part of an axis, and no uneven cut that torch would make otherwise."""
+        sharding = Sharding(self.mesh, (cut,))
+        return all(map(self.mesh.is_whole, cut.all_axes)) and sharding.storable((size,)) == sharding
 
     def write(self) -> None:
         """Put what was found on the nodes."""

@@ -16,12 +16,12 @@ from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.program import Program
-from shardc.sharding import Sharding
+from shardc.sharding import Sharding, num_shards
 
 from .agreement import check_agreement
 from .comm import Comm, SimulatedComm
 from .distributed import TorchComm, gather_whole
-from .piece import global_shape, shard, unshard
+from .piece import pad, shard, unpad, unshard
 from .placement import DTensorMaker, check_order, local, placements, sharding_of, to_dtensor
 
 
@@ -97,7 +97,8 @@ class VirtualDoor:
     def enter(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's piece."""
         tensor = tensor.to(self.device)
-        return [shard(tensor, self.value, position) for position in range(self.value.mesh.size)]
+        pieces = [shard(tensor, self.value, position) for position in range(self.value.mesh.size)]
+        return [pad(piece, self.value, self.shape, position) for position, piece in enumerate(pieces)]
 
     def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:
         """The whole; an AssertionError if replicas differ."""
@@ -153,47 +154,65 @@ class DistributedBorder:
 
 
 class DistributedDoor:
-    """Plain global tensors or DTensors to the piece of this rank, and back."""
+    """Plain global tensors or DTensors to the piece of this rank, and back.
+
+    A DTensor may be unable to lie as the value does: then it is cut as far as it can, and passes by way of the whole.
+    """
 
     def __init__(self, comm: TorchComm, sharding: Sharding, shape: tuple[int, ...], name: str) -> None:
         self.comm, self.value, self.shape, self.name = comm, sharding, shape, name
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """How a DTensor lies that passes as it is; a ShardingError where no DTensor can lie so."""
-        return placements(self.value, self.shape, self.name)
+        """How a DTensor lies that passes; a ShardingError where no DTensor can lie so."""
+        return placements(self.stored, self.shape, self.name)
 
     @cached_property
     def make(self) -> DTensorMaker:
         """What makes a DTensor of this rank's piece."""
-        return DTensorMaker(self.value, self.shape, self.comm.device_mesh, self.name)
+        return DTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
+
+    @cached_property
+    def stored(self) -> Sharding:
+        """How a DTensor lies that passes."""
+        return self.value.storable(self.shape)
 
     def enter(self, tensor: Tensor) -> list[Tensor]:
         """One piece; of a DTensor that lies otherwise, after a redistribution by torch."""
+        return [pad(self._piece(tensor), self.value, self.shape, self.comm.position)]
+
+    def _piece(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return [shard(tensor.to(self.comm.device), self.value, self.comm.position)]
-        if tensor.placements == self.placements:
-            return [local(tensor)]
+            return shard(tensor.to(self.comm.device), self.value, self.comm.position)
+        if tensor.placements == self.placements and self.stored == self.value:
+            return local(tensor)
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-        return [shard(local(whole), self.value, self.comm.position)]
+        return shard(local(whole), self.value, self.comm.position)
 
     def leave(self, pieces: Sequence[Tensor], is_plain: bool) -> Tensor:
         """A DTensor, or the whole."""
-        (piece,) = pieces
         if is_plain:
-            return gather_whole(self.comm, piece, self.value, self.shape, self.name)
-        return self.make(piece.contiguous())
+            return self._gathered(pieces)
+        return self.make(self._stored_piece(pieces).contiguous())
 
     def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
         """Give a buffer the value of this rank's piece."""
-        local(tensor).copy_(pieces[0])
+        local(tensor).copy_(self._stored_piece(pieces))
+
+    def _stored_piece(self, pieces: Sequence[Tensor]) -> Tensor:
+        if self.stored != self.value:
+            return shard(self._gathered(pieces), self.stored, self.comm.position)
+        return unpad(pieces[0], self.value, self.shape, self.comm.position)
+
+    def _gathered(self, pieces: Sequence[Tensor]) -> Tensor:
+        return gather_whole(self.comm, pieces[0], self.value, self.shape, self.name)
 
 
 def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
-    """A DTensor of the pieces that all ranks hold of a batch: ``shard_batch(mine, mesh, P("dp"))``."""
+    """A DTensor of the pieces that all ranks hold of a batch, of one shape: ``shard_batch(mine, mesh, P("dp"))``."""
     mesh = Mesh.of(device_mesh)
     probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
-    shape = global_shape(local.shape, probe)
+    shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))
     return to_dtensor(local, spec.sharding(mesh, shape, "batch"), shape, device_mesh, "batch")
 
 

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from shardc.collective import Kind, wire_bytes
 from shardc.mesh import Axes, AxisPart, Mesh, part_ends, split_parts
+from shardc.ops.padding import fill_padding
 from shardc.partition import parse_part
-from shardc.sharding import num_shards
+from shardc.sharding import ceil_div, num_shards
+
+from .piece import chunk_of
 
 from .exchange import Exchange, OverlapExchange, WindowExchange
 
@@ -60,6 +63,7 @@ class Comm(Protocol):
     def traffic(self) -> tuple[Traffic, ...]: ...
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
+    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors: ...
     def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors: ...
     def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors: ...
     def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors: ...
@@ -88,6 +92,11 @@ class SimulatedComm:
         """Each rank keeps its piece."""
         parts = parse_parts(self.mesh, axes)
         return [keep_chunk(x, num_shards(parts), self.mesh.index(i, parts), dim) for i, x in enumerate(xs)]
+
+    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
+        """Padding reads ``fill``."""
+        parts = parse_parts(self.mesh, axes)
+        return [masked(x, self.mesh, i, parts, dim, size, inner, fill) for i, x in enumerate(xs)]
 
     def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
         """Every rank of a group gets the reduction of all."""
@@ -158,9 +167,16 @@ def keep_chunk(x: Tensor, count: int, index: int, dim: int) -> Tensor:
     return x if count == 1 else _chunks(x, count, dim)[index].clone(memory_format=torch.contiguous_format)
 
 
+def masked(x: Tensor, mesh: Mesh, position: int, axes: Axes, dim: int, size: int, inner: int, fill: float) -> Tensor:
+    """The tensor of one position with its padding filled, as ``mask_padding`` says."""
+    _, length = chunk_of(size, axes, mesh, position)
+    return fill_padding(x, dim, inner, ceil_div(size, num_shards(axes)), length, fill)
+
+
 def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
     assert x.shape[dim] % count == 0, (tuple(x.shape), dim, count)
-    return x.split(x.shape[dim] // count, dim)
+    size = x.shape[dim] // count
+    return tuple(x.narrow(dim, i * size, size) for i in range(count))
 
 
 def _reduced(group: Tensors, op: str) -> Tensor:

@@ -15,7 +15,7 @@ from shardc.mesh import Axes, Mesh, part_ends, split_parts
 from shardc.sharding import Sharding, num_shards
 
 from . import functional
-from .comm import PartNames, Tensors, Traffic, keep_chunk, parse_parts, source_position
+from .comm import PartNames, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .functional import Group
 from .piece import unshard
@@ -47,6 +47,11 @@ class TorchComm:
         """The piece that is kept."""
         parts = parse_parts(self.mesh, axes)
         return [keep_chunk(x, num_shards(parts), self.mesh.index(self.position, parts), dim) for x in xs]
+
+    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
+        """Padding reads ``fill``."""
+        parts = parse_parts(self.mesh, axes)
+        return [masked(x, self.mesh, self.position, parts, dim, size, inner, fill) for x in xs]
 
     def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
         """The reduction over all ranks."""

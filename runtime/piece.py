@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as constant_pad
 
+from shardc.mesh import Axes, Mesh
 from shardc.sharding import Sharding, ceil_div, num_shards
 
 Region = tuple[tuple[int, int], ...]  # for each sub-dim, where a piece starts and how long it is
 
 
 def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
-    """The piece of a whole tensor that the rank at ``position`` holds; a view where it can be one."""
+    """The piece of a whole tensor that the rank at ``position`` holds, without padding; a view where it can be one."""
     if not sharding.cut_axes:
         return whole
-    piece = whole.reshape(_refined_shape(sharding, tuple(whole.shape)))
-    for dim, (start, length) in enumerate(region(sharding, tuple(whole.shape), position)):
-        piece = piece.narrow(dim, start, length)
-    return piece.reshape(_piece_shape(sharding, tuple(whole.shape), tuple(piece.shape)))
+    piece = _narrow(
+        whole.reshape(_refined_shape(sharding, tuple(whole.shape))), region(sharding, whole.shape, position)
+    )
+    return piece.reshape(_piece_shape(sharding, tuple(piece.shape)))
+
+
+def pad(piece: Tensor, sharding: Sharding, shape: Sequence[int], position: int) -> Tensor:
+    """A piece of a value of global ``shape`` with padding, which is zero, to the size that all ranks have."""
+    if tuple(piece.shape) == sharding.local_shape(tuple(shape)):
+        return piece
+    lengths = [length for _, length in region(sharding, shape, position)]
+    fills = [chunk - length for chunk, length in zip(_chunks(sharding, shape), lengths, strict=True)]
+    padded = constant_pad(piece.reshape(lengths), [n for fill in reversed(fills) for n in (0, fill)])
+    return padded.reshape(sharding.local_shape(tuple(shape)))
+
+
+def unpad(padded: Tensor, sharding: Sharding, shape: Sequence[int], position: int) -> Tensor:
+    """A piece without its padding; a view where it can be one."""
+    lengths = [length for _, length in region(sharding, shape, position)]
+    chunks = _chunks(sharding, shape)
+    if lengths == chunks:
+        return padded
+    piece = _narrow(padded.reshape(chunks), [(0, length) for length in lengths])
+    return piece.reshape(_piece_shape(sharding, lengths))
 
 
 def unshard(pieces: Sequence[Tensor], sharding: Sharding, shape: tuple[int, ...], name: str = "value") -> Tensor:
-    """The whole tensor of ``shape`` from the pieces of all ranks, by position.
+    """The whole tensor of ``shape`` from the padded pieces of all ranks, by position.
 
-    Ranks that hold the same piece must agree bit for bit: an AssertionError names the value and both positions.
+    Ranks that hold the same piece must agree bit for bit, padding apart: an AssertionError names the value and both
+    positions.
     """
     assert not sharding.partial, f"{name}: {sharding} is not whole while a reduction is open"
     whole = pieces[0].new_empty(shape)
@@ -34,10 +58,11 @@ def unshard(pieces: Sequence[Tensor], sharding: Sharding, shape: tuple[int, ...]
     for position, piece in enumerate(pieces):
         where = region(sharding, shape, position)
         owner = owners.setdefault(where, position)
+        piece = unpad(piece, sharding, shape, position)
         if owner == position:
             _narrow(view, where).copy_(piece.reshape([length for _, length in where]))
         else:
-            assert same_bits(piece, pieces[owner]), (
+            assert same_bits(piece, unpad(pieces[owner], sharding, shape, owner)), (
                 f"{name}: replicas of {sharding} at positions {owner} and {position} differ"
             )
     return whole
@@ -48,16 +73,23 @@ def global_shape(local_shape: Sequence[int], sharding: Sharding) -> tuple[int, .
     return tuple(size * num_shards(dim.all_axes) for size, dim in zip(local_shape, sharding.dims, strict=True))
 
 
-def region(sharding: Sharding, shape: tuple[int, ...], position: int) -> Region:
+def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
     """Where the piece of a position lies in the whole tensor, with one dim for every sub-dim."""
-    found: list[tuple[int, int]] = []
-    for dim, size in zip(sharding.dims, shape, strict=True):
-        for sub, axes in dim.subdims(size):
-            assert not dim.minor or sub % num_shards(axes) == 0, (sharding, shape)
-            chunk = ceil_div(sub, num_shards(axes))
-            start = min(chunk * sharding.mesh.index(position, axes), sub)
-            found.append((start, min(chunk, sub - start)))
-    return tuple(found)
+    return tuple(
+        chunk_of(sub, axes, sharding.mesh, position)
+        for dim, size in zip(sharding.dims, shape, strict=True)
+        for sub, axes in dim.subdims(size)
+    )
+
+
+def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int]:
+    """Where the data of a position starts, and how much there is, when each axis cuts what those before it left."""
+    start, chunk, end = 0, size, size
+    for part in axes:
+        chunk = ceil_div(chunk, part.size)
+        start = min(start + chunk * mesh.coordinate(position, part), end)
+        end = min(start + chunk, end)
+    return start, end - start
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -73,22 +105,23 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _narrow(whole: Tensor, where: Region) -> Tensor:
+def _narrow(whole: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
     for dim, (start, length) in enumerate(where):
         whole = whole.narrow(dim, start, length)
     return whole
 
 
-def _refined_shape(sharding: Sharding, shape: tuple[int, ...]) -> list[int]:
+def _refined_shape(sharding: Sharding, shape: Sequence[int]) -> list[int]:
     return [sub for dim, size in zip(sharding.dims, shape, strict=True) for sub, _ in dim.subdims(size)]
 
 
-def _piece_shape(sharding: Sharding, shape: tuple[int, ...], refined: tuple[int, ...]) -> list[int]:
+def _chunks(sharding: Sharding, shape: Sequence[int]) -> list[int]:
+    """The size of every sub-dim on a rank, padding included."""
+    subdims = [sub for dim, size in zip(sharding.dims, shape, strict=True) for sub in dim.subdims(size)]
+    return [ceil_div(size, num_shards(axes)) for size, axes in subdims]
+
+
+def _piece_shape(sharding: Sharding, refined: Sequence[int]) -> list[int]:
     """The sub-dims of a piece joined to the dims of the tensor."""
-    sizes, merged = list(refined), []
-    for dim in sharding.dims:
-        size = 1
-        for _ in range(1 + len(dim.minor)):
-            size *= sizes.pop(0)
-        merged.append(size)
-    return merged
+    sizes = iter(refined)
+    return [math.prod(next(sizes) for _ in range(1 + len(dim.minor))) for dim in sharding.dims]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.error import ShardingError
 from shardc.mesh import AxisPart, Mesh
 from shardc.rule import join_dim
-from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,13 @@ def check_order(mesh: Mesh) -> None:
 
 
 def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, name: str = "value") -> Sharding:
-    """The sharding that placements say; a ShardingError for a partial value or an uneven cut."""
+    """The sharding that placements say; a ShardingError for a partial value, or an uneven cut that we cannot make."""
+    if all(type(placement) in (Shard, Replicate) for placement in placed):
+        axes = [(mesh.axis(axis), placement) for axis, placement in zip(mesh.axis_names, placed, strict=True)]
+        cuts = [tuple(part for part, placement in axes if placement.is_shard(dim)) for dim in range(len(shape))]
+        plain = Sharding(mesh, tuple(map(DimSharding, cuts)))
+        if plain.storable(tuple(shape)) == plain:
+            return plain
     rows = [[Digit(size)] for size in shape]
     for axis, placement in zip(mesh.axis_names, placed, strict=True):
         if isinstance(placement, Replicate):
@@ -118,7 +124,7 @@ def _digits(cut: DimSharding, size: int, sharding: Sharding, name: str) -> list[
     row: list[Digit] = []
     for sub, axes in cut.subdims(size):
         row += [_axis_digit(part, sharding, name) for part in axes]
-        row.append(Digit(sub // num_shards(axes)))
+        row.append(Digit(ceil_div(sub, num_shards(axes))))
     return row
 
 

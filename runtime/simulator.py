@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardc.error import ShardingError, did_you_mean
 from shardc.program import Input, Program
-from shardc.sharding import TensorType
+from shardc.sharding import Sharding, TensorType
 
 from .comm import Comm, SimulatedComm
 from .executor import Executor, Values
-from .piece import global_shape, shard, unshard
+from .piece import pad, shard, unshard
 
 
 def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
@@ -53,14 +53,18 @@ def bind(program: Program, inputs: Mapping[str, Tensor], tangents: Mapping[str, 
 
 
 def cut_inputs(program: Program, inputs: Values) -> list[list[Tensor | None]]:
-    """Each rank's pieces of whole inputs."""
+    """Each rank's pieces of whole inputs, padded."""
     assert program.mesh is not None
     shardings = [program.sharding(node) for node in program.placeholders]
     pairs = list(zip(inputs, shardings, strict=True))
     return [
-        [None if value is None else shard(value, sharding, position) for value, sharding in pairs]
+        [None if value is None else _piece(value, sharding, position) for value, sharding in pairs]
         for position in range(program.mesh.size)
     ]
+
+
+def _piece(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
+    return pad(shard(whole, sharding, position), sharding, whole.shape, position)
 
 
 def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | None]:
@@ -72,7 +76,7 @@ def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | No
             whole.append(None)
             continue
         sharding = program.sharding(node)
-        shape = global_shape(present[0].shape, sharding)
+        shape = program.global_type(node).shape
         whole.append(unshard(present, sharding, shape, f"{output.kind} {output.name!r}"))
     return whole
 

@@ -19,7 +19,6 @@ from shardc.program import Input, Output, Program
 
 from .border import Border, Door
 from .executor import Saved, Values
-from .piece import global_shape
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
 
@@ -156,7 +155,7 @@ class Step:
 
     def _door(self, node: fx.Node, end: Input | Output) -> Door:
         sharding = self.program.sharding(node)
-        shape = global_shape(self.program.type(node).shape, sharding)
+        shape = self.program.global_type(node).shape
         return self.border.door(sharding, shape, f"{end.kind} {end.name!r}")
 
     def _comes_back_plain(self, i: int) -> bool:

@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from shardc.program import Program
 
 Kind = Literal[
-    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice"
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+    "send",
+    "recv",
+    "shard_slice",
+    "mask_padding",
 ]
+LOCAL_KINDS = ("shard_slice", "mask_padding")  # a rank's own work, by where it stands on the mesh
 
 
 def all_gather(x: Any, axes: tuple[str, ...], dim: int) -> Any:
@@ -60,6 +69,14 @@ def collective_permute(x: Any, src_axes: tuple[str, ...], dst_axes: tuple[str, .
     return x
 
 
+def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int, fill: float) -> Any:
+    """The padding of ``dim`` reads ``fill``. Local.
+
+    ``axes`` cut ``size`` units of ``inner`` elements (of one rank) each; there may be several such rows in the dim.
+    """
+    return x
+
+
 def reshard(x: Any) -> Any:
     """A change of sharding, still abstract; the target is the node's own sharding."""
     return x
@@ -72,6 +89,7 @@ COLLECTIVES: dict[Callable[..., Any], Kind] = {
     reduce_scatter: "reduce_scatter",
     all_to_all: "all_to_all",
     collective_permute: "collective_permute",
+    mask_padding: "mask_padding",
 }
 
 
@@ -107,7 +125,7 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
     all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all.
     """
     n = group_size
-    if kind == "shard_slice" or n == 1:
+    if kind in LOCAL_KINDS or n == 1:
         return 0
     if kind in ("collective_permute", "send", "recv"):
         return payload
@@ -115,10 +133,15 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
     return 2 * once if kind == "all_reduce" else once
 
 
+def collective_kind(node: fx.Node) -> Kind:
+    """The kind of a node that is a collective."""
+    return COLLECTIVES[node.target]  # type: ignore[index]
+
+
 def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """Every collective of a lowered or localized program, in program order; a local slice is none."""
+    """Every collective of a lowered or localized program, in program order; what is local is none."""
     found = (node for node in program.calls if node.target in COLLECTIVES or moves_edges(node))
-    return tuple(_collective(program, node) for node in found if node.target is not shard_slice)
+    return tuple(_collective(program, node) for node in found if node.target not in (shard_slice, mask_padding))
 
 
 def moves_edges(node: fx.Node) -> bool:
@@ -135,7 +158,7 @@ def _collective(program: Program, node: fx.Node) -> Collective:
         kind: Kind = "collective_permute"
         payload, wire = edge_bytes(node, before)
     else:
-        kind, payload = COLLECTIVES[node.target], max(before.nbytes, after.nbytes)  # type: ignore[index]
+        kind, payload = collective_kind(node), max(before.nbytes, after.nbytes)
         wire = wire_bytes(kind, payload, group_size(program.mesh, kind, node.args[1:]))
     return Collective(
         kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
@@ -170,7 +193,7 @@ def _parts(mesh: Mesh, axes: Iterable[str]) -> Axes:
     return tuple(parse_part(axis, mesh) for axis in axes)
 
 
-# What a collective does to a sharding.
+# What a collective does to a sharding, and to local shapes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +221,8 @@ def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding
     """
     axes = _parts(src.mesh, args[0])
     match kind:
+        case "mask_padding":
+            return src
         case "all_gather":
             return _uncut(src, axes, args[1])
         case "shard_slice":
@@ -272,3 +297,24 @@ def _take(parts: list[AxisPart], weight: int) -> Axes:
 def _weight(parts: Axes) -> int:
     """Into how many pieces the parts cut, one of a single rank counted as two, so that it has a place."""
     return math.prod(max(part.size, 2) for part in parts)
+
+
+Fit = tuple[int, int]  # a dim, and the size that it must have
+
+
+def fits(
+    kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+) -> tuple[Fit | None, Fit | None]:
+    """What a collective in groups of ``count`` needs of its operand, and what is to be done with its result.
+
+    ``taken`` and ``made`` are the local shapes before and after, ``args`` those after the value. Collectives cut and
+    join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
+    """
+    before: Fit | None = None
+    after: Fit | None = None
+    if kind in ("all_gather", "all_to_all") and made[args[1]] != count * taken[args[1]]:
+        after = args[1], made[args[1]]
+    if kind in ("shard_slice", "reduce_scatter", "all_to_all"):
+        dim = args[1 if kind == "shard_slice" else 2]
+        before = (dim, count * made[dim]) if taken[dim] != count * made[dim] else None
+    return before, after

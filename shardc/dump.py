@@ -12,6 +12,7 @@ from torch import fx
 from shardc.collective import COLLECTIVES, collectives_of, moves_edges, reshard
 from shardc.cost import flops_of, memory_of
 from shardc.error import ShardingError, did_you_mean
+from shardc.ops.padding import fit
 from shardc.program import Program
 from shardc.text import (
     bytes_text,
@@ -74,7 +75,7 @@ def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
 
 def fallbacks_of(program: Program) -> list[fx.Node]:
     """The ops that have no rule and so run whole on every rank."""
-    ours = {*COLLECTIVES, reshard}
+    ours = {*COLLECTIVES, reshard, fit}
     return [node for node in program.calls if node.target not in ours and program.rule(node).is_fallback]
 
 

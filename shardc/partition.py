@@ -8,7 +8,7 @@ from typing import cast
 
 from shardc.error import ShardingError
 from shardc.mesh import AxisPart, Mesh
-from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -108,7 +108,7 @@ class P:
         """The sharding it gives a value of ``shape``, open dims whole.
 
         Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
-        or a size that does not divide.
+        or blocks that do not divide a size; a cut need not.
         """
         if len(self.entries) > len(shape):
             raise ShardingError(
@@ -126,27 +126,11 @@ class P:
                     who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
                 ) from None
         try:
-            found = Sharding(mesh, tuple(dims))
+            return Sharding(mesh, tuple(dims))
         except ShardingError as error:
             raise ShardingError(
                 who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
             ) from None
-        for dim, cut in enumerate(dims):
-            self._check_even(cut, mesh, shape, dim, who)
-        return found
-
-    def _check_even(self, cut: DimSharding, mesh: Mesh, shape: tuple[int, ...], dim: int, who: str) -> None:
-        if cut.is_even(shape[dim]):
-            return
-        axes = cut.all_axes
-        count = shape[dim] // cut.minor[0][0] if cut.minor else 1
-        raise ShardingError(
-            who,
-            f"{self!r} on shape {list(shape)}, {mesh}",
-            f"dim {dim} of size {shape[dim]}{f' in {count} blocks' if count > 1 else ''} does not divide by "
-            f"{'*'.join(f'{mesh.print_part(part)}={part.size}' for part in axes)}",
-            f"choose a multiple of {count * num_shards(axes)} for dim {dim}, or leave it whole with None",
-        )
 
 
 def _is_entry(entry: object) -> bool:

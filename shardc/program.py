@@ -151,6 +151,21 @@ class Program:
             return type_
         return TensorType(sharding.local_shape(type_.shape), type_.dtype)
 
+    def global_type(self, node: fx.Node) -> TensorType:
+        """The type of the whole value of which a node of a localized program holds a part."""
+        producer, index = self.value(node)
+        found: tuple[TensorType, ...] = producer.meta.get("global_types") or self.types(producer)  # type: ignore[assignment]
+        return found[index]
+
+    def set_local_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
+        """Say what one rank holds of each of a node's results."""
+        self.set_global_types(node, self.types(node))
+        self.set_type(node, types if self.has_many(node) else types[0])
+
+    def set_global_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
+        """Say of which values a node of a localized program holds a part."""
+        node.meta["global_types"] = types
+
     def set_type(self, node: fx.Node, type_: Types) -> None:
         """Say a node's type: a tuple when the op returns several results."""
         node.meta["type"] = type_

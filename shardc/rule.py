@@ -7,11 +7,11 @@ be cut on every tensor that has it, with no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardc.mesh import Axes, AxisPart, merge_parts
+from shardc.mesh import Axes, merge_parts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
 from shardc.spec import Dims as Dims
 from shardc.spec import bind_spec
@@ -74,14 +74,22 @@ class Rule:
         return dims is not None and any(factor in dim for dim in dims)
 
     def may_cut(self, factor: str, cut: DimSharding) -> bool:
-        """Whether the op runs on tensors of which the factor is cut so."""
+        """Whether the op runs on tensors of which the factor is cut so.
+
+        Not a factor of one element, nor one of a dim that is empty for another factor's sake: no cut could be told.
+        """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
-        return factor not in self.whole
+        return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:
         """Whether tensors cut so belong together: the op runs on them, or may once it is decomposed."""
         return self.chunks.get(factor) == 1 or self.may_cut(factor, cut)
+
+    @property
+    def _is_merged_empty(self) -> bool:
+        dims = [dim for tensor in self.operands + self.results if tensor for dim in tensor if len(dim) > 1]
+        return 0 in self.sizes.values() and bool(dims)
 
     def is_reduced(self, factor: str) -> bool:
         """Whether no result has the factor, so that cutting it leaves every result partial."""
@@ -223,38 +231,46 @@ def _parse_groups(linear: str) -> Groups:
 def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[DimSharding, ...]:
     """How a dim's cuts fall on its factors, major first.
 
-    The dim is a row of digits, each an axis part or a whole rest; each factor takes digits from the front until they
-    make up its size. A cut that falls across two factors is split into parts of its axis: 8 elements cut by ``tp`` of
-    size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with the factors are left out,
-    with all that follow them.
+    The dim is a row of digits, each an axis part, a whole rest, or a run that is cut unevenly; each factor takes digits
+    from the front until they make up its size. A cut that falls across two factors is split into parts of its axis: 8
+    elements cut by ``tp`` of size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with
+    the factors are left out, with all that follow them.
     """
-    digits: list[Digit] = []
-    for sub, axes in dim.subdims(size):
-        digits += [(part.size, part) for part in axes]
-        if sub % num_shards(axes):
-            break
-        digits += [(sub // num_shards(axes), None)] * (sub > num_shards(axes))
+    digits = [digit for sub, axes in dim.subdims(size) for digit in _digits(sub, axes)]
     last = len(factor_sizes) - 1
     return tuple(_take_digits(digits, factor, i == last) for i, factor in enumerate(factor_sizes))
 
 
-Digit = tuple[int, AxisPart | None]  # a size, and the part that cuts it or None where it is whole
+Digit = tuple[int, Axes]  # a size, and the parts that cut it: one into single elements, or several unevenly, or none
+
+
+def _digits(size: int, axes: Axes) -> Iterator[Digit]:
+    while axes and size % axes[0].size == 0 and (axes[0].size > 1 or size % num_shards(axes) == 0):
+        yield axes[0].size, axes[:1]
+        size, axes = size // axes[0].size, axes[1:]
+    if size > 1 or axes:
+        yield size, axes
+
+
+def _is_even(size: int, axes: Axes) -> bool:
+    return size % num_shards(axes) == 0
 
 
 def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
     """Take the digits of one factor from the front of a dim's."""
     taken: list[Digit] = []
-    while digits and (room > 1 or (is_last and digits[0][0] == 1)):
-        size, part = digits.pop(0)
-        if size > room and size % room == 0:
-            digits.insert(0, (size // room, part and part.minor(size // room)))
-            size, part = room, part and part.major(room)
+    while digits and (room > 1 or (digits[0][0] == 1 and (is_last or not (taken or _is_even(*digits[0]))))):
+        size, axes = digits.pop(0)
+        is_splittable = _is_even(size, axes)
+        if size > room and size % room == 0 and is_splittable:
+            digits.insert(0, (size // room, tuple(part.minor(size // room) for part in axes)))
+            size, axes = room, tuple(part.major(room) for part in axes)
         if room % size:
             digits.clear()
             break
-        taken.append((size, part))
+        taken.append((size, axes))
         room //= size
-    return _join_subdims([*((size, (part,) if part else ()) for size, part in taken), (room, ())])
+    return _join_subdims([*taken, (room, ())])
 
 
 def join_dim(factors: Sequence[tuple[int, DimSharding]]) -> DimSharding:
@@ -263,16 +279,25 @@ def join_dim(factors: Sequence[tuple[int, DimSharding]]) -> DimSharding:
 
 
 def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
-    """One dim: sub-dims are joined where the major one is wholly cut or the minor one whole."""
+    """One dim: neighbouring sub-dims are joined where that leaves every element on its rank."""
     joined: list[tuple[int, Axes]] = []
     for size, axes in subdims:
-        if joined and not axes:
-            joined[-1] = (joined[-1][0] * size, joined[-1][1])
-        elif joined and joined[-1][0] == num_shards(joined[-1][1]):
-            joined[-1] = (joined[-1][0] * size, merge_parts(joined[-1][1] + axes))
-        else:
-            joined.append((size, axes))
+        together = _joined(*joined[-1], size, axes) if joined else None
+        joined = [*joined[:-1], together] if together else [*joined, (size, axes)]
+    while len(joined) > 1 and joined[-1] == (1, ()):
+        joined.pop()
     return DimSharding(joined[0][1], tuple(joined[1:])) if joined else WHOLE
+
+
+def _joined(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tuple[int, Axes] | None:
+    """Two sub-dims as one: where the major one is wholly cut, or evenly and the minor one is whole."""
+    if not minor_axes and major % num_shards(major_axes) == 0:
+        return major * minor, major_axes
+    if major != num_shards(major_axes):
+        return None
+    apart = major_axes + minor_axes
+    axes = merge_parts(apart)
+    return (major * minor, axes) if axes == apart or minor % num_shards(minor_axes) == 0 else None
 
 
 def factor_cuts(
@@ -303,17 +328,6 @@ def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[st
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:
     """Whether one cut is the other cut further: the same, or with more minor axes, or of a whole dim."""
-    if shorter.minor:
-        return shorter == longer
+    if shorter.minor or len(longer.all_axes) <= len(shorter.all_axes):
+        return shorter in (longer, WHOLE)
     return longer.axes[: len(shorter.axes)] == shorter.axes
-
-
-def dividing(cut: DimSharding, size: int) -> DimSharding:
-    """The longest leading part of a cut that cuts ``size`` evenly."""
-    if cut.minor:
-        return cut if cut.is_even(size) else WHOLE
-    return next(
-        DimSharding(cut.axes[:count])
-        for count in range(len(cut.axes), -1, -1)
-        if size % num_shards(cut.axes[:count]) == 0
-    )

@@ -33,7 +33,10 @@ class DimSharding:
     A dim of ``S`` elements with ``minor=((m1, a1), (m2, a2))`` is seen as ``[S/(m1*m2), m1, m2]``, the first cut by
     ``axes``, the second by ``a1``, the third by ``a2``. So ``minor=((S//3, (tp,)),)`` is what ``blocks(3, "tp")`` says:
     each of three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and
-    ``minor=((16, (tp,)),)``. Invariant: every entry of ``minor`` has an axis.
+    ``minor=((16, (tp,)),)``. Invariant: an entry of ``minor`` without axes follows one that is cut unevenly.
+
+    Sizes need not divide. An axis cuts what the axes before it left into chunks of the ceiling, as torch.chunk does,
+    and every rank holds as many elements: data first, then *padding* of no particular value, perhaps padding alone.
     """
 
     axes: Axes = ()
@@ -51,13 +54,12 @@ class DimSharding:
         return ((size // rest, self.axes), *self.minor)
 
     def local_size(self, size: int) -> int:
-        """Elements on one rank (of the largest shard)."""
+        """Elements on one rank, padding included."""
         return math.prod(ceil_div(sub, num_shards(axes)) for sub, axes in self.subdims(size))
 
     def is_even(self, size: int) -> bool:
-        """Whether every rank holds as many elements."""
-        rest = math.prod(sub for sub, _ in self.minor)
-        return size % rest == 0 and all(sub % num_shards(axes) == 0 for sub, axes in self.subdims(size))
+        """Whether there is no padding."""
+        return all(sub % num_shards(axes) == 0 for sub, axes in self.subdims(size))
 
 
 WHOLE = DimSharding()
@@ -126,12 +128,29 @@ class Sharding:
         return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one rank holds (of the largest shard) of a value of global ``shape``."""
+        """The shape that one rank holds, padding included, of a value of global ``shape``."""
         return tuple(dim.local_size(size) for dim, size in zip(self.dims, shape, strict=True))
 
     def is_even(self, shape: tuple[int, ...]) -> bool:
-        """Whether all ranks hold shards of one shape."""
+        """Whether there is no padding."""
         return all(dim.is_even(size) for dim, size in zip(self.dims, shape, strict=True))
+
+    def storable(self, shape: tuple[int, ...]) -> Sharding:
+        """The same, with each dim cut no further than a DTensor can say.
+
+        Torch has the same chunks where every axis but the last divides what it cuts, in the mesh's order: of 5 in 2 x 2
+        it makes 2, 1, 1, 1 and we 2, 1, 2, 0.
+        """
+        return replace(self, dims=tuple(map(self._storable, self.dims, shape)))
+
+    def _storable(self, cut: DimSharding, size: int) -> DimSharding:
+        if cut.is_even(size):
+            return cut
+        order = [self.mesh.axis_names.index(part.name) for part in cut.axes]
+        count = 0 if cut.minor else len(order)
+        while count and (order[:count] != sorted(order[:count]) or size % num_shards(cut.axes[: count - 1])):
+            count -= 1
+        return DimSharding(cut.axes[:count])
 
     def text(self, type_: TensorType | None = None) -> str:
         """As one types it: ``f32[8@dp, (3 64@tp)]{sum tp}``; without a type the sizes read ``_``."""

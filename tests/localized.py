@@ -46,6 +46,7 @@ class Writer:
         return self.program
 
     def _typed(self, node: fx.Node, shape: Sequence[int], sharding: Sharding) -> fx.Node:
-        self.program.set_type(node, TensorType(sharding.local_shape(tuple(shape)), self.dtype))
+        self.program.set_type(node, TensorType(tuple(shape), self.dtype))
+        self.program.set_local_types(node, (TensorType(sharding.local_shape(tuple(shape)), self.dtype),))
         self.program.set_sharding(node, sharding)
         return node

@@ -11,13 +11,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardc.collective import Step
+from shardc.collective import Step, fits, group_size
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts
+from shardc.ops.padding import fit
+from shardc.rule import join_dim
 from shardc.runtime.comm import SimulatedComm
-from shardc.runtime.piece import shard, unshard
+from shardc.runtime.piece import pad, shard, unshard
 from shardc.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards
 
 MAX_RANKS = 24
+GARBAGE = 77.0  # what padding reads before anything is done
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,29 @@ def cases(draw: st.DrawFn, smallest: int = 1) -> Case:
     kept = [entry for entry in partial if not any(entry[0].overlaps(part) for part in dst.cut_axes)]
     still = tuple(entry for entry in kept if draw(st.booleans()))
     return Case(shape, Sharding(mesh, src.dims, partial), Sharding(mesh, dst.dims, still))
+
+
+@st.composite
+def uneven_cases(draw: st.DrawFn) -> Case:
+    """Sizes that need not divide, 0 and 1 among them, and dims merged of one that is cut and others."""
+    mesh, ndim = draw(meshes()), draw(st.integers(1, 3))
+    op = draw(st.sampled_from(["sum", "max", "min"]))
+    shape = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 6, 7, 10, 12, 15])) for _ in range(ndim))
+    sides = [(draw(cut_dims(parts, ndim)), parts) for parts in (draw(axis_parts(mesh)), draw(axis_parts(mesh)))]
+    src, dst = (Sharding(mesh, tuple(map(draw, map(uneven_cut, dims, shape)))) for dims, _ in sides)
+    free = [part for part in sides[0][1] if not any(part.overlaps(cut) for cut in src.cut_axes)]
+    partial = tuple((part, op) for part in free if draw(st.booleans()))
+    kept = [entry for entry in partial if not any(entry[0].overlaps(part) for part in dst.cut_axes)]
+    still = tuple(entry for entry in kept if draw(st.booleans()))
+    return Case(shape, Sharding(mesh, src.dims, partial), Sharding(mesh, dst.dims, still))
+
+
+@st.composite
+def uneven_cut(draw: st.DrawFn, cut: Cut, size: int) -> DimSharding:
+    """A cut of the dim, or of the major or the minor part of it."""
+    inner = draw(st.sampled_from([1, *(each for each in (2, 3, 5) if size and size % each == 0)]))
+    cuts = DimSharding(merge_parts(cut.axes)), DimSharding(merge_parts(cut.minor))
+    return join_dim([(size // inner, cuts[0]), (inner, cuts[1])]) if inner > 1 else cuts[0]
 
 
 @st.composite
@@ -124,7 +150,8 @@ def lay_out(whole: Tensor, sharding: Sharding) -> list[Tensor]:
     num_terms = num_shards(sharding.partial_axes)
     every = terms(whole, num_terms, sharding.partial[0][1] if sharding.partial else "sum")
     mesh, cuts = sharding.mesh, sharding.reduced()
-    return [shard(every[mesh.index(i, sharding.partial_axes)], cuts, i).clone() for i in range(mesh.size)]
+    wholes = [every[mesh.index(i, sharding.partial_axes)] - GARBAGE for i in range(mesh.size)]
+    return [pad(shard(each, cuts, i), cuts, whole.shape, i) + GARBAGE for i, each in enumerate(wholes)]
 
 
 def terms(whole: Tensor, count: int, op: ReduceOp) -> list[Tensor]:
@@ -137,17 +164,19 @@ def terms(whole: Tensor, count: int, op: ReduceOp) -> list[Tensor]:
     return [whole + sign * (owner != i) * (1 + noise.abs()) for i, noise in enumerate([whole, *found])]
 
 
-def read_back(pieces: Sequence[Tensor], sharding: Sharding, comm: SimulatedComm) -> Tensor:
-    """The whole value that the ranks hold together; an AssertionError where replicas differ."""
-    shape = tuple(size * num_shards(dim.all_axes) for size, dim in zip(pieces[0].shape, sharding.dims, strict=True))
+def read_back(pieces: Sequence[Tensor], sharding: Sharding, comm: SimulatedComm, shape: tuple[int, ...]) -> Tensor:
+    """The whole value of ``shape`` that the ranks hold together; an AssertionError where replicas differ."""
     for part, op in sharding.partial:
         pieces = comm.all_reduce(pieces, (sharding.mesh.print_part(part),), op)
     return unshard(pieces, sharding.reduced(), shape)
 
 
 def take(step: Step, held: Sequence[Tensor], comm: SimulatedComm) -> Sequence[Tensor]:
-    """What the ranks hold after a step."""
+    """What the ranks hold after a step, its operand and result made to fit as localize does."""
     if step.kind == "view":
         return [piece.view(step.sharding.local_shape(step.shape)) for piece in held]
-    after: Sequence[Tensor] = getattr(comm, step.kind)(held, *step.args)
-    return after
+    made, count = step.sharding.local_shape(step.shape), group_size(comm.mesh, step.kind, step.args)
+    before, after = fits(step.kind, step.args, count, tuple(held[0].shape), made)
+    ready = [fit(piece, *before) for piece in held] if before else held
+    found: Sequence[Tensor] = getattr(comm, step.kind)(ready, *step.args)
+    return [fit(piece, *after) for piece in found] if after else found

@@ -105,24 +105,6 @@ ANNOTATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "  2 entries for 1 dim\n"
         "  write at most 1 entry",
     ),
-    "a size that does not divide": (
-        lambda: {"down.weight": P("tp")},
-        "parameter 'down.weight': P('tp') on shape [6, 16], Mesh(dp=2, tp=4)\n"
-        "  dim 0 of size 6 does not divide by tp=4\n"
-        "  choose a multiple of 4 for dim 0, or leave it whole with None",
-    ),
-    "a size that does not divide by two axes": (
-        lambda: {"output:output": P(("dp", "tp"))},
-        "output 'output': P(('dp', 'tp')) on shape [4, 6], Mesh(dp=2, tp=4)\n"
-        "  dim 0 of size 4 does not divide by dp=2*tp=4\n"
-        "  choose a multiple of 8 for dim 0, or leave it whole with None",
-    ),
-    "blocks that do not divide": (
-        lambda: {"down.weight": P(shardc.blocks(3, "tp"))},
-        "parameter 'down.weight': P(blocks(3, 'tp')) on shape [6, 16], Mesh(dp=2, tp=4)\n"
-        "  dim 0 of size 6 in 3 blocks does not divide by tp=4\n"
-        "  choose a multiple of 12 for dim 0, or leave it whole with None",
-    ),
     "a dim that has no such blocks": (
         lambda: {"down.weight": P(shardc.blocks(4, "tp"))},
         "parameter 'down.weight': P(blocks(4, 'tp')) on shape [6, 16], dim 0: size 6\n"
@@ -165,13 +147,13 @@ def test_an_annotation_that_does_not_fit(name: str) -> None:
 def test_all_annotations_in_the_model_that_do_not_fit_are_named_at_once_with_their_lines() -> None:
     """The gradient of an annotated value would say the same again, and does not."""
     line = Net.forward.__code__.co_firstlineno + 2
-    inner = Net(P(None, "tp"))
+    inner = Net(P(None, None, "tp"))
     found = text(lambda: compile(model=nn.Sequential(inner, nn.Linear(6, 8), Net(P("tq")))))
     assert found == (
         "2 problems:\n"
-        f"annotate in 0 (test_bad_input.py:{line}): P(None, 'tp') on shape [4, 6], Mesh(dp=2, tp=4)\n"
-        "  dim 1 of size 6 does not divide by tp=4\n"
-        "  choose a multiple of 4 for dim 1, or leave it whole with None\n"
+        f"annotate in 0 (test_bad_input.py:{line}): P(None, None, 'tp') on shape [4, 6]\n"
+        "  3 entries for 2 dims\n"
+        "  write at most 2 entries\n"
         f"annotate in 2 (test_bad_input.py:{line}): P('tq') on shape [4, 6], dim 0: the mesh is Mesh(dp=2, tp=4)\n"
         "  it has no such axis\n"
         "  did you mean tp?"
@@ -257,7 +239,7 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     "no such pass": (
         lambda compiled: compiled.at("propagte"),
         "pass 'propagte': the passes are capture, canonicalize, keep_dims, propagate, decompose, insert_reshards, "
-        "lower_reshards, fuse_collectives, localize\n"
+        "lower_reshards, fuse_collectives, mask_padding, localize\n"
         "  there is no such pass\n"
         "  did you mean propagate?",
     ),
@@ -266,12 +248,6 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
         "format 'txt': dump knows text, json, dot\n"
         "  there is no such format\n"
         "  did you mean text?",
-    ),
-    "an input that does not divide at a later call": (
-        lambda compiled: shardc.parallelize(compiled.model, MESH, {"x": P("dp")})(torch.zeros(3, 8)),
-        "input 'x': P('dp') on shape [3, 8], Mesh(dp=2, tp=4)\n"
-        "  dim 0 of size 3 does not divide by dp=2\n"
-        "  choose a multiple of 2 for dim 0, or leave it whole with None",
     ),
     "no such differentiable output": (
         lambda compiled: compile(model=compiled.model, differentiable=("logits",)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take
+from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take, uneven_cases
 
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding
 from shardc.error import ShardingError
@@ -32,6 +32,18 @@ F32 = torch.float32
 @given(cases())
 def test_every_pair_of_shardings_lowers_to_the_target_with_equal_values(case: Case) -> None:
     check_values(case)
+
+
+@settings(max_examples=300)
+@given(uneven_cases())
+def test_sizes_that_do_not_divide_lower_to_the_target_with_equal_values(case: Case) -> None:
+    check_values(case)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(a=2, b=2), Mesh(a=3, b=2)], ids=str)
+def test_all_pairs_on_uneven_dims_lower_to_the_target_with_equal_values(mesh: Mesh) -> None:
+    for case in all_pairs(mesh, 2, (5, 7)):
+        check_values(case)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(a=2, b=2), Mesh(a=1, b=2)], ids=str)
@@ -86,9 +98,9 @@ def check_values(case: Case) -> None:
     for step in steps:
         held = take(step, held, comm)
         assert {tuple(piece.shape) for piece in held} == {step.sharding.local_shape(step.shape)}, step
-        assert torch.equal(read_back(held, step.sharding, comm).reshape(case.shape), whole), step
+        assert torch.equal(read_back(held, step.sharding, comm, step.shape).reshape(case.shape), whole), step
     assert not steps or steps[-1].sharding == case.dst
-    assert torch.equal(read_back(held, case.dst, comm), whole)
+    assert torch.equal(read_back(held, case.dst, comm, case.shape), whole)
 
 
 def check_local_sizes(case: Case) -> None:

@@ -17,7 +17,6 @@ from shardc.rule import (
     Call,
     Rule,
     dims_sharding,
-    dividing,
     extends,
     factor_cuts,
     join_dim,
@@ -154,16 +153,6 @@ def test_a_cut_minor_factor_is_a_cut_in_blocks() -> None:
         join_dim([(3, WHOLE), (64, DimSharding((mesh.axis("tp"),)))])
         == P.parse("blocks(3,tp)").sharding(mesh, (192,), "w").dims[0]
     )
-
-
-@given(cut_factors(), SIZES)
-def test_what_divides_is_the_longest_even_part_of_a_cut(
-    drawn: tuple[Mesh, list[tuple[int, DimSharding]]], size: int
-) -> None:
-    _, ((_, cut), *_) = drawn
-    kept = dividing(cut, size) if not cut.minor or size % cut.minor[0][0] == 0 else WHOLE
-    assert kept.is_even(size) and extends(cut, kept)
-    assert kept == cut or not cut.is_even(size)
 
 
 def test_a_cut_extends_its_own_beginning_alone() -> None:

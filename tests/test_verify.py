@@ -88,7 +88,6 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         "relu: f32[8, 8] with None",
     ),
     "a dim is missing": ("propagate", lies("relu", WHOLE), "relu: [_] on f32[8, 8]"),
-    "a cut does not divide": ("propagate", lies("x", WHOLE, BOTH), "x: f32[8, 6@dp+tp]"),
     "a pinned value moved": ("propagate", lies("w", DP, TP), "w: P(None, 'tp'): w is [_@dp, _@tp] in dims [0]"),
     "a sum is not done at the end": (
         "insert_reshards",

@@ -1,0 +1,28 @@
+"""Padding: what a rank holds beyond the data of its chunk where a dim is cut unevenly."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def fit(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` with ``dim`` of another size, cut short or longer by zeros, as a collective of equal pieces needs it."""
+    here = x.shape[dim]
+    if size < here:
+        return x.narrow(dim, 0, size).contiguous()
+    after = [0] * (2 * (x.ndim - dim - 1)) + [0, size - here]
+    return pad(x, after) if size > here else x
+
+
+def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill: float) -> Tensor:
+    """``x`` with ``fill`` for its padding.
+
+    ``dim`` is rows of ``chunk * inner`` elements, of which the first ``length * inner`` are data.
+    """
+    if length == chunk:
+        return x
+    rows = x.unflatten(dim, (-1, chunk * inner))
+    data = rows.narrow(dim + 1, 0, length * inner)
+    after = [0] * (2 * (rows.ndim - dim - 2)) + [0, (chunk - length) * inner]
+    return pad(data, after, value=fill).view(x.shape)
