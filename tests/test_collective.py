@@ -34,7 +34,7 @@ def check(comm: SimulatedComm, src: Sharding, call: Call, shape: tuple[int, ...]
     held = lay_out(x, src)
     moved = act(comm, call, held)
     assert {tuple(piece.shape) for piece in moved} == {dst.local_shape(shape)}, f"{call} on {src}"
-    assert torch.equal(read_back(moved, dst, SimulatedComm(comm.mesh)), x), f"{call} on {src}: other values"
+    assert torch.equal(read_back(moved, dst, SimulatedComm(comm.mesh), shape), x), f"{call} on {src}: other values"
     duals = lay_out(y, dst.reduced())
     back = act(comm, adjoint(call, src), duals)
     assert inner(moved, duals, dst) == inner(held, back, src), f"{call} on {src}: not its adjoint"
@@ -123,7 +123,7 @@ def everything() -> Iterator[tuple[Sharding, Call]]:
 def test_every_collective_keeps_values_and_has_its_adjoint() -> None:
     checked = [check(SimulatedComm(src.mesh), src, call, (24, 48)) for src, call in everything()]
     kinds = {call[0] for _, call in everything()}
-    assert kinds == set(COLLECTIVES.values()) and len(checked) > 150
+    assert kinds == set(COLLECTIVES.values()) - {"mask_padding"} and len(checked) > 150
 
 
 @settings(max_examples=60)
@@ -133,7 +133,7 @@ def test_reductions_by_max_and_min_keep_values(kind: Kind, op: str, seed: int) -
     src = Sharding(mesh, (DimSharding(), DimSharding((mesh.axis("a"),))), ((mesh.axis("b"), op),))  # type: ignore[arg-type]
     args = (("b",), op) if kind == "all_reduce" else (("b",), op, 0)
     moved = act(SimulatedComm(mesh), (kind, args), lay_out(x, src))
-    assert torch.equal(read_back(moved, steps_sharding(src, kind, args), SimulatedComm(mesh)), x)
+    assert torch.equal(read_back(moved, steps_sharding(src, kind, args), SimulatedComm(mesh), tuple(x.shape)), x)
 
 
 # A wrong collective is caught by the same check.
@@ -271,7 +271,7 @@ def test_bytes_on_the_wire_are_those_of_the_ring_algorithms() -> None:
     found = {kind: wire_bytes(kind, 1200, 4) for kind in COLLECTIVES.values()}
     assert found == {
         "all_gather": 900, "shard_slice": 0, "all_reduce": 1800, "reduce_scatter": 900, "all_to_all": 900,
-        "collective_permute": 1200,
+        "collective_permute": 1200, "mask_padding": 0,
     }  # fmt: skip
     assert all(wire_bytes(kind, 1200, 1) == 0 for kind in COLLECTIVES.values())
 
