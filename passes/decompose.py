@@ -25,7 +25,7 @@ from shardc.node import arguments
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
 from shardc.rule import Rule
-from shardc.sharding import Sharding, num_shards
+from shardc.sharding import DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
 from .choose_cuts import Cuts, assign, claims_on
@@ -73,11 +73,20 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
         dims = next(dims for dims in rule.operands if rule.has(factor, dims))
         assert dims is not None
         dim, count = dims.index((factor,)), num_shards(cut.axes)
-        if rule.chunks.get(factor) == 1 and not cut.minor and count > 1:
+        if rule.chunks.get(factor) == 1 and count > 1 and _in_a_row(program, node, rule, factor, cut):
             moved = WINDOWED[node.target].moved(Along(Emitter(program, node), dim, count))
             if moved is not None and moved < (count - 1) * _gathered(program, node, rule, {factor}):
                 return lambda emit: WINDOWED[node.target].expand(Along(emit, dim, count))
     return None
+
+
+def _in_a_row(program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding) -> bool:
+    """Whether all tensors have the chunks of one axis of as many ranks: several cut what those before them left."""
+    tensors = zip([*program.operand_values(node), *((node, i) for i in range(len(rule.results)))],
+                  rule.operands + rule.results, strict=True)  # fmt: skip
+    sizes = [program.value_type(value).shape[dims.index((factor,))] for value, dims in tensors
+             if value is not None and dims is not None and rule.has(factor, dims)]  # fmt: skip
+    return not cut.minor and all(ceil_div(size, cut.axes[0].size) % num_shards(cut.axes[1:]) == 0 for size in sizes)
 
 
 def _pays(program: Program, node: fx.Node) -> bool:

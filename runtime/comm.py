@@ -18,9 +18,8 @@ from shardc.ops.padding import fill_padding
 from shardc.partition import parse_part
 from shardc.sharding import ceil_div, num_shards
 
-from .piece import chunk_of
-
 from .exchange import Exchange, OverlapExchange, WindowExchange
+from .piece import chunk_of
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
 PartNames = tuple[str, ...]  # axis parts as printed, major first
