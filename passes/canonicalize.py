@@ -13,6 +13,7 @@ Invariant: every op is pure and every random op is ``uniform``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from shardc.pin import Pin
 from shardc.program import Program
 
 from .draw_random import draw_random
+from .rewrite_index import KNOWN_PLACES
 from .rewrite_losses import LOSSES, Results, Rewrite
+from .unsort import unsort
 
 aten = torch.ops.aten
 
@@ -33,15 +36,20 @@ def canonicalize(program: Program) -> Program:
     """The program in fewer kinds of op, with equal values."""
     program = program.copy(level="canonical")
     draw_random(program)
-    rewrites = VIEWS | CONSTANTS | LOSSES
+    _rewrite(program, VIEWS | CONSTANTS | LOSSES)
+    if unsort(program):
+        _rewrite(program, KNOWN_PLACES)
+    program.remove_dead()
+    _part_placed_outputs(program)
+    return program
+
+
+def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
     for node in list(program.calls):
         _drop_device(node)
         if node.target in rewrites:
             with program.graph.inserting_before(node):
                 _substitute(program, node, rewrites[node.target](program, node))
-    program.remove_dead()
-    _part_placed_outputs(program)
-    return program
 
 
 def _part_placed_outputs(program: Program) -> None:

@@ -45,6 +45,7 @@ from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.location import failing_line, user_location
 from shardc.opaque import Opaque, hold_opaques
+from shardc.ops.experts import grouped_mm
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.sharding import TensorType
@@ -158,7 +159,7 @@ class _Joint:
                 )
                 for entry in self.inputs
             ]
-            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _UNPRINTABLE)(*fakes)
+            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _TRACED_AS)(*fakes)
             hold_opaques(traced)
             return traced
 
@@ -262,8 +263,10 @@ def _random_from(x: torch.Tensor, low: int, high: int | None = None, *, generato
     return torch.randint_like(x, low, largest + 1 if high is None else high)
 
 
-# Ops that fx cannot print: the overload's name is a word of Python's.
-_UNPRINTABLE = {getattr(torch.ops.aten.random, "from"): _random_from}
+_TRACED_AS = {
+    getattr(torch.ops.aten.random, "from"): _random_from,  # fx cannot print it: "from" is a word of Python's
+    torch.ops.aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
+}
 
 
 def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:

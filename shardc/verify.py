@@ -29,6 +29,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # "output NAME" and "gradient NAME"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+GROUPED = ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
 Watch = Callable[[Compiled], None]
 Progress = Callable[[str], AbstractContextManager[None]]
 
@@ -157,8 +158,21 @@ class _Float64Casts(TorchFunctionMode):
     """Whatever the model casts to or makes in float32 is float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
+        func = REPLACED.get(func, func)
         return func(*map(_wider, args), **{key: _wider(value) for key, value in (kwargs or {}).items()})
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor, **unused: Any) -> Tensor:
+    """Each group of rows with its own matrix, which torch's kernel does not do in float64."""
+    ends = offs.tolist()
+    groups = [a[start:end] @ matrix for start, end, matrix in zip([0, *ends], ends, b, strict=False)]
+    return torch.cat([*groups, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
+
+
+REPLACED = {
+    torch.Tensor.float: torch.Tensor.double,
+    **{getattr(place, name): _grouped_mm for place, name in GROUPED if hasattr(place, name)},
+}
 
 
 def _wider(argument: Any) -> Any:

@@ -6,6 +6,7 @@ from shardc.ops import contraction as contraction
 from shardc.ops import convolution as convolution
 from shardc.ops import creation as creation
 from shardc.ops import embedding as embedding
+from shardc.ops import experts as experts
 from shardc.ops import fft as fft
 from shardc.ops import index as index
 from shardc.ops import linalg as linalg

@@ -47,11 +47,15 @@ rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
 rule(aten._to_copy.default, pointwise())  # a sum of rounded numbers is not the rounded sum
 rule(torch.ops.prims.convert_element_type.default, pointwise())
 
+# What torch does not tag as pointwise.
+rule(aten.floor_divide.default, pointwise())
+
 # Gradients of pointwise ops are linear in the incoming gradient.
 rule(aten.gelu_backward.default, pointwise("0"))
 rule(aten.silu_backward.default, pointwise("0"))
 rule(aten.tanh_backward.default, pointwise("0"))
 rule(aten.sigmoid_backward.default, pointwise("0"))
+rule(aten.softplus_backward.default, pointwise("0"))
 rule(aten.threshold_backward.default, pointwise("0"))
 rule(aten.leaky_relu_backward.default, pointwise("0"))
 rule(aten.elu_backward.default, pointwise("0"))

@@ -110,6 +110,15 @@ rule(aten.kthvalue.default, _reduction(None, at=2, default=-1))
 rule(aten.mode.default, _reduction(None, default=-1))
 rule(aten.hash_tensor.default, _reduction(None))
 
+
+def _histogram_rule(call: Call) -> Rule:
+    """How many elements fall into each bin: a sum over them, where the bins do not depend on their range."""
+    low, high = [*call.args[2:4], 0, 0][:2]
+    names = " ".join(dim_names(len(call.operand.shape)))
+    return make_rule(f"{names} -> 1", call, whole=names if low == high else "")
+
+
+rule(aten.histc.default, _histogram_rule)
 rule(aten.cumsum.default, along(_dim(1), linear="0"))
 rule(aten.cumprod.default, along(_dim(1)))
 rule(aten.logcumsumexp.default, along(_dim(1)))

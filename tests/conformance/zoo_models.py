@@ -181,7 +181,7 @@ def mixtral(at: Sizes) -> Made:
 def mixtral_experts(at: Sizes) -> Made:
     """Each rank has some of the experts."""
     made, inputs, weights = mixtral(at)
-    return made, inputs, weights | {"*.experts.gate_up_proj": P("tp")}
+    return made, inputs, weights | {"*.experts.*_proj": ROWS}
 
 
 @model
