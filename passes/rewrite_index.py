@@ -45,7 +45,7 @@ def _index_put(program: Program, node: fx.Node) -> Results:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
+    return node.target is aten.full.default and node.args[1:] == (0,)
 
 
 def _repeats(program: Program, given: dict[str, Any]) -> int | None:

@@ -60,7 +60,7 @@ def _is_position(sort: fx.Node) -> bool:
     source = operand(sort)
     while source.target in CASTS:
         source = operand(source)
-    return is_getitem(source) and source.args[1] == 1 and operand(source).target in POSITIONS
+    return is_getitem(source) and source.args[1:] == (1,) and operand(source).target in POSITIONS
 
 
 def _ends_of(node: fx.Node, keys: fx.Node) -> bool:
@@ -76,7 +76,7 @@ def _ends_of(node: fx.Node, keys: fx.Node) -> bool:
 
 def _is_count(node: fx.Node, size: int) -> bool:
     """Whether a node holds 0 to ``size - 1``."""
-    return node.target is aten.arange.default and node.args[0] == size
+    return node.target is aten.arange.default and node.args == (size,)
 
 
 def _picked(node: fx.Node, index: int) -> fx.Node | None:

@@ -263,7 +263,7 @@ def _random_from(x: torch.Tensor, low: int, high: int | None = None, *, generato
     return torch.randint_like(x, low, largest + 1 if high is None else high)
 
 
-_TRACED_AS = {
+_TRACED_AS: dict[Any, Any] = {
     getattr(torch.ops.aten.random, "from"): _random_from,  # fx cannot print it: "from" is a word of Python's
     torch.ops.aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
 }
