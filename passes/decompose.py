@@ -14,14 +14,14 @@ dims of further ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.node import arguments
+from shardc.node import arguments, operand, operands
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
 from shardc.rule import Rule
@@ -153,8 +153,33 @@ def _softmax(emit: Emitter) -> fx.Node:
 def _log_softmax_backward(emit: Emitter) -> fx.Node:
     """``g - exp(y) * sum(g)``."""
     gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
+    total = _one_a_row(emit, gradient) or emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
     return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
+
+
+def _one_a_row(emit: Emitter, gradient: fx.Node) -> fx.Node | None:
+    """What stands in each row, of the gradient of a cross entropy: at the target's position alone it is not zero."""
+    if gradient.target is not aten.where.self:
+        return None
+    is_target, each, zero = (gradient.args[i] for i in range(3))
+    assert isinstance(is_target, fx.Node) and isinstance(each, fx.Node) and isinstance(zero, fx.Node)
+    if is_target.target is not aten.eq.Tensor or zero.target is not aten.scalar_tensor.default or zero.args[0] != 0:
+        return None
+    shape = emit.shape(gradient)
+    dim = emit.given["dim"] % len(shape)
+    rows = tuple(1 if i == dim else size for i, size in enumerate(shape))
+    classes, target = operands(is_target)
+    is_one = target is not None and emit.shape(target) == emit.shape(each) == rows
+    return each if is_one and classes is not None and _counts(emit, classes, shape, dim) else None
+
+
+def _counts(emit: Emitter, classes: fx.Node, shape: Sequence[int], dim: int) -> bool:
+    """Whether a value, broadcast to a shape, counts from 0 along a dim."""
+    spread = [1] * (len(shape) - len(emit.shape(classes))) + [*emit.shape(classes)]
+    while classes.target is aten.reshape.default:
+        classes = operand(classes)
+    is_along = spread == [size if i == dim else 1 for i, size in enumerate(shape)]
+    return is_along and classes.target is aten.arange.default and len(classes.args) == 1
 
 
 def _softmax_backward(emit: Emitter) -> fx.Node:
