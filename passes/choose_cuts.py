@@ -8,19 +8,26 @@ are reduced where they are made, and so on until all that ride can.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
+from shardc.collective import Collective
 from shardc.mesh import Axes, AxisPart
 from shardc.node import is_annotation
 from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
+from .plan_reshard import reshard_plan
+
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 Cuts = dict[str, DimSharding]
+Way = tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]]  # of operands and of results
+FIRST = 2**63  # more bytes than anything has
 
 
 def choose_cuts(program: Program) -> Plan:
@@ -85,6 +92,26 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
     return cuts
 
 
+def choices(rule: Rule, claims: list[Claim], passing: Partial) -> list[Cuts]:
+    """The cuts by the claims' own order, and those where another claim of its rank comes first."""
+    taken = tuple(part for part, _ in passing)
+    found = [assign(rule, claims, taken)]
+    for i, claim in enumerate(claims):
+        if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
+            cuts = assign(rule, [*claims[:i], replace(claim, nbytes=FIRST), *claims[i + 1 :]], taken)
+            found += [cuts] * (cuts not in found and _ways(cuts) >= _ways(found[0]))
+    return found
+
+
+def _ways(cuts: Cuts) -> int:
+    """Into how many pieces the work is cut."""
+    return math.prod(num_shards(cut.all_axes) for cut in cuts.values())
+
+
+def _collectives(have: Sharding, want: Sharding, type: TensorType) -> tuple[Collective, ...]:
+    return () if have == want else reshard_plan(have.mesh, type.shape, type.dtype, have, want)
+
+
 def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
     """The leading part of a cut whose axes are not used."""
     free = [not any(part.overlaps(other) for other in used) for part in cut.all_axes]
@@ -126,18 +153,39 @@ class Plan:
             value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
         }
         passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
-        cuts = assign(rule, claims, tuple(part for part, _ in passing))
-        self.wanted[node] = tuple(
-            None if value is None else self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
-            for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
-        )
-        self.made[node] = tuple(
-            None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
-            for index, type_ in enumerate(self.program.types(node))
-        )
+        ways = [self._way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
+        self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self._cost, node))
         for index, made in enumerate(self.made[node]):
             if made is not None:
                 self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
+
+    def _way(self, node: fx.Node, rule: Rule, cuts: Cuts, riders: frozenset[int], passing: Partial) -> Way:
+        """What operands and results must be when the factors are cut so."""
+        given = self.program.operand_values(node)
+        wanted = tuple(
+            None if value is None else self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
+            for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
+        )
+        made = tuple(
+            None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
+            for index, type_ in enumerate(self.program.types(node))
+        )
+        return wanted, made
+
+    def _cost(self, node: fx.Node, way: Way) -> int:
+        """Bytes that bring the operands there, and the results to where they are wished."""
+        wanted, made = way
+        moves = [
+            (self.lies[value], want, self.program.value_type(value))
+            for value, want in zip(self.program.operand_values(node), wanted, strict=True)
+            if value is not None and want is not None
+        ]
+        moves += [
+            (have, wish, self.program.value_type((node, index)))
+            for index, (have, wish) in enumerate(zip(made, self.wished[node], strict=True))
+            if have is not None and wish is not None
+        ]
+        return sum(each.wire_bytes for move in moves for each in _collectives(*move))
 
     def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""

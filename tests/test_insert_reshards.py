@@ -135,3 +135,15 @@ def test_a_reshard_says_what_lies_how_who_wants_what_and_from_which_annotation()
     assert [agreed.cause(node) for node in agreed.calls if agreed.cause(node)] == [
         "w is f32[6@a, 16], dot wants f32[6, 16]; a from w: P('a')"
     ]
+
+
+def test_of_two_cuts_that_want_one_axis_the_cheaper_wins_where_both_are_inputs() -> None:
+    """``y`` cuts the contracted factor of a and the last of b: gathering both is less than a sum over y."""
+    program = compiled(
+        lambda a, b: a @ b,
+        Mesh(x=4, y=2),
+        {"a": P("x", "y"), "b": P("x", "y"), "output:output": P("x", "y")},
+        a=value(16, 16),
+        b=value(16, 16),
+    )
+    assert [(each.kind, each.wire_bytes) for each in program.collectives] == [("all_gather", 128), ("all_gather", 384)]
