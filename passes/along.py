@@ -57,15 +57,24 @@ class Along:
         """The size of the dim."""
         return self.emit.shape(node)[self.dim]
 
+    def apart(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
+        """The windows of ``x``, their number as a dim of its own before the dim."""
+        taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
+        shape = self.emit.shape(taken)
+        split = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
+        return self.emit(aten.reshape.default, taken, split)
+
+    def merge(self, x: fx.Node, order: Sequence[int], shape: Sequence[int]) -> fx.Node:
+        """``x`` with its dims in another order, as ``shape``."""
+        return self.emit(aten.reshape.default, self.emit(aten.permute.default, x, list(order)), list(shape))
+
     def windows(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
         """The windows of ``x``, in front as a part of the batch."""
-        taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
-        shape = list(self.emit.shape(taken))
-        apart = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
-        order = [self.dim, *(i for i in range(len(apart)) if i != self.dim)]
-        front = self.emit(aten.permute.default, self.emit(aten.reshape.default, taken, apart), order)
-        shape = list(self.emit.shape(front))
-        return self.emit(aten.reshape.default, front, [shape[0] * shape[1], *shape[2:]])
+        apart = self.apart(x, window, fill)
+        shape = list(self.emit.shape(apart))
+        order = [self.dim, *(i for i in range(len(shape)) if i != self.dim)]
+        del shape[self.dim]
+        return self.merge(apart, order, [shape[0] * self.count, *shape[1:]])
 
     def chunks(self, x: fx.Node, fill: float = 0.0) -> fx.Node:
         """The chunks of ``x``, in front as a part of the batch."""
@@ -76,9 +85,8 @@ class Along:
         shape = list(self.emit.shape(x))
         apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
         order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
-        back = self.emit(aten.permute.default, apart, order)
         shape[0], shape[self.dim] = shape[0] // self.count, self.count * shape[self.dim]
-        joined = self.emit(aten.reshape.default, back, shape)
+        joined = self.merge(apart, order, shape)
         return joined if window.is_identity else self.emit(overlap_add, joined, (), self.dim, window.values)
 
     def spread(self, numbers: fx.Node, x: fx.Node) -> fx.Node:
@@ -93,9 +101,7 @@ class Along:
         return self.overlap_add(x, Windows(self.count, size, size, 0))
 
 
-Reach = Callable[
-    [Along], tuple[Windows, TensorType] | None
-]  # the windows that are taken, and of a tensor of which type
+Reach = Callable[[Along], tuple[Windows, TensorType] | None]  # the windows taken, and of a tensor of which type
 
 
 @dataclass(frozen=True, slots=True)

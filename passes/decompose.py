@@ -70,10 +70,10 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
     """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
     rule = program.rule(node)
     for factor, cut in _arriving(program, node, rule).items():
-        dims = next(dims for dims in rule.operands if rule.has(factor, dims))
-        assert dims is not None
-        dim, count = dims.index((factor,)), num_shards(cut.axes)
+        count = num_shards(cut.axes)
         if rule.chunks.get(factor) == 1 and count > 1 and _in_a_row(program, node, rule, factor, cut):
+            dims = next(dims for dims in rule.operands if dims and rule.has(factor, dims))
+            dim = dims.index((factor,))
             moved = WINDOWED[node.target].moved(Along(Emitter(program, node), dim, count))
             if moved is not None and moved < (count - 1) * _gathered(program, node, rule, {factor}):
                 return lambda emit: WINDOWED[node.target].expand(Along(emit, dim, count))

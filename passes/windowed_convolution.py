@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.sharding import TensorType
+from shardc.ops.convolution import sums_over_kernel
+from shardc.sharding import TensorType, ceil_div
 from shardc.window import Windows
 
 from .along import Along, Windowed
@@ -24,37 +25,120 @@ def _sides(along: Along, result: fx.Node) -> tuple[fx.Node, fx.Node]:
     return given[::-1] if along.given["transposed"] else given
 
 
+def _numbers(along: Along) -> tuple[int, int, int, int]:
+    """Padding, stride and dilation along the dim, and how many elements the kernel spans."""
+    padding, stride, dilation = (along.at(along.given[name]) for name in ("padding", "stride", "dilation"))
+    return padding, stride, dilation, (along.size(along.given["weight"]) - 1) * dilation + 1
+
+
 def _kernel_windows(along: Along, large: fx.Node, small: fx.Node) -> Windows:
     """The run of the large side that each chunk of the small side is made of, or spreads to."""
-    padding, stride, dilation = (along.at(along.given[name]) for name in ("padding", "stride", "dilation"))
-    span = (along.size(along.given["weight"]) - 1) * dilation + 1
+    padding, stride, _, span = _numbers(along)
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
 
 
+def _backward_reach(along: Along) -> tuple[Windows, TensorType] | None:
+    if sums_over_kernel(
+        along.size(along.given["weight"]), along.size(along.given["grad_output"]), along.given["transposed"]
+    ):
+        return None
+    large, small = _sides(along, along.given["grad_output"])
+    return _kernel_windows(along, large, small), along.emit.type(large)
+
+
 def _reach(along: Along) -> tuple[Windows, TensorType]:
-    large, small = _sides(along, along.given.get("grad_output", along.node))
+    given, node = along.given, along.node
+    if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
+        return _summed_windows(along), along.emit.type(given["input"])
+    spread = _spread_windows(along) if given["transposed"] else None
+    if spread is not None:
+        return spread, along.emit.type(given["input"])
+    large, small = _sides(along, node)
     return _kernel_windows(along, large, small), along.emit.type(large)
 
 
 def _convolution(along: Along) -> fx.Node:
     given, node = along.given, along.node
-    large, small = _sides(along, node)
-    window = _kernel_windows(along, large, small)
-    if not given["transposed"]:
-        return along.join(_convolved(along, along.windows(large, window), given["bias"]), along.size(node))
-    result = along.overlap_add(_convolved(along, along.chunks(small), None), window)
-    if given["bias"] is None:
-        return result
-    spread = along.emit(aten.reshape.default, given["bias"], [-1, *[1] * (len(along.emit.shape(node)) - 2)])
-    return along.emit(aten.add.Tensor, result, spread)
+    if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
+        return _biased(along, _summed(along))
+    if given["transposed"]:
+        return _biased(along, _transposed(along))
+    window = _kernel_windows(along, given["input"], node)
+    return along.join(_convolved(along, along.windows(given["input"], window), bias=given["bias"]), window.total)
 
 
-def _convolved(along: Along, x: fx.Node, bias: fx.Node | None) -> fx.Node:
+def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx.Node | None = None) -> fx.Node:
+    """The convolution of other tensors, with no padding along the dim."""
     given = along.given
     return along.emit(
-        aten.convolution.default, x, given["weight"], bias, given["stride"], along.without(given["padding"]),
+        aten.convolution.default, x, weight or given["weight"], bias, given["stride"], along.without(given["padding"]),
         given["dilation"], given["transposed"], along.without(given["output_padding"]), given["groups"],
     )  # fmt: skip
+
+
+def _biased(along: Along, result: fx.Node) -> fx.Node:
+    """With the bias, where every rank would have added it."""
+    if along.given["bias"] is None:
+        return result
+    shape = [-1, *[1] * (along.ndim - 2)]
+    return along.emit(aten.add.Tensor, result, along.emit(aten.reshape.default, along.given["bias"], shape))
+
+
+# A transposed convolution: where chunks of the result are multiples of the stride, each from a window of the input;
+# else the runs that chunks of the input spread to are added where they overlap.
+
+
+def _transposed(along: Along) -> fx.Node:
+    x, size = along.given["input"], along.size(along.node)
+    window = _spread_windows(along)
+    if window is None:
+        return along.overlap_add(_convolved(along, along.chunks(x)), _kernel_windows(along, along.node, x))
+    padding, stride, _, _ = _numbers(along)
+    result = _convolved(along, along.windows(x, window))
+    first = padding - window.start * stride
+    edges = [0] * (2 * (along.ndim - 1 - along.dim)) + [-first, first + window.chunk * stride - along.size(result)]
+    return along.join(along.emit(aten.constant_pad_nd.default, result, edges), size)
+
+
+def _spread_windows(along: Along) -> Windows | None:
+    """Of the input, what each chunk of the result is made of; positions are runs of as many elements as the stride."""
+    padding, stride, _, span = _numbers(along)
+    size = along.size(along.node)
+    start = ceil_div(padding - span + 1, stride)
+    reach = (stride - 1 + padding) // stride - start + 1
+    if ceil_div(size, along.count) % stride or reach < 1:
+        return None
+    return Windows(along.count, along.size(along.given["input"]), ceil_div(size, stride), start, 1, reach)
+
+
+# A kernel larger than the result, as of the gradient of a weight: each rank sums over its chunk of the kernel, whose
+# number is a part of the input's channels.
+
+
+def _summed_windows(along: Along) -> Windows:
+    padding, stride, dilation, _ = _numbers(along)
+    span = (along.size(along.node) - 1) * stride + 1
+    x, weight = along.given["input"], along.given["weight"]
+    return Windows(along.count, along.size(x), along.size(weight), -padding, dilation, span)
+
+
+def _summed(along: Along) -> fx.Node:
+    x, weight = along.given["input"], along.given["weight"]
+    kernel = Windows(along.count, along.size(weight), along.size(weight), 0)
+    windows = _into_channels(along, along.apart(x, _summed_windows(along)), along.given["groups"])
+    return _convolved(along, windows, _into_channels(along, along.apart(weight, kernel), 1))
+
+
+def _into_channels(along: Along, apart: fx.Node, groups: int) -> fx.Node:
+    """The number of the window as the major part of the channels of each group."""
+    batch, channels, *rest = along.emit.shape(apart)
+    grouped = along.emit(aten.reshape.default, apart, [batch, groups, channels // groups, *rest])
+    order = [0, 1, along.dim + 1, *(i for i in range(2, len(rest) + 3) if i != along.dim + 1)]
+    del rest[along.dim - 2]
+    return along.merge(grouped, order, [batch, channels * along.count, *rest])
+
+
+# The gradients.
 
 
 def _convolution_backward(along: Along) -> list[fx.Node | None]:
@@ -83,5 +167,5 @@ def _convolution_backward(along: Along) -> list[fx.Node | None]:
 
 CONVOLUTIONS: dict[Any, Windowed] = {
     aten.convolution.default: Windowed(_reach, _convolution),
-    aten.convolution_backward.default: Windowed(_reach, _convolution_backward),
+    aten.convolution_backward.default: Windowed(_backward_reach, _convolution_backward),
 }

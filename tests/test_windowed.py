@@ -152,3 +152,34 @@ MESHES = {
     ],
     3: [(Mesh(x=2), P(None, None, None, "x")), (Mesh(x=2, y=2), P(None, None, "x", None, "y"))],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("height", "groups"), [(16, 1), (15, 1), (13, 2)])
+def test_a_kernel_larger_than_the_result_is_summed_over_where_it_lies(height: int, groups: int) -> None:
+    """As in the gradient of a weight: one all_reduce, and edges where the result has more than one place."""
+
+    class Correlation(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return F.conv2d(x, w, b, padding=(2 if height < 16 else 0, 0), groups=groups)
+
+    args = random(2, 4, 16, 8), random(6, 4 // groups, height - height % 4, 8), random(6)
+    cut = {"x": P(None, None, "x"), "w": P(None, None, "x")}
+    compiled = shardc.compile(Correlation(), Mesh(x=4), cut, args=args, train=False)
+    found, _ = compiled.simulate(*args)
+    torch.testing.assert_close(found, Correlation()(*args), rtol=0, atol=1e-11)
+    kinds = [each.kind for each in compiled.collectives]
+    assert kinds == ["all_reduce"] if height == 16 else ["collective_permute", "all_reduce"]
+
+
+def test_groups_may_be_cut() -> None:
+    x, weight = random(2, 8, 8, 8), random(16, 2, 3, 3)
+    check(lambda x, w: F.conv2d(x, w, padding=1, groups=4), Mesh(x=4), P(None, "x"), x, weight, moves=[])
+    check(lambda x, w: F.conv_transpose2d(x, w, groups=4), Mesh(x=2), P(None, "x"), x, random(8, 3, 3, 3), moves=[])
+    check(
+        lambda x, w: F.conv2d(x, w, padding=1, groups=8),
+        Mesh(x=2, y=4),
+        P(None, "y", "x"),
+        x,
+        random(8, 1, 3, 3),
+        moves=EDGES,
+    )
