@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardc.mesh import Mesh
     from shardc.partition import P, blocks
     from shardc.passes.plan_reshard import reshard_plan
+    from shardc.registration import register_rule
+    from shardc.rule_check import check_rule
     from shardc.runtime.border import shard_batch
     from shardc.sharding import Sharding
 
@@ -29,8 +31,10 @@ __all__ = [
     "ShardingError",
     "annotate",
     "blocks",
+    "check_rule",
     "compile",
     "parallelize",
+    "register_rule",
     "reshard_plan",
     "shard_batch",
 ]
@@ -46,6 +50,8 @@ _HOMES = {
     "Sharding": "sharding",
     "ShardingError": "error",
     "blocks": "partition",
+    "check_rule": "rule_check",
+    "register_rule": "registration",
     "compile": "api",
     "parallelize": "api",
     "shard_batch": "runtime.border",

@@ -150,7 +150,7 @@ def rule(
     """
     assert op not in RULES, f"{op} has two rules"
     bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
-    RULES[op] = OpRule(bind, _local_sizes(sizes) if sizes is not None else local)
+    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
 
 
 def make_rule(
@@ -209,7 +209,7 @@ def pointwise_rule(call: Call, linear: str | Groups = "") -> Rule:
 
 def present_groups(linear: str | Groups, call: Call) -> Groups:
     """The groups of operands of which none is absent."""
-    groups = linear if isinstance(linear, tuple) else _parse_groups(linear)
+    groups = linear if isinstance(linear, tuple) else parse_groups(linear)
     return tuple(group for group in groups if all(call.operands[i] is not None for i in group))
 
 
@@ -217,11 +217,13 @@ def _bind_text(spec: str, linear: str, whole: str, reduce: ReduceOp) -> Callable
     return lambda call: make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
 
 
-def _local_sizes(arg: int) -> Local:
+def local_sizes(arg: int) -> Local:
+    """For an op whose argument at a position is the shape of its first result."""
     return lambda call, shard: {arg: list(shard.result.shape)}
 
 
-def _parse_groups(linear: str) -> Groups:
+def parse_groups(linear: str) -> Groups:
+    """``"0 12"`` as groups of operands."""
     return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
 
 

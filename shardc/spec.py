@@ -39,13 +39,14 @@ def _parse_side(text: str, tensors: Types) -> Side:
     specs = [spec.strip() for spec in text.split(",")]
     assert len(specs) >= len(tensors), (text, tensors)
     return tuple(
-        None if tensor is None or spec == "_" else _expand_leading(_parse_dims(spec), len(tensor.shape))
+        None if tensor is None or spec == "_" else _expand_leading(parse_dims(spec), len(tensor.shape))
         for spec, tensor in zip(specs, tensors, strict=False)
     )
 
 
 @lru_cache(maxsize=4096)
-def _parse_dims(spec: str) -> Dims:
+def parse_dims(spec: str) -> Dims:
+    """The factors of each dim of one tensor: ``(b t) 1 d`` is ``((b, t), (), (d,))``."""
     dims: list[tuple[str, ...]] = []
     for outside, inside in _parenthesised(spec):
         dims.extend(() if name == "1" else (name,) for name in outside.split())

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 import shardc.ops  # noqa: F401
-from shardc.node import operands
 from shardc.ops.contraction import dot
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_at
 from shardc.ops.random import poisson_quantile, uniform
-from shardc.program import Program
-from shardc.rule import Call, Rule
-from shardc.sharding import TensorType
-from shardc.spec import Dims
+from shardc.rule_check import Case, case_of
 from shardc.window import overlap_add, windows
 
 LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
@@ -83,37 +76,6 @@ class Draw(dict[str, Any]):
         return self.floats(*shape).abs().to(dtype).to(device)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call of an op with real arguments, and its rule, bound as a program binds it."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    call: Call
-    rule: Rule
-    tensors: tuple[Tensor | None, ...]  # the operands
-    results: tuple[Tensor | None, ...]
-
-    def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
-        """The results for other operands, and other arguments at some positions."""
-        new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if old is not None}
-        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: new[id(tensor)].clone(), (self.args, self.kwargs))
-        args = list(args)
-        for position, argument in sorted((changed or {}).items()):
-            args[position : position + 1] = [argument]
-        return as_results(self.op(*args, **kwargs))
-
-
-def as_results(found: Any) -> list[Tensor | None]:
-    entries = list(found) if isinstance(found, (tuple, list)) else [found]
-    return [entry if isinstance(entry, Tensor) else None for entry in entries]
-
-
-def type_of(tensor: Tensor | None) -> TensorType | None:
-    return None if tensor is None else TensorType(tuple(tensor.shape), tensor.dtype)
-
-
 def make_case(name: str, text: str, seed: int) -> Case:
     args, kwargs = eval(f"call({text})", {}, _with_call(Draw(seed)))  # the table is ours
     return case_of(op_named(name), args, kwargs)
@@ -129,34 +91,3 @@ def op_named(name: str) -> Any:
         return PYTHON_OPS[name]
     *namespace, op, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, (namespace or ["aten"])[0]), op), overload)
-
-
-def without_chunks(rule: Rule) -> Rule:
-    """The rule as if dims cut in chunks of another size on each tensor were whole: test_window is theirs."""
-
-    def whole(dims: Dims | None) -> Dims | None:
-        return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
-
-    return replace(rule, operands=tuple(map(whole, rule.operands)), results=tuple(map(whole, rule.results)))
-
-
-def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
-    graph = fx.Graph()
-    program = Program(graph, (), ())
-    tensors: dict[fx.Node, Tensor] = {}
-
-    def placeholder(tensor: Tensor) -> fx.Node:
-        node = graph.placeholder(f"x{len(tensors)}")
-        program.set_type(node, type_of(tensor))
-        tensors[node] = tensor
-        return node
-
-    whole = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
-    found = op(*whole[0], **whole[1])
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (args, dict(kwargs)))  # no tensor twice
-    node = graph.call_function(op, *pytree.tree_map_only(Tensor, placeholder, (args, kwargs)))
-    types = tuple(map(type_of, as_results(found)))
-    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
-    bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
-    values = tuple(operand and tensors[operand] for operand in operands(node))
-    return Case(op, args, kwargs, program.call(node), bound, values, tuple(as_results(found)))

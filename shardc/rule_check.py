@@ -1,0 +1,273 @@
+"""A rule held to its word: an op run on pieces of its operands and put together gives what it gives on the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from shardc.error import ShardingError
+from shardc.node import operands
+from shardc.program import Program, op_rule
+from shardc.registration import overload_of
+from shardc.rule import Call, Rule
+from shardc.sharding import TensorType
+from shardc.spec import Dims
+
+TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
+_REDUCE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
+    """Hold an op's rule to its word on example arguments: ``check_rule(torch.ops.mine.norm.default, x, weight)``.
+
+    Each factor that may be cut is cut in 2 and in 3 pieces where that divides it, and every two factors at once; the op
+    runs on every piece, the results are put together as the rule says, and compared with the op on the whole. Operands
+    named in ``linear`` are split in two terms. A ShardingError says in which factor the rule is wrong, or that it
+    has none to cut. Choose sizes that 2 and 3 divide, and float64.
+    """
+    case = case_of(overload_of(op), args, kwargs)
+    remedy = "name the factor in whole=, or give it another place in the spec"
+    if not any(case.rule.sizes[factor] % count == 0 for factor in cuttable(case.rule) for count in (2, 3)):
+        sizes = ", ".join(f"{factor}={size}" for factor, size in case.rule.sizes.items()) or "none"
+        problem = "its rule lets nothing be cut" if not cuttable(case.rule) else "no size divides by 2 or by 3"
+        raise ShardingError(f"check_rule({op})", f"factors {sizes}", problem, "give sizes of 6 or 12")
+    try:
+        check(case)
+    except WrongRule as error:
+        raise ShardingError(f"check_rule({op})", error.what, str(error.__cause__), remedy) from error
+
+
+class WrongRule(AssertionError):
+    """A rule that does not hold; ``what`` was cut or split."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def check(case: Case) -> None:
+    """Every factor in 2 and in 3 pieces, every two factors at once, every linear group; a WrongRule where it fails."""
+    sizes, factors = case.rule.sizes, cuttable(case.rule)
+    cuts = [{factor: count} for factor in factors for count in (2, 3)]
+    cuts += [{one: 2, other: 3} for one, other in itertools.combinations(factors, 2)]
+    for pieces in cuts:
+        if all(sizes[factor] % count == 0 for factor, count in pieces.items()):
+            with _blaming(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
+                _check_cuts(case, pieces)
+    for group in case.rule.linear:
+        if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
+            with _blaming(f"operands {sorted(group)} as sums of two terms"):
+                _check_linear(case, group)
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        raise WrongRule(what) from error
+
+
+def cuttable(rule: Rule) -> list[str]:
+    """The factors that may be cut."""
+    held = {*rule.whole, *rule.chunks}
+    return [factor for factor, size in rule.sizes.items() if factor not in held and size > 1]
+
+
+def _check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
+    """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
+    sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
+    changed = _local_arguments(case, sizes)
+    found = {
+        index: case.run(_cut_operands(case, pieces, index), changed)
+        for index in itertools.product(*map(range, pieces.values()))
+    }
+    for r, (whole, dims) in enumerate(zip(case.results, case.rule.results, strict=True)):
+        if whole is not None and dims is not None:
+            parts = {index: part for index, results in found.items() if (part := results[r]) is not None}
+            assert {tuple(part.shape) for part in parts.values()} == {_local_shape(dims, whole.shape, sizes)}
+            if not whole.is_meta:
+                _assert_same(case, _put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
+
+
+def _cut_operands(case: Case, pieces: Mapping[str, int], index: Sequence[int]) -> list[Tensor | None]:
+    sizes, tensors = dict(case.rule.sizes), list(case.tensors)
+    for (factor, count), i in zip(pieces.items(), index, strict=True):
+        for t, dims in enumerate(case.rule.operands):
+            tensor = tensors[t]
+            if tensor is not None and dims is not None and case.rule.has(factor, dims):
+                tensors[t] = _merge(_refine(tensor, dims, sizes).chunk(count, _place(dims, factor))[i], dims)
+        sizes[factor] //= count
+    return tensors
+
+
+def _put_together(rule: Rule, r: int, parts: dict[Any, Tensor], factors: list[str], sizes: dict[str, int]) -> Tensor:
+    """Join the parts of result ``r`` along the last factor, then the one before; ``sizes`` are those of a part."""
+    if not factors:
+        return parts[()]
+    *first, last = factors
+    groups: dict[Any, list[Tensor]] = {}
+    for index in sorted(parts):
+        groups.setdefault(index[:-1], []).append(parts[index])
+    joined = {index: _join(rule, r, group, last, sizes) for index, group in groups.items()}
+    sizes[last] = rule.sizes[last]
+    return _put_together(rule, r, joined, first, sizes)
+
+
+def _join(rule: Rule, r: int, parts: list[Tensor], factor: str, sizes: Mapping[str, int]) -> Tensor:
+    dims = rule.results[r]
+    if dims is not None and rule.has(factor, dims):
+        return _merge(torch.cat([_refine(part, dims, sizes) for part in parts], _place(dims, factor)), dims)
+    if rule.is_partial(factor, r):
+        return _REDUCE[rule.reduce](torch.stack(parts), 0)
+    assert all(torch.equal(part, parts[0]) for part in parts), f"{factor} is no part of result {r}, yet it differs"
+    return parts[0]
+
+
+def _refine(tensor: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
+    """The tensor with one dim a factor; a dim without factors stays."""
+    shape = [
+        s for factors, size in zip(dims, tensor.shape, strict=True) for s in ([sizes[f] for f in factors] or [size])
+    ]
+    return tensor.reshape(shape)
+
+
+def _merge(tensor: Tensor, dims: Dims) -> Tensor:
+    """The inverse of ``refine``, whatever was cut."""
+    sizes = iter(tensor.shape)
+    return tensor.reshape([math.prod(next(sizes) for _ in factors or ("one",)) for factors in dims])
+
+
+def _place(dims: Dims, factor: str) -> int:
+    return [name for factors in dims for name in factors or ("one",)].index(factor)
+
+
+def _local_shape(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(
+        math.prod(sizes[f] for f in factors) if factors else size for factors, size in zip(dims, shape, strict=True)
+    )
+
+
+def _local_types(
+    types: Sequence[TensorType | None],
+    sides: Sequence[Dims | None],
+    sizes: Mapping[str, int],
+) -> tuple[TensorType | None, ...]:
+    return tuple(
+        type_ if type_ is None or dims is None else replace(type_, shape=_local_shape(dims, type_.shape, sizes))
+        for type_, dims in zip(types, sides, strict=True)
+    )
+
+
+def _local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
+    entry = op_rule(case.op)
+    if entry is None or entry.local is None:
+        return {}
+    shard = replace(
+        case.call,
+        operands=_local_types(case.call.operands, case.rule.operands, sizes),
+        results=_local_types(case.call.results, case.rule.results, sizes),
+    )
+    return entry.local(case.call, shard)
+
+
+def _assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    if "empty" not in str(case.op):
+        scale = max([1.0, *expected.abs().flatten().tolist()]) if _is_number(expected) else 1
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
+        )
+
+
+def _is_number(tensor: Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _check_linear(case: Case, group: frozenset[int]) -> None:
+    """Split these operands in two terms; the results of both terms add up to the result."""
+    draw = torch.Generator().manual_seed(len(group))
+    terms = [list(case.tensors), list(case.tensors)]
+    for i in group:
+        whole = case.tensors[i]
+        assert whole is not None
+        term = torch.randn(whole.shape, dtype=torch.float64, generator=draw).to(whole)
+        terms[0][i], terms[1][i] = term, whole - term
+    for one, other, expected in zip(case.run(terms[0]), case.run(terms[1]), case.results, strict=True):
+        if one is not None and other is not None and expected is not None:
+            _assert_same(case, one + other, expected)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op with real arguments, and its rule, bound as a program binds it."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call: Call
+    rule: Rule
+    tensors: tuple[Tensor | None, ...]  # the operands
+    results: tuple[Tensor | None, ...]
+
+    def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
+        """The results for other operands, and other arguments at some positions."""
+        new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if new is not None}
+        args, kwargs = _map_tensors(lambda tensor: new[id(tensor)].clone(), (self.args, dict(self.kwargs)))
+        args = list(args)
+        for position, argument in sorted((changed or {}).items()):
+            args[position : position + 1] = [argument]
+        return _as_results(self.op(*args, **kwargs))
+
+
+def _as_results(found: Any) -> list[Tensor | None]:
+    entries = list(found) if isinstance(found, (tuple, list)) else [found]
+    return [entry if isinstance(entry, Tensor) else None for entry in entries]
+
+
+def _type_of(tensor: Tensor | None) -> TensorType | None:
+    return None if tensor is None else TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def without_chunks(rule: Rule) -> Rule:
+    """The rule as if dims cut in chunks of another size on each tensor were whole: test_window is theirs."""
+
+    def whole(dims: Dims | None) -> Dims | None:
+        return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
+
+    return replace(rule, operands=tuple(map(whole, rule.operands)), results=tuple(map(whole, rule.results)))
+
+
+def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
+    """The case of a call with real arguments; ``rule`` binds another rule than the op's own."""
+    graph = fx.Graph()
+    program = Program(graph, (), ())
+    tensors: dict[fx.Node, Tensor] = {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(tensors)}")
+        program.set_type(node, _type_of(tensor))
+        tensors[node] = tensor
+        return node
+
+    whole = _map_tensors(torch.clone, (args, dict(kwargs)))
+    found = op(*whole[0], **whole[1])
+    args, kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # no tensor twice
+    node = graph.call_function(op, *_map_tensors(placeholder, (args, kwargs)))
+    types = tuple(map(_type_of, _as_results(found)))
+    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
+    bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
+    values = tuple(None if operand is None else tensors[operand] for operand in operands(node))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(_as_results(found)))
+
+
+def _map_tensors(change: Callable[[Tensor], Any], argument: Any) -> Any:
+    return map_aggregate(argument, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
