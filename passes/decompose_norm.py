@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 def _moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """Two sums of a number a channel, reduced."""
-    return 4 * next(type_.nbytes for type_ in program.types(node)[1:] if type_ is not None)
+    type_ = program.types(node)[0]
+    assert type_ is not None, node
+    return 4 * type_.shape[1] * type_.dtype.itemsize
 
 
 def _batch_norm(emit: Emitter) -> list[fx.Node | None]:

@@ -234,6 +234,8 @@ def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
 
 def _pin(entry: Match, kind: str, type_: TensorType, mesh: Mesh) -> Pin:
     sharding = entry.spec.sharding(mesh, type_.shape, entry.who(kind))
+    if kind in ("parameter", "buffer"):
+        sharding = sharding.storable(type_.shape)
     open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
     return Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority)
 

@@ -138,8 +138,8 @@ class Sharding:
     def storable(self, shape: tuple[int, ...]) -> Sharding:
         """The same, with each dim cut no further than a DTensor can say.
 
-        Torch has the same chunks where every axis but the last divides what it cuts, in the mesh's order: of 5 in 2 x 2
-        it makes 2, 1, 1, 1 and we 2, 1, 2, 0.
+        Axes cut it in the mesh's order, and each chunk as torch.chunk does: of 5 in 2 x 2 that makes 2, 1, 1, 1 and not
+        the 2, 1, 2, 0 that we have.
         """
         return replace(self, dims=tuple(map(self._storable, self.dims, shape)))
 
@@ -148,7 +148,7 @@ class Sharding:
             return cut
         order = [self.mesh.axis_names.index(part.name) for part in cut.axes]
         count = 0 if cut.minor else len(order)
-        while count and (order[:count] != sorted(order[:count]) or size % num_shards(cut.axes[: count - 1])):
+        while order[:count] != sorted(order[:count]) or not _are_torchs_chunks(size, cut.axes[:count]):
             count -= 1
         return DimSharding(cut.axes[:count])
 
@@ -173,6 +173,23 @@ class Sharding:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _are_torchs_chunks(size: int, axes: Axes) -> bool:
+    """Whether torch, which cuts each chunk by its own length, has our chunks, all of one length but for the data."""
+    lengths, chunk = {size}, size
+    for part in axes:
+        chunk = ceil_div(chunk, part.size)
+        ours, torchs = ({n: _chunks(n, part.size, ceil_div(n, part.size) if own else chunk) for n in lengths}
+                        for own in (False, True))  # fmt: skip
+        if ours != torchs:
+            return False
+        lengths = {length for chunks in ours.values() for length in chunks}
+    return True
+
+
+def _chunks(size: int, count: int, chunk: int) -> list[int]:
+    return [max(0, min(chunk, size - i * chunk)) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -24,5 +25,6 @@ def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill:
         return x
     rows = x.unflatten(dim, (-1, chunk * inner))
     data = rows.narrow(dim + 1, 0, length * inner)
-    after = [0] * (2 * (rows.ndim - dim - 2)) + [0, (chunk - length) * inner]
-    return pad(data, after, value=fill).view(x.shape)
+    padding = list(data.shape)
+    padding[dim + 1] = (chunk - length) * inner
+    return torch.cat([data, data.new_full(padding, fill)], dim + 1).view(x.shape)
