@@ -45,10 +45,10 @@ from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.location import failing_line, user_location
 from shardc.opaque import Opaque, hold_opaques
-from shardc.ops.experts import grouped_mm
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.sharding import TensorType
+from shardc.traced import TRACED_AS, plain_cells
 from shardc.tree import Tree
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
@@ -146,6 +146,7 @@ class _Joint:
             for context in (
                 torch.inference_mode(False),
                 torch.autograd.set_multithreading_enabled(False),
+                plain_cells(),
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),
@@ -159,7 +160,7 @@ class _Joint:
                 )
                 for entry in self.inputs
             ]
-            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), _TRACED_AS)(*fakes)
+            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), TRACED_AS)(*fakes)
             hold_opaques(traced)
             return traced
 
@@ -255,18 +256,6 @@ class _Watch(TorchDispatchMode):
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
             self.latest = replace(known, phase=self.phase)
         return self.latest
-
-
-def _random_from(x: torch.Tensor, low: int, high: int | None = None, *, generator: Any = None) -> torch.Tensor:
-    """Whole numbers from ``low`` up to ``high``, by default to the largest that the dtype counts to."""
-    largest = int(2 / torch.finfo(x.dtype).eps) if x.is_floating_point() else torch.iinfo(x.dtype).max - 1
-    return torch.randint_like(x, low, largest + 1 if high is None else high)
-
-
-_TRACED_AS: dict[Any, Any] = {
-    getattr(torch.ops.aten.random, "from"): _random_from,  # fx cannot print it: "from" is a word of Python's
-    torch.ops.aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
-}
 
 
 def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:

@@ -83,14 +83,14 @@ class Recurrent(nn.Module):
 
 @model
 def lstm(at: Sizes) -> Made:
-    return Recurrent(at, nn.LSTM), text(at), {"head.weight": ROWS}
+    return Recurrent(at, nn.LSTM), text(at), {"cells.weight_*": ROWS, "head.weight": ROWS}
 
 
 @model
 def lstm_two_ways(at: Sizes) -> Made:
-    return Recurrent(at, nn.LSTM, two_ways=True), text(at), {"head.weight": ROWS}
+    return Recurrent(at, nn.LSTM, two_ways=True), text(at), {"cells.weight_*": ROWS, "head.weight": ROWS}
 
 
 @model
 def gru(at: Sizes) -> Made:
-    return Recurrent(at, nn.GRU), text(at), {"head.weight": ROWS}
+    return Recurrent(at, nn.GRU), text(at), {"cells.weight_*": ROWS, "head.weight": ROWS}
