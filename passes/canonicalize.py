@@ -47,6 +47,7 @@ def canonicalize(program: Program) -> Program:
 def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
     for node in list(program.calls):
         _drop_device(node)
+        node.target = SAME.get(node.target, node.target)
         if node.target in rewrites:
             with program.graph.inserting_before(node):
                 _substitute(program, node, rewrites[node.target](program, node))
@@ -212,10 +213,43 @@ COPIES = (
     aten.lift_fresh_copy.default,
     aten.contiguous.default,
 )
+
+# What is undefined is zero, so that all ranks have the same.
 ZEROS = (
-    aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default,
-    aten.empty_like.default, aten.new_empty.default,
-)  # fmt: skip
+    aten.zeros_like.default,
+    aten.zeros.default,
+    aten.zero.default,
+    aten.new_zeros.default,
+    aten._efficientzerotensor.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+_COPIED = (
+    "alias as_strided detach diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind "
+    "unfold unsqueeze view view_as_complex view_as_real"
+)
+
+
+def _copies_of_views() -> dict[Any, Any]:
+    """For each op that copies what a view shows, the view: in a program of values they are the same."""
+    pairs = [(getattr(aten, f"{name}_copy"), getattr(aten, name)) for name in _COPIED.split()]
+    return {
+        getattr(copy, overload): getattr(view, overload)
+        for copy, view in pairs
+        for overload in view.overloads()
+        if overload in copy.overloads()
+    }
+
+
+SAME: dict[Any, Any] = {
+    **_copies_of_views(),
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
 VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys(COPIES, _identity),
     aten._to_copy.default: _copy,
@@ -231,4 +265,5 @@ CONSTANTS: dict[Any, Rewrite] = {
     **dict.fromkeys(ZEROS, _full_of(0)),
     **dict.fromkeys((aten.ones_like.default, aten.ones.default, aten.new_ones.default), _full_of(1)),
     **dict.fromkeys((aten.full_like.default, aten.new_full.default), _full),
+    aten.fill.Scalar: lambda program, node: _full_of(arguments(node)["value"])(program, node),
 }

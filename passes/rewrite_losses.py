@@ -110,6 +110,8 @@ def _emitter(program: Program, node: fx.Node) -> Callable[..., fx.Node]:
 MEAN_LOSSES = (
     aten.mse_loss.default,
     aten.mse_loss_backward.default,
+    aten.soft_margin_loss.default,
+    aten.soft_margin_loss_backward.default,
     aten.smooth_l1_loss.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss.default,

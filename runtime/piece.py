@@ -102,7 +102,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return own.reshape(-1).view(torch.uint8)
 
 
 def _narrow(whole: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:

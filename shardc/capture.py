@@ -40,6 +40,7 @@ from shardc.convention import (
     output_leaves,
     rebuild_call,
 )
+from shardc.decomposition import decompositions
 from shardc.error import CaptureError
 from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
@@ -48,7 +49,7 @@ from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.sharding import TensorType
-from shardc.traced import TRACED_AS, plain_cells
+from shardc.traced import plain_cells
 from shardc.tree import Tree
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
@@ -160,7 +161,7 @@ class _Joint:
                 )
                 for entry in self.inputs
             ]
-            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), TRACED_AS)(*fakes)
+            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             return traced
 
@@ -233,6 +234,8 @@ class _Watch(TorchDispatchMode):
         assert mode is not None
         last = next(reversed(mode.tracer.graph.nodes))
         source = self._source()
+        if _only_checks(func):
+            return None
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -256,6 +259,11 @@ class _Watch(TorchDispatchMode):
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
             self.latest = replace(known, phase=self.phase)
         return self.latest
+
+
+def _only_checks(func: Any) -> bool:
+    """Whether an op of torch's own raises an error or does nothing: it looks at values, and capture has none."""
+    return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable
 
 
 def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:

@@ -288,16 +288,20 @@ class Program:
         """Insert a call whose type is found by running it on meta tensors."""
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
-    def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Types:
-        """The type of a call whose arguments hold typed nodes."""
+    def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
+        """The type of a call whose arguments hold typed nodes; a few ops run on a real device only, on zeros."""
 
-        def meta(node: fx.Node) -> torch.Tensor:
+        def value(node: fx.Node) -> torch.Tensor:
             type_ = self.value_type(self.value(node))
-            return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+            return torch.zeros(type_.shape, dtype=type_.dtype, device=device)
 
-        with_device = {"device": "meta"} if takes_device(target) else {}
-        result = target(*fx.map_arg(args, meta), **(fx.map_arg(dict(kwargs), meta) | with_device))
-        return types_of(result)
+        with_device = {"device": device} if takes_device(target) else {}
+        try:
+            return types_of(target(*fx.map_arg(args, value), **(fx.map_arg(dict(kwargs), value) | with_device)))
+        except NotImplementedError:
+            if device == "cpu":
+                raise
+            return self.infer(target, args, kwargs, "cpu")
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let ``new`` stand where ``old`` stood, and erase ``old``."""

@@ -153,7 +153,7 @@ def test_torch_is_private_only_to_capture_and_the_runtime() -> None:
         for found in imports(module, path)
         if found.is_of("torch") and any(part.startswith("_") for part in found.name.split("."))
     }
-    capture = {f"shardc.{name}" for name in ("capture", "higher_order", "body", "opaque")}
+    capture = {f"shardc.{name}" for name in ("capture", "decomposition", "higher_order", "body", "opaque")}
     assert private <= {*capture, *inside("shardc.runtime")}
 
 

@@ -101,12 +101,22 @@ def _biased_rule(product: str, ndim: int, contracted: str = "k") -> Callable[[Ca
     return bind
 
 
+def _trilinear_rule(call: Call) -> Rule:
+    """The product of three tensors whose missing dims are named, summed over some dims."""
+    expanded, summed = call.args[3:6], call.args[6]
+    names = [f"d{i}" for i in range(len(call.operand.shape) + len(expanded[0]))]
+    specs = [" ".join(name for i, name in enumerate(names) if i not in missing) for missing in expanded]
+    kept = " ".join(name for i, name in enumerate(names) if i not in summed)
+    return make_rule(f"{', '.join(specs)} -> {kept}", call, linear="0 1 2")
+
+
 rule(dot, _dot_rule)
 rule(aten.mm.default, "m k, k n -> m n", linear="0 1")
 rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 1")
 rule(aten.mv.default, "m k, k -> m", linear="0 1")
 rule(aten.dot.default, "k, k -> ", linear="0 1")
 rule(aten.vdot.default, "k, k -> ")
+rule(aten._trilinear.default, _trilinear_rule)
 rule(aten.addmv.default, _biased_rule("m k, k -> m", ndim=1))
 rule(aten.addbmm.default, _biased_rule("b m k, b k n -> m n", ndim=2, contracted="b k"))
 rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))

@@ -68,6 +68,26 @@ def _nll_loss_backward_rule(call: Call) -> Rule:
     return make_rule(f"{grad}, {scores}, {target}, 1,  -> {scores}", call)
 
 
+def _margin_rule(spec: str, reduction: int) -> Callable[[Call], Rule]:
+    """Scores ``x`` are ``[rows, classes]`` or ``[classes]``; ``n`` has an entry a row, ``l`` too or is reduced."""
+
+    def bind(call: Call) -> Rule:
+        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        has_rows = any(operand is not None and len(operand.shape) == 2 for operand in call.operands)
+        loss = "n" if how == NONE and has_rows else ""
+        names = {"x": "n 1", "n": "n", "l": loss} if has_rows else {"x": "1", "n": "", "l": ""}
+        named = [[names.get(name, name) for name in side.split(", ")] for side in spec.split(" -> ")]
+        return make_rule(" -> ".join(map(", ".join, named)), call, whole="n" if how == MEAN else "")
+
+    return bind
+
+
+rule(aten.multi_margin_loss.default, _margin_rule("x, n, 1 -> l", reduction=5))
+rule(aten.multi_margin_loss_backward.default, _margin_rule("l, x, n, 1 -> x", reduction=6))
+rule(aten.multilabel_margin_loss_forward.default, _margin_rule("x, x -> l, x", reduction=2))
+rule(aten.multilabel_margin_loss_backward.default, _margin_rule("l, x, x, x -> x", reduction=3))
+rule(aten.soft_margin_loss.default, _loss_rule(reduction=2))
+rule(aten.soft_margin_loss_backward.default, _loss_backward_rule(reduction=3))
 rule(aten.nll_loss_forward.default, _nll_loss_rule)
 rule(aten.nll_loss_backward.default, _nll_loss_backward_rule)
 rule(aten.nll_loss2d_forward.default, _nll_loss_rule)

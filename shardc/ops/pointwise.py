@@ -60,6 +60,24 @@ rule(aten.threshold_backward.default, pointwise("0"))
 rule(aten.leaky_relu_backward.default, pointwise("0"))
 rule(aten.elu_backward.default, pointwise("0"))
 rule(aten.hardtanh_backward.default, pointwise("0"))
+rule(aten.hardswish_backward.default, pointwise("0"))
+rule(aten.hardsigmoid_backward.default, pointwise("0"))
+rule(aten.mish_backward.default, pointwise("0"))
+rule(aten.softplus_backward.default, pointwise("0"))
+rule(aten.log_sigmoid_backward.default, pointwise("0"))
+
+# Pointwise, though torch does not say so.
+for op in (
+    aten.hardswish.default,
+    aten.log_sigmoid_forward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.polar.default,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
+    aten.floor_divide.default,
+):
+    rule(op, pointwise())
 
 # Values of the operand do not matter, its shape does.
 rule(aten.zeros_like.default, pointwise("0"))

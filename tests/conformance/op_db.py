@@ -39,6 +39,10 @@ from .suite import Result, exit_code, print_counts, run_cases, write_json
 MESHES = (Mesh(x=4), Mesh(x=2, y=2))
 TWO = Mesh(x=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+DATA_DEPENDENT = {
+    "the shape of a result depends on the values": "the shape of its result depends on values",
+    "what runs next depends on the value": "what it does next depends on the value of a tensor",
+}
 MOVES = ("all_gather", "all_to_all", "collective_permute")
 
 
@@ -52,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the suite, print what came out."""
     start = time.perf_counter()
-    names = [name for name in variants() if fnmatch.fnmatch(name, options.only or "*")]
+    patterns = (options.only or "*").split(",")
+    names = [name for name in variants() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     run = partial(run_variant, uneven=options.uneven, count=options.samples, trace=options.trace)
     results = run_cases(run, names, options.jobs)
     print_counts("op_db, " + ("uneven sizes" if options.uneven else "even sizes"), results)
@@ -90,6 +95,7 @@ class _Found:
     fallbacks: set[str] = field(default_factory=set)
     cuts: int = 0
     moved: list[str] = field(default_factory=list)
+    samples: int = 0
     runs: int = 0
     in_double: int = 0
     trace: bool = False
@@ -102,9 +108,10 @@ def run_variant(name: str, *, uneven: bool = False, count: int = 3, trace: bool 
     try:
         chosen = samples(name, op, UNEVEN if uneven else EVEN, count)
     except NotDense as error:
-        return Result(name, "apart", f"takes {error} tensors")
+        return Result(name, "apart", f"takes {error}")
     for number, sample in enumerate(chosen):
-        _run_sample(found, name, number, sample, uneven)
+        if found.samples < count:
+            _run_sample(found, name, number, sample, uneven)
     return _result(name, found)
 
 
@@ -116,18 +123,24 @@ def _result(name: str, found: _Found) -> Result:
         "cuts": found.cuts,
         "moved": sorted(set(found.moved)),
     }
-    for outcome in ("wrong", "refused", "apart"):
+    apart = "; ".join(dict.fromkeys(found.apart))
+    for outcome in ("wrong", "refused"):
         texts = list(dict.fromkeys(getattr(found, outcome)))
         if texts:
             return Result(name, outcome, "; ".join(texts[:2]), facts)  # type: ignore[arg-type]
+    if name in UNDEFINED:
+        return Result(name, "apart", "its values are undefined; they have the right shape", facts)
     if not found.runs:
-        return Result(name, "apart", "has no sample that runs on one device", facts)
-    return Result(name, "right", "", facts)
+        return Result(name, "apart", apart or "has no sample that runs on one device", facts)
+    return Result(name, "right", apart and f"some samples are apart: {apart}", facts)
 
 
 def _run_sample(found: _Found, name: str, number: int, sample: Sample, uneven: bool) -> None:
     try:
         expected = eager(sample)
+    except NotDense as error:
+        found.apart.append(f"returns {error}")
+        return
     except Exception as error:
         found.apart.append(f"does not run on one device: {_said(error)}")
         return
@@ -143,15 +156,17 @@ def _run_sample(found: _Found, name: str, number: int, sample: Sample, uneven: b
         except Exception as error:
             _refused(found, error, what)
             return
-    for cut in allowed_cuts(sample, most=6) if not (uneven or found.apart) else ():
+    found.samples += 1
+    for cut in allowed_cuts(sample, most=6) if not uneven else ():
         found.cuts += 1
         _see_if_it_stays(found, sample, cut, number)
 
 
 def _refused(found: _Found, error: Exception, what: str) -> None:
-    if isinstance(error, CaptureError) and "shape of a result depends" in str(error):
-        found.apart.append("the shape of its result depends on values")
-        return
+    for said, reason in DATA_DEPENDENT.items():
+        if isinstance(error, CaptureError) and said in str(error):
+            found.apart.append(reason)
+            return
     found.refused.append(f"{_said(error)} [{what}]")
     if found.trace:
         print(what, file=sys.stderr)
@@ -246,7 +261,6 @@ def _check(
     found.runs += 1
     values = _simulated(compiled, sample)
     if name in UNDEFINED:
-        found.apart.append("values are undefined, held to its shape")
         if [output.shape for output in values.outputs] != [output.shape for output in expected.outputs]:
             found.wrong.append(f"another shape [{what}]")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import sys
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
+
+from shardc.runtime.piece import same_bits
 
 EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}
 UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # as torch has them
@@ -58,7 +61,10 @@ def variants() -> dict[str, Any]:
 
 
 def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sample]:
-    """A few samples of a variant, those with more dims above 1 first; the same ones each time."""
+    """Samples of a variant to choose from, the best first: one with the most dims above 1, then any of the better half.
+
+    At most twice as many as are wanted; the same ones each time.
+    """
     try:
         found = [_sample(op, drawn) for drawn in _drawn(op, sizes)]
     except (RuntimeError, IndexError):  # a few of torch's sample functions mix these sizes with others of their own
@@ -66,8 +72,8 @@ def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sampl
     small = [sample for sample in found if sum(tensor.numel() for tensor in sample.tensors) <= _MAX_NUMEL]
     ranked = sorted(small, key=lambda sample: -_variety(sample))
     good = [sample for sample in ranked if _variety(sample)] or ranked
-    best = good[: max(count, len(good) // 2)]
-    return best[:1] + random.Random(name).sample(best[1:], min(count - 1, len(best) - 1)) if best else []
+    best = good[: max(2 * count, len(good) // 2)]
+    return best[:1] + random.Random(name).sample(best[1:], min(2 * count - 1, len(best) - 1)) if best else []
 
 
 def _drawn(op: Any, sizes: dict[str, int]) -> list[Any]:
@@ -93,25 +99,50 @@ def _variety(sample: Sample) -> int:
 
 
 def _sample(op: Any, drawn: Any) -> Sample:
+    """A call on values: an op that changes tensors in place changes copies, and these are results too."""
     leaves, tree = pytree.tree_flatten((drawn.input, list(drawn.args), dict(drawn.kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for i in places:
-        if leaves[i].layout != torch.strided or leaves[i].is_nested:
-            raise NotDense(str(leaves[i].layout))
+    _all_dense([leaves[i] for i in places])
+    tensors = tuple(_plain(leaves[i]) for i in places)
 
-    def call(*tensors: Tensor) -> list[Tensor]:
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         filled = list(leaves)
         for i, tensor in zip(places, tensors, strict=True):
             filled[i] = tensor
         given, args, kwargs = pytree.tree_unflatten(filled, tree)
-        return tensors_of(drawn.output_process_fn_grad(op.op(given, *args, **kwargs)))
+        result = op.op(given, *args, **kwargs)
+        tensors_of(result)
+        return tensors_of(drawn.output_process_fn_grad(result))
 
-    return Sample(tuple(_plain(leaves[i]) for i in places), call)
+    changed = _changed(run, tensors)
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        given = [tensor.clone() for tensor in tensors]
+        results = run(given)
+        return results + [given[i] for i in changed if all(given[i] is not result for result in results)]
+
+    return Sample(tensors, call)
+
+
+def _changed(run: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[int]:
+    """The tensors that a call changes in place; none where it does not run."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    with contextlib.suppress(Exception), torch.no_grad():
+        run(copies)
+    return [i for i, (old, new) in enumerate(zip(tensors, copies, strict=True)) if not same_bits(old, new)]
 
 
 def tensors_of(found: Any) -> list[Tensor]:
     """The tensors of a result; numbers and the like are left out."""
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    _all_dense(tensors)
+    return tensors
+
+
+def _all_dense(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise NotDense(f"{tensor.layout} tensors".removeprefix("torch."))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +67,7 @@ class _Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(self.run, other), daemon=True)
+        self.process = context.Process(target=_serve, args=(self.run, other))
         self.process.start()
         other.close()
 
@@ -88,11 +89,12 @@ class _Worker:
 
 
 def _serve(run: Callable[[Any], Result], pipe: Connection) -> None:
+    parent = os.getppid()
     while True:
-        try:
-            case = pipe.recv()
-        except EOFError:  # no one asks any more
-            return
+        while not pipe.poll(1):
+            if os.getppid() != parent:  # no one asks any more
+                return
+        case = pipe.recv()
         try:
             result = run(case)
         except Exception as error:  # of the suite itself
