@@ -63,7 +63,6 @@ rule(aten.hardtanh_backward.default, pointwise("0"))
 rule(aten.hardswish_backward.default, pointwise("0"))
 rule(aten.hardsigmoid_backward.default, pointwise("0"))
 rule(aten.mish_backward.default, pointwise("0"))
-rule(aten.softplus_backward.default, pointwise("0"))
 rule(aten.log_sigmoid_backward.default, pointwise("0"))
 
 # Pointwise, though torch does not say so.
@@ -75,7 +74,6 @@ for op in (
     aten.polar.default,
     aten.rsub.Tensor,
     aten.rsub.Scalar,
-    aten.floor_divide.default,
 ):
     rule(op, pointwise())
 
