@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.convention import call_leaves, call_signature
+from shardc.convention import Signature, call_leaves, call_signature
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
 from shardc.pin import Pin
@@ -76,7 +76,7 @@ class ParallelModule(nn.Module):
         self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner
         self._placed: dict[tuple[str, str], Sharding] = {}
-        self._steps: OrderedDict[Hashable, Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Step] = OrderedDict()
         self._latest: Step | None = None
         self.seed, self.step = 0, 0
 
@@ -171,9 +171,11 @@ class ParallelModule(nn.Module):
 
     def _forget_oldest(self) -> None:
         if len(self._steps) > MAX_PROGRAMS:
+            one, other = (signature for signature, *_ in list(self._steps)[-2:])
             warnings.warn(
                 f"a {type(self._model).__name__} was compiled for more than {MAX_PROGRAMS} signatures: the oldest is "
-                "forgotten. Give it inputs of fewer shapes, or pad them.", stacklevel=4,
+                "forgotten. Give it inputs of fewer shapes, or pad them. The last two differ in "
+                f"{', '.join(one.differences(other)[:4])}.", stacklevel=4,
             )  # fmt: skip
             self._steps.popitem(last=False)
 

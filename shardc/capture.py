@@ -48,6 +48,7 @@ from shardc.location import failing_line, user_location
 from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
+from shardc.refusal import Refusals, Unfit, python_effects
 from shardc.sharding import TensorType
 from shardc.traced import plain_cells
 from shardc.tree import Tree
@@ -151,6 +152,8 @@ class _Joint:
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),
+                python_effects(self.model),
+                Refusals(),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
                 stack.enter_context(context)
@@ -187,7 +190,8 @@ class _Joint:
             Input(name, "tangent", TensorType(tuple(tangent.shape), tangent.dtype))
             for name, tangent in zip(names, tangents, strict=True)
         )
-        sources = [tensor for tensor in named.values() if tensor.requires_grad]
+        pairs = zip(self.inputs, named.values(), strict=True)
+        sources = [tensor for entry, tensor in pairs if entry.requires_grad]
         if not names or not sources:
             return tangents, [None] * len(sources)
         self.watch.phase = "backward"
@@ -283,20 +287,22 @@ def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dic
 
 def _capture_error(error: Exception) -> CaptureError:
     where = failing_line(error)
+    if isinstance(error, Unfit):
+        return CaptureError(where, error.problem, error.remedy)
     if isinstance(error, DataDependentOutputException):
         return CaptureError(
             where,
             "what runs next depends on the value of a tensor, which is unknown during capture",
-            "use torch.where instead of a branch, or pass the number as an argument of the model",
+            "use torch.where instead of a branch, check outside of the model, or pass the number as its argument",
         )
     if isinstance(error, DynamicOutputShapeException):
         return CaptureError(
             where,
             "the shape of a result depends on the values of a tensor",
-            "use torch.where, or multiply by the mask, instead of indexing with it",
+            "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
         )
     return CaptureError(
         where,
         f"{type(error).__name__}: {error}",
-        "run the model eagerly on these inputs; if that works, the line reads values of a tensor",
+        "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardc.borrow import state_names
 from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.frozen import frozen
 from shardc.sharding import TensorType
 from shardc.tree import LEAF, Tree, flatten, rebuild
 
@@ -21,15 +23,27 @@ class Signature:
     """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
 
     ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
-    value. ``state``: the training flag of every module and the ``requires_grad`` of every parameter. ``autocast``: the
-    dtype that autocast casts to, by device type.
+    value. ``state``: the ``requires_grad`` of every parameter, what every module holds besides tensors, and the default
+    dtype. ``autocast``: the dtype that autocast casts to, by device type.
     """
 
     leaves: tuple[tuple[str, Hashable], ...]
     tree: Tree
     train: bool
-    state: tuple[Hashable, ...]
+    state: tuple[tuple[str, Hashable], ...]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def differences(self, other: Signature) -> list[str]:
+        """What two signatures of a model differ in, in words."""
+        mine, theirs = dict(self.leaves), dict(other.leaves)
+        found = [
+            f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        ]
+        mine, theirs = dict(self.state), dict(other.state)
+        found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        return found or ["gradients on or off, or autocast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +57,21 @@ class TensorLeaf:
         return str(self.type)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A leaf that is no tensor. Equal when type and value are; a value that has no hash stands by its repr."""
+    """A leaf that is no tensor. Equal when type and value are, as they were when it was made."""
 
     value: Any
+    state: Hashable = field(init=False, repr=False)
 
-    def _key(self) -> tuple[type, Hashable]:
-        hashable = isinstance(self.value, Hashable) and _has_hash(self.value)
-        return type(self.value), self.value if hashable else repr(self.value)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", frozen(self.value))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self._key() == other._key()
+        return isinstance(other, Constant) and self.state == other.state
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self.state)
 
     def __str__(self) -> str:
         return repr(self.value)
@@ -105,15 +119,28 @@ class CallingConvention:
 def call_signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Signature:
     """The signature of a call of ``model``."""
     leaves, tree = call_leaves(model.forward, args, kwargs)
-    state = [p.requires_grad for p in model.parameters()] + [_numbers(module) for module in model.modules()]
+    memo: dict[int, Hashable] = {}
+    state: list[tuple[str, Hashable]] = [
+        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in model.named_parameters()
+    ]
+    state += [(f"module {path!r}", _module_state(module, memo)) for path, module in model.named_modules()]
+    state.append(("the default dtype", torch.get_default_dtype()))
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     described = tuple((name, leaf_of(value)) for name, value in leaves)
     return Signature(described, tree, train, tuple(state), tuple(autocast))
 
 
-def _numbers(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """A module's own flags, numbers and strings, ``training`` among them: ``forward`` may read any of them."""
-    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
+_CONTAINERS = {dict, OrderedDict, list, set}  # empty they are left out, which saves most of the time
+_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+
+
+def _module_state(module: nn.Module, memo: dict[int, Hashable]) -> Hashable:
+    """What a module is and holds besides tensors and modules, ``training`` and hooks among it: forward may read all."""
+    return type(module), tuple(
+        (name, frozen(value, memo))
+        for name, value in vars(module).items()
+        if value is not None and name not in _APART and not (type(value) in _CONTAINERS and not value)
+    )
 
 
 def call_leaves(
@@ -256,11 +283,3 @@ def _is_default(value: Any, default: Any) -> bool:
     if value is default:
         return True
     return isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
-
-
-def _has_hash(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -148,6 +148,11 @@ class _Assembly:
         self.mapping[node] = placed
 
     def _copy(self, node: fx.Node) -> None:
+        if getattr(node.meta.get("val"), "layout", torch.strided) is not torch.strided:
+            layout = str(node.meta["val"].layout).removeprefix("torch.")
+            raise CaptureError(
+                self._where(node), f"a tensor here is {layout}", "compute with dense tensors: to_dense()"
+            )
         target, args, kwargs = self._number(node) if node.op == "get_attr" else self._call(node)
         name = "getitem" if is_getitem(node) else op_name(target)
         copied = self.program.graph.create_node("call_function", target, args, kwargs, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -615,6 +616,7 @@ def _before_tangent(program: Any) -> set[str]:
     return names
 
 
+@pytest.mark.filterwarnings("ignore:forward of Keeper changes calls")
 def test_capture_leaves_no_trace_on_the_model():
     class Keeper(nn.Module):
         def __init__(self) -> None:
@@ -752,7 +754,7 @@ class InPlace(nn.Module):
     [
         (Branch(), "if x.sum() > 0:", "what runs next depends on the value of a tensor"),
         (Masked(), "return x[x > 0].sum()", "the shape of a result depends on the values of a tensor"),
-        (Numpy(), "return x + float(x.detach().numpy().max())", "run the model eagerly"),
+        (Numpy(), "return x + float(x.detach().numpy().max())", "NumPy reads the values of a tensor"),
     ],
 )
 def test_what_has_no_graph_is_an_error_that_names_the_line(model, line, problem):
@@ -761,6 +763,75 @@ def test_what_has_no_graph_is_an_error_that_names_the_line(model, line, problem)
     number = type(model).forward.__code__.co_firstlineno + 1
     assert str(raised.value).startswith(f"test_capture.py:{number}: {line}\n")
     assert problem in str(raised.value)
+
+
+class Assigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data * 2
+        return self.linear(x).sum()
+
+
+class Backward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.square().sum().backward()
+        return x
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x.diag().to_sparse(), x[:, None])
+
+
+class Chance(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (Assigns(), "the assignment to .data is seen by no graph\n  write to a buffer with copy_"),
+        (Backward(), "the model itself calls backward\n  return the loss"),
+        (Sparse(), "a tensor here is sparse_coo\n  compute with dense tensors: to_dense()"),
+        (Chance(), "forward of Chance\n  it draws from random: what was drawn during capture would be drawn in every"),
+    ],
+)
+def test_what_a_graph_would_silently_leave_out_is_refused(model, problem):
+    with pytest.raises(CaptureError) as raised:
+        capture(model, (torch.randn(3, requires_grad=True),), {})
+    assert problem in str(raised.value)
+
+
+def test_a_number_that_forward_counts_is_warned_of():
+    with pytest.warns(UserWarning, match="forward of Counter changes calls: that happens while it is captured"):
+        capture(Counter(), (torch.randn(3),), {})
+
+
+def test_an_input_that_forward_lets_require_grad_is_no_parameter():
+    class Requires(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.requires_grad_()).sum()
+
+    captured = capture(Requires(), (torch.randn(3),), {})
+    assert [output.name for output in captured.program.outputs] == ["output", "linear.weight", "linear.bias"]
 
 
 def test_an_input_changed_in_place_is_refused():

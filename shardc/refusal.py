@@ -1,0 +1,90 @@
+"""What a forward may not do while it is captured, since its graph would not do it: found, and said with the line."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardc.error import CaptureError
+
+
+class Unfit(RuntimeError):
+    """A call that has no place in a graph."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem, self.remedy = problem, remedy
+        super().__init__(problem)
+
+
+class Refusals(TorchFunctionMode):
+    """Raises an Unfit for what tracing would silently leave out or would fail at without a reason."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _REFUSED:
+            raise Unfit(*_REFUSED[func])
+        return func(*args, **(kwargs or {}))
+
+
+_NUMPY = (
+    "NumPy reads the values of a tensor, which are unknown during capture",
+    "compute it with torch, or outside of the model",
+)
+_REFUSED: dict[Any, tuple[str, str]] = {
+    Tensor.numpy: _NUMPY,
+    Tensor.__array__: _NUMPY,
+    Tensor.backward: (
+        "the model itself calls backward",
+        "return the loss and call backward on that; for a gradient inside a model there is torch.autograd.grad",
+    ),
+    Tensor.data.__set__: (  # type: ignore[attr-defined]
+        "the assignment to .data is seen by no graph",
+        "write to a buffer with copy_; change parameters outside of forward",
+    ),
+}
+
+
+@contextmanager
+def python_effects(model: nn.Module) -> Iterator[None]:
+    """Look for what the block does to Python's state, which no step does again.
+
+    Numbers drawn by ``random`` or NumPy are a CaptureError: every step would see the same. Numbers and strings of
+    modules that change are a warning.
+    """
+    drawn, held = _random_states(), _numbers(model)
+    yield
+    for name, before in drawn.items():
+        if _random_states()[name] != before:
+            raise CaptureError(
+                f"forward of {type(model).__name__}",
+                f"it draws from {name}: what was drawn during capture would be drawn in every step",
+                "draw with torch, or outside of the model and pass it as an argument",
+            )
+    changed = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
+    if changed:
+        warnings.warn(
+            f"forward of {type(model).__name__} changes {', '.join(changed[:4])}: that happens while it is captured, "
+            "and in no step after. Hold what changes from step to step in a buffer.", stacklevel=5,
+        )  # fmt: skip
+
+
+def _random_states() -> dict[str, str]:
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = {} if numpy is None else {"numpy.random": repr(numpy.get_state(legacy=False)["state"])}
+    return {"random": repr(random.getstate()), **numpy_state}
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The flags, numbers and strings of all modules, by path."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str))
+    }
