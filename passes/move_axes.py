@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, permutations
 from typing import NamedTuple
 
 from shardc.collective import Kind
+from shardc.sharding import ceil_div
 
 Atoms = tuple[int, ...]
 SMALLEST = 2  # an axis of one rank weighs as one of two, so that a plan does not depend on it
@@ -58,8 +59,8 @@ class Space:
 
     ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
     all others; else the search puts one where its ends meet. ``loose``: the dims that are cut unevenly at an end: any
-    atoms may cut them, save neighbours that are one cut together (``joins``), and they come and go one at a time, since
-    each cuts what those before it left.
+    atoms may cut them, save neighbours that are one cut together (``joins``) where that leaves other chunks, and they
+    come and go one at a time, since each cuts what those before it left, unless they divide that.
     """
 
     sizes: tuple[int, ...]
@@ -112,17 +113,32 @@ class Space:
     def fits(self, dim: int, atoms: Atoms) -> bool:
         """Whether the atoms may cut the dim: it divides by them, or need not."""
         if dim in self.loose:
-            return not any(pair in self.joins for pair in pairwise(atoms))
+            return self._stays_apart(self.room[dim], atoms)
         return self.room[dim] % math.prod([self.sizes[atom] for atom in atoms]) == 0
+
+    def _stays_apart(self, room: int, atoms: Atoms) -> bool:
+        """Whether no two neighbours are one cut together that leaves other chunks than one after the other."""
+        for atom, after in zip(atoms, (*atoms[1:], None), strict=True):
+            if (atom, after) in self.joins and room % (self.sizes[atom] * self.sizes[after or 0]):
+                return False
+            room = ceil_div(room, self.sizes[atom])
+        return True
+
+    def _go_together(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
+        """Whether one collective may cut the dim by ``more``, after ``atoms``, or join it again."""
+        if dim not in self.loose or len(more) == 1:
+            return True
+        left = ceil_div(self.room[dim], math.prod([self.sizes[atom] for atom in atoms]))
+        return left % math.prod([self.sizes[atom] for atom in more]) == 0
 
     def takes(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
         """Whether one collective may cut the dim by ``more``, after ``atoms``."""
-        return self.fits(dim, atoms + more) and (dim not in self.loose or len(more) == 1)
+        return self.fits(dim, atoms + more) and self._go_together(dim, atoms, more)
 
     def suffixes(self, dim: int, atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
         """What stays and what goes, when minor atoms leave a dim together."""
-        lasts = [len(atoms) - 1] if dim in self.loose and atoms else reversed(range(len(atoms)))
-        return ((atoms[:i], atoms[i:]) for i in lasts)
+        ways = ((atoms[:i], atoms[i:]) for i in reversed(range(len(atoms))))
+        return (way for way in ways if self._go_together(dim, *way))
 
     def counts(self, state: State) -> object:
         """Into how many pieces each dim is cut, and what is partial: equal where a permute leads."""

@@ -20,7 +20,7 @@ from shardc.error import ShardingError
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.partition import P
 from shardc.rule import split_dim
-from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 
 from .move_axes import Atoms, Move, Space, State
 from .search_moves import cheapest_moves
@@ -161,15 +161,25 @@ def _whole_at(sharding: Sharding, dims: set[int]) -> Sharding:
 def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: list[Sharding]) -> set[int]:
     """The dims that change, and are cut unevenly by an axis of which the other side knows parts.
 
-    Chunks of the ceiling by an axis are not those by its parts, one after the other.
+    Chunks of the ceiling by an axis are not those by its parts, one after the other, unless it divides what it cuts.
     """
     ends = part_ends(part for sharding in fine for part in sharding.cut_axes + sharding.partial_axes)
     return {
         i
         for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
         if cuts[0] != cuts[1]
-        and any(not cut.is_even(size) and split_parts(cut.all_axes, ends) != cut.all_axes for cut in cuts)
+        and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
     }
+
+
+def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) -> bool:
+    """Whether an axis is in parts on the other side that does not divide what it cuts here."""
+    for room, axes in cut.subdims(size):
+        for part in axes:
+            if room % part.size and len(split_parts((part,), ends)) > 1:
+                return True
+            room = ceil_div(room, part.size)
+    return False
 
 
 # The search, with axes as numbered atoms.
@@ -208,7 +218,7 @@ def _space(
     closing = tuple(sorted(number[part] for part in _closing(src, dst, ends)))
     return Space(
         tuple(part.size for part in atoms),
-        tuple(shape[i] // pieces for i, pieces in zip(active, kept, strict=True)),
+        tuple(ceil_div(shape[i], pieces) for i, pieces in zip(active, kept, strict=True)),
         State(tuple(start), closing),
         State(tuple(target), ()),
         frozenset(at for at, dim in enumerate(active) if dim in loose),
