@@ -167,8 +167,7 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
     return {
         i
         for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
-        if cuts[0] != cuts[1]
-        and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
+        if cuts[0] != cuts[1] and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
     }
 
 
