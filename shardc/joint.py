@@ -20,6 +20,7 @@ from shardc.sharding import TensorType
 aten = torch.ops.aten
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
+_VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
 _ORDER = ("parameter", "buffer", "input", "tangent", "random")
 _PLACEMENT = {"device", "layout", "pin_memory"}  # a program runs on any device
@@ -178,7 +179,7 @@ class _Assembly:
             kwargs.update(_default_dtype(target, type_, kwargs))
         if target in _SIZED and isinstance(type_, TensorType):
             args = (args[0], type_.shape, *args[2:])  # no -1
-        return target, args, kwargs
+        return aten.reshape.default if target in _VIEWS else target, args, kwargs
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -40,8 +40,8 @@ class RandomModel(nn.Module):
                 self.weights[f"{i}_bias"] = nn.Parameter(torch.randn(widths[-1], dtype=torch.float64))
             elif step.op == "qkv":
                 self.weights[str(i)] = nn.Parameter(torch.randn(3 * widths[-1], widths[-1], dtype=torch.float64) / 3)
-            elif step.op in ("norm", "table"):
-                rows = 7 if step.op == "table" else 1
+            elif step.op in ROWS:
+                rows = ROWS[step.op]
                 self.weights[str(i)] = nn.Parameter(torch.randn(rows, widths[-1], dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,15 +62,34 @@ class RandomModel(nn.Module):
         if step.op == "table":
             ids = torch.arange(x.shape[1]) * step.number % 7
             return x + F.embedding(ids, self.weights[str(i)])
+        if step.op == "conv":
+            weight = self.weights[str(i)].T.unsqueeze(1)
+            return F.conv1d(x.transpose(1, 2), weight, padding=1, groups=x.shape[-1]).transpose(1, 2)
         if step.op == "residual":
             return x + before if x.shape == before.shape else x + x.mean(1, keepdim=True)
         return STEPS[step.op](x, step.number)
+
+
+ROWS = {"norm": 1, "table": 7, "conv": 3}  # the rows of a step's weight
 
 
 def _heads(x: Tensor, number: int) -> Tensor:
     """Split the width, swap, and merge again."""
     b, t, d = x.shape
     return x.view(b, t, 2, d // 2).transpose(1, 2).reshape(b, 2 * t, d // 2).reshape(b, t, d) * (1 + number % 2)
+
+
+def _attention(x: Tensor, number: int) -> Tensor:
+    """Causal, of two heads."""
+    q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, q.sin(), q.cos(), is_causal=number % 2 == 0)
+    return y.transpose(1, 2).flatten(2)
+
+
+def _put(x: Tensor, number: int) -> Tensor:
+    """Rows added where an index says."""
+    where = torch.arange(x.shape[1]) * (number + 1) % x.shape[1]
+    return x.index_add(1, where, x.sin()) + torch.zeros_like(x).scatter_add(0, x.argmax(0, keepdim=True), x[:1])
 
 
 STEPS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -81,10 +100,29 @@ STEPS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "flatten": lambda x, number: (x.flatten(0, 1) * 2).view(x.shape),
     "halves": lambda x, number: torch.cat(x.tensor_split(2, dim=number % 2)[::-1], dim=number % 2),
     "max": lambda x, number: x - x.amax(dim=number % 3, keepdim=True),
+    "pool": lambda x, number: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "average": lambda x, number: F.avg_pool1d(x, 3, 1, 1),
+    "shift": lambda x, number: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
+    "pipeline": lambda x, number: torch.cat([x[-1:] * 0, x[:-1]]),
+    "roll": lambda x, number: x.roll(number % 4, number % 3),
+    "attention": _attention,
+    "best": lambda x, number: x + x.gather(number % 3, x.argmax(number % 3, keepdim=True)),
+    "order": lambda x, number: x.sort(number % 3).values,
+    "top": lambda x, number: x + x.topk(1, number % 3).values,
+    "pick": lambda x, number: x.index_select(number % 3, torch.arange(x.shape[number % 3]).flip(0)),
+    "mask": lambda x, number: x.masked_fill(x > 1, 0.5).tril(number % 3),
+    "put": _put,
+    "stack": lambda x, number: torch.stack([x, x.sin()], number % 4).sum(number % 4),
+    "logsumexp": lambda x, number: x - x.logsumexp(number % 3, keepdim=True),
+    "spread": lambda x, number: x / (1 + x.var(number % 3, keepdim=True, correction=0)),
+    "batch_norm": lambda x, number: F.batch_norm(torch.cat([x, -x]), None, None, training=True).chunk(2)[0],
+    "einsum": lambda x, number: torch.einsum("btd,bsd,bse->bte", x, x.tanh(), x.sigmoid()) / 9,
+    "repeat": lambda x, number: x.repeat(1, 2, 1).unfold(1, 2, 2).mean(-1),
+    "where": lambda x, number: torch.where(x.sum(0) > 0, x, x.mean(2, keepdim=True)),
     "cumsum": lambda x, number: x.cumsum(number % 3) / 4,
     "flip": lambda x, number: x.flip(number % 3),
 }
-NAMES = ("linear", "linear", "qkv", "norm", "table", "residual", "residual", *STEPS)
+NAMES = ("linear", "linear", "linear", "qkv", "qkv", *ROWS, "residual", "residual", *STEPS)
 
 
 @st.composite

@@ -20,6 +20,11 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None
 @settings(max_examples=60)
 @given(st.data())
 def test_every_pass_keeps_the_values_of_a_random_model(data: st.DataObject) -> None:
+    check_program(data)
+
+
+def check_program(data: st.DataObject) -> None:
+    """Draw a model, a mesh and annotations, and compare with one device after every pass."""
     model, x = data.draw(models())
     mesh = data.draw(meshes())
     chosen = data.draw(annotations(model, mesh, x))

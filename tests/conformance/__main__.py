@@ -14,6 +14,7 @@ from pathlib import Path
 SUITES = {
     "op_db": "PyTorch's own operator samples, forward and gradients, under random shardings",
     "gspmd": "cases of openxla's partitioners: values, local shapes and bytes on the wire",
+    "programs": "random programs of many ops, sizes, meshes and annotations, after every pass",
     "zoo": "small models of transformers and others: numbers, collectives, operations done twice",
 }
 
