@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,8 +51,7 @@ def _specs(
         "result": f"n (g o) {of_result}",
     }
     chunks = {place[0]: 1 for place in names if place[0] != "1"}
-    common = {place[0]: _common(place, sizes) for place, sizes in zip(names, shapes, strict=True) if place[0] in chunks}
-    return specs, {"g": groups, "i": x.shape[1] // groups, "o": result.shape[1] // groups, **common}, chunks
+    return specs, {"g": groups, "i": x.shape[1] // groups, "o": result.shape[1] // groups}, chunks
 
 
 def _place(i: int, x: int, kernel: int, result: int, is_transposed: bool) -> tuple[str, str, str]:
@@ -61,11 +59,6 @@ def _place(i: int, x: int, kernel: int, result: int, is_transposed: bool) -> tup
     if min(x, kernel) > 1 and sums_over_kernel(kernel, result, is_transposed):
         return f"k{i}", f"k{i}", "1"
     return (f"s{i}", "1", f"s{i}") if min(x, result) > 1 else ("1", "1", "1")
-
-
-def _common(place: tuple[str, str, str], sizes: tuple[int, ...]) -> int:
-    """In how many chunks all that have the factor may be cut."""
-    return math.gcd(*(size for name, size in zip(place, sizes, strict=True) if name != "1"))
 
 
 def _num_groups(x: TensorType | None, weight: TensorType | None, result: TensorType | None, is_transposed: bool) -> int:

@@ -20,9 +20,9 @@ def over_places(sides: str, count: int, linear: str) -> Callable[[Call], Rule]:
         tensors = dict(zip(names, (*call.operands, *call.results), strict=True))
         x, y = tensors["x"], tensors["y"]
         assert x is not None and y is not None
-        spec, sizes = places(x, y, count)
+        spec, chunks = places(x, y, count)
         left, right = (", ".join([f"... {spec}"] * len(side.split())) for side in sides.split("->"))
-        return make_rule(f"{left} -> {right}", call, linear=linear, sizes=sizes, chunks=dict.fromkeys(sizes, 1))
+        return make_rule(f"{left} -> {right}", call, linear=linear, chunks=chunks)
 
     return bind
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, rule
 from shardc.sharding import TensorType
@@ -11,13 +9,10 @@ from shardc.window import Windows, overlap_add, windows
 
 
 def places(x: TensorType, y: TensorType, count: int) -> tuple[str, dict[str, int]]:
-    """A factor for each of the last ``count`` dims, which two tensors have, each of its own size.
-
-    What such a factor is cut in are chunks of both. Beside the factors, in how many chunks both may be cut.
-    """
+    """A factor for each of the last ``count`` dims, which two tensors have, each of its own size; and the chunks."""
     pairs = list(zip(x.shape, y.shape, strict=True))[len(x.shape) - count :]
-    sizes = {f"s{i}": math.gcd(*pair) for i, pair in enumerate(pairs) if min(pair) > 1}
-    return " ".join(f"s{i}" if f"s{i}" in sizes else "1" for i in range(count)), sizes
+    names = [f"s{i}" if min(pair) > 1 else "1" for i, pair in enumerate(pairs)]
+    return " ".join(names), {name: 1 for name in names if name != "1"}
 
 
 def _names(call: Call) -> tuple[str, str]:
