@@ -86,8 +86,7 @@ class Along:
         apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
         order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
         shape[0], shape[self.dim] = shape[0] // self.count, self.count * shape[self.dim]
-        joined = self.merge(apart, order, shape)
-        return joined if window.is_identity else self.emit(overlap_add, joined, (), self.dim, window.values)
+        return self.added(self.merge(apart, order, shape), window)
 
     def spread(self, numbers: fx.Node, x: fx.Node) -> fx.Node:
         """A number for each window, for ``x`` whose windows are in front."""
@@ -96,25 +95,33 @@ class Along:
         spread = self.emit(aten.expand.default, column, [self.count, shape[0] // self.count])
         return self.emit(aten.reshape.default, spread, [shape[0], *[1] * (len(shape) - 1)])
 
+    def beside(self, x: fx.Node, size: int) -> fx.Node:
+        """The inverse of ``apart`` for chunks, to a dim of ``size``."""
+        shape = list(self.emit.shape(x))
+        shape[self.dim : self.dim + 2] = [shape[self.dim] * shape[self.dim + 1]]
+        return self.added(self.emit(aten.reshape.default, x, shape), Windows(self.count, size, size, 0))
+
+    def added(self, x: fx.Node, window: Windows) -> fx.Node:
+        """From windows joined along the dim, the dim of ``window.length`` elements."""
+        return x if window.is_identity else self.emit(overlap_add, x, (), self.dim, window.values)
+
     def join(self, x: fx.Node, size: int) -> fx.Node:
         """The inverse of ``chunks``, to a dim of ``size``."""
         return self.overlap_add(x, Windows(self.count, size, size, 0))
 
 
-Reach = Callable[[Along], tuple[Windows, TensorType] | None]  # the windows taken, and of a tensor of which type
+Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows taken, and of tensors of which type
 
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """How an op is taken apart: what it reaches, None where it cannot be along the dim; and what it becomes."""
+    """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes."""
 
     reach: Reach
     expand: Callable[[Along], Results]
 
     def moved(self, along: Along) -> int | None:
-        """Bytes that all ranks together send of the windowed tensor's edges."""
+        """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""
         found = self.reach(along)
-        if found is None:
-            return None
-        window, type_ = found
-        return sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length))
+        rows = [sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length)) for window, type_ in found]
+        return sum(rows) if found else None

@@ -14,7 +14,7 @@ dims of further ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardc.node import arguments, operand, operands
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
 from shardc.rule import Rule
-from shardc.sharding import DimSharding, Sharding, ceil_div, num_shards
+from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
 from .choose_cuts import Cuts, assign, claims_on
@@ -70,22 +70,36 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
     """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
     rule = program.rule(node)
     for factor, cut in _arriving(program, node, rule).items():
-        count = num_shards(cut.axes)
-        if rule.chunks.get(factor) == 1 and count > 1 and _in_a_row(program, node, rule, factor, cut):
-            dims = next(dims for dims in rule.operands if dims and rule.has(factor, dims))
-            dim = dims.index((factor,))
-            moved = WINDOWED[node.target].moved(Along(Emitter(program, node), dim, count))
-            if moved is not None and moved < (count - 1) * _gathered(program, node, rule, {factor}):
-                return lambda emit: WINDOWED[node.target].expand(Along(emit, dim, count))
+        for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
+            along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
+            moved = WINDOWED[node.target].moved(along)
+            if moved is not None and moved < (along.count - 1) * _gathered(program, node, rule, {factor}):
+                return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
     return None
 
 
-def _in_a_row(program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding) -> bool:
-    """Whether all tensors have the chunks of one axis of as many ranks: several cut what those before them left."""
-    tensors = zip([*program.operand_values(node), *((node, i) for i in range(len(rule.results)))],
-                  rule.operands + rule.results, strict=True)  # fmt: skip
-    sizes = [program.value_type(value).shape[dims.index((factor,))] for value, dims in tensors
-             if value is not None and dims is not None and rule.has(factor, dims)]  # fmt: skip
+def _cut_dims(
+    program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
+) -> Iterator[tuple[int, DimSharding]]:
+    """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut."""
+    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
+    tensors = [
+        (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
+        for value, dims in zip(values, rule.operands + rule.results, strict=True)
+        if value is not None and dims is not None
+    ]
+    for dims, _, sharding in tensors:
+        for dim, factors in enumerate(dims):
+            if factor not in factors or sharding is None:
+                continue
+            found = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if len(factors) > 1 else WHOLE
+            sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]
+            if num_shards(found.axes) > 1 and _in_a_row(found, sizes):
+                yield dim, found
+
+
+def _in_a_row(cut: DimSharding, sizes: Iterable[int]) -> bool:
+    """Whether dims have the chunks of one axis of as many ranks: several cut what those before them left."""
     return not cut.minor and all(ceil_div(size, cut.axes[0].size) % num_shards(cut.axes[1:]) == 0 for size in sizes)
 
 

@@ -25,6 +25,7 @@ from shardc.collective import EXCHANGES, reshard
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Origin, Output, Program, Value
 from shardc.sharding import Sharding
+from shardc.window import rows_sent
 
 from .choose_cuts import Plan, choose_cuts
 
@@ -54,7 +55,7 @@ class _Rewriter:
                 made = self.plan.made[node]
                 self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
                 self._explain_partial(node)
-                if node.target in EXCHANGES:
+                if node.target in EXCHANGES and any(rows_sent(node.args[3])[0]):
                     self._explain_exchange(node)
             if node.op != "output" and not self.program.has_many(node):
                 self._reduce(node)

@@ -275,6 +275,8 @@ class _State:
         used = [*self.reserved.get(value, ()), *(part for cut in self.dims[value] for part in cut.all_axes)]
         if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
             return
+        if factor in op.rule.chunks and num_shards(cut.axes) > self.shapes[value][dim]:
+            return  # a dim of few elements would be chunks of one, most of them none
         if dims_sharding((dims[dim],), cuts, op.rule.sizes)[0] != self.dims[value][dim]:
             return  # the dim has cuts that do not line up with this op's factors
         cuts[factor] = cut

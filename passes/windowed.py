@@ -17,5 +17,6 @@ from typing import Any
 from .along import Windowed
 from .windowed_convolution import CONVOLUTIONS
 from .windowed_pool import POOLS
+from .windowed_shift import SHIFTS
 
-WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS
+WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | SHIFTS

@@ -37,24 +37,24 @@ def _kernel_windows(along: Along, large: fx.Node, small: fx.Node) -> Windows:
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
 
 
-def _backward_reach(along: Along) -> tuple[Windows, TensorType] | None:
+def _backward_reach(along: Along) -> list[tuple[Windows, TensorType]]:
     if sums_over_kernel(
         along.size(along.given["weight"]), along.size(along.given["grad_output"]), along.given["transposed"]
     ):
-        return None
+        return []
     large, small = _sides(along, along.given["grad_output"])
-    return _kernel_windows(along, large, small), along.emit.type(large)
+    return [(_kernel_windows(along, large, small), along.emit.type(large))]
 
 
-def _reach(along: Along) -> tuple[Windows, TensorType]:
+def _reach(along: Along) -> list[tuple[Windows, TensorType]]:
     given, node = along.given, along.node
     if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
-        return _summed_windows(along), along.emit.type(given["input"])
+        return [(_summed_windows(along), along.emit.type(given["input"]))]
     spread = _spread_windows(along) if given["transposed"] else None
     if spread is not None:
-        return spread, along.emit.type(given["input"])
+        return [(spread, along.emit.type(given["input"]))]
     large, small = _sides(along, node)
-    return _kernel_windows(along, large, small), along.emit.type(large)
+    return [(_kernel_windows(along, large, small), along.emit.type(large))]
 
 
 def _convolution(along: Along) -> fx.Node:

@@ -46,7 +46,7 @@ def _window(along: Along, count: int) -> Windows:
 
 
 def _reach(count: int) -> Reach:
-    return lambda along: (_window(along, count), along.emit.type(along.given["self"]))
+    return lambda along: [(_window(along, count), along.emit.type(along.given["self"]))]
 
 
 # Max pools. Indices count the elements of a plane, of the whole one before and behind, of a window between.
@@ -179,11 +179,14 @@ def _counts(along: Along, size: int, out: int, numbers: Number) -> fx.Node | int
 # Adaptive average pools and resampling, where every position has as many elements.
 
 
-def _adaptive_reach(along: Along) -> tuple[Windows, TensorType] | None:
-    x = along.given["self"]
-    small = along.size(along.given.get("grad_output") or along.node)
-    step, rest = divmod(along.size(x), small)
-    return None if rest else (Windows(along.count, along.size(x), small, 0, step, step), along.emit.type(x))
+def _adaptive_reach(along: Along) -> list[tuple[Windows, TensorType]]:
+    window = _adaptive_window(along)
+    return [(window, along.emit.type(along.given["self"]))] if window.span * window.total == window.length else []
+
+
+def _adaptive_window(along: Along) -> Windows:
+    large, small = (along.size(node) for node in (along.given["self"], along.given.get("grad_output") or along.node))
+    return Windows(along.count, large, small, 0, large // small, large // small)
 
 
 def _adaptive_pool(op: Any) -> Callable[[Along], fx.Node]:
@@ -203,12 +206,6 @@ def _adaptive_pool_backward(op: Any) -> Callable[[Along], fx.Node]:
         return along.overlap_add(along.emit(op, along.chunks(along.given["grad_output"]), like), window)
 
     return expand
-
-
-def _adaptive_window(along: Along) -> Windows:
-    found = _adaptive_reach(along)
-    assert found is not None, along.node
-    return found[0]
 
 
 POOLS: dict[Any, Windowed] = {

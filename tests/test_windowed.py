@@ -190,3 +190,47 @@ def test_groups_may_be_cut() -> None:
         random(8, 1, 3, 3),
         moves=EDGES,
     )
+
+
+SHIFTS: list[Op] = [
+    lambda x: x[1:],
+    lambda x: x[3:9],
+    lambda x: x[2:11:2],
+    lambda x: x[-5:],
+    lambda x: x[: x.shape[0] // 2],
+    lambda x: F.pad(x, (0, 0, 1, 1)),
+    lambda x: F.pad(x, (2, 1, -3, 2)),
+    lambda x: F.pad(x, (0, 0, 0, 7), value=3.0),
+    lambda x: torch.roll(x, 1, 0),
+    lambda x: torch.roll(x, (-7, 2), (0, 1)),
+    lambda x: x.flip(0),
+    lambda x: x.flip(0, 1),
+    lambda x: torch.cat([x[:4] * 2, x[:-4]]),
+    lambda x: torch.cat([x, x * 2, x[:5]]),
+    lambda x: torch.stack(x.chunk(2)).sum(0) if x.shape[0] % 2 == 0 else x,
+    lambda x: x.split(3)[1] * 2 + x.split(3)[0],
+    lambda x: x.unfold(0, 3, 2),
+    lambda x: F.pad(x.T, (2, 3), mode="reflect"),
+    lambda x: F.pad(x.T, (2, 3), mode="replicate"),
+    lambda x: torch.slice_scatter(x, x[:4] * 2, 0, 3, 7),
+    lambda x: x.diff(dim=0),
+]
+
+
+@pytest.mark.parametrize("op", SHIFTS)
+@pytest.mark.parametrize("rows", [16, 13])
+def test_what_moves_along_a_cut_dim_moves_over_its_edges_alone(op: Op, rows: int) -> None:
+    compiled = check(op, Mesh(x=4), P("x"), random(rows, 6))
+    assert {each.kind for each in compiled.collectives if each.phase == "forward"} <= {"collective_permute"}
+    check(op, Mesh(x=2, y=2), P(("x", "y"), None), random(rows, 6))
+
+
+def test_a_pipelines_shift_is_one_collective_permute_of_a_row() -> None:
+    class Shift(nn.Module):
+        def forward(self, first: Tensor, state: Tensor) -> Tensor:
+            return torch.cat([first.unsqueeze(0), state[:-1]])
+
+    args = random(6), random(4, 6)
+    compiled = shardc.compile(Shift(), Mesh(x=4), {"state": P("x"), "output:output": P("x")}, args=args, train=False)
+    assert torch.equal(compiled.simulate(*args)[0], Shift()(*args))
+    assert [(each.kind, each.wire_bytes) for each in compiled.collectives] == [("collective_permute", 6 * 8)]

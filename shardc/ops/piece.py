@@ -24,6 +24,10 @@ def _with(names: Sequence[str], dim: int, name: str) -> str:
     return " ".join([*names[:dim], name, *names[dim + 1 :]])
 
 
+CHUNKS = "c"  # the dim of a piece, of another size on each tensor: what it is cut in are chunks of each
+ANY = {CHUNKS: 1}
+
+
 def _jointly(count: int) -> tuple[frozenset[int], ...]:
     return (frozenset(range(count)),)
 
@@ -47,22 +51,24 @@ def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
     if (start, length, step) == (0, size, 1):
         return " ".join(names), " ".join(names)
     is_block = step == 1 and length > 0 and size % length == 0 and start % length == 0
-    return _with(names, dim, f"(blk d{dim})" if is_block else "1"), _with(names, dim, f"d{dim}" if is_block else "1")
+    return _with(names, dim, f"(blk d{dim})" if is_block else CHUNKS), _with(
+        names, dim, f"d{dim}" if is_block else CHUNKS
+    )
 
 
 def _slice_rule(call: Call) -> Rule:
     large, small = _slice_specs(call.operand.shape, call.args[1:])
-    return make_rule(f"{large} -> {small}", call, linear="0", whole="blk")
+    return make_rule(f"{large} -> {small}", call, linear="0", whole="blk", chunks=ANY)
 
 
 def _slice_backward_rule(call: Call) -> Rule:
     large, small = _slice_specs(call.result.shape, call.args[2:])
-    return make_rule(f"{small} -> {large}", call, linear="0", whole="blk")
+    return make_rule(f"{small} -> {large}", call, linear="0", whole="blk", chunks=ANY)
 
 
 def _slice_scatter_rule(call: Call) -> Rule:
     large, small = _slice_specs(call.operand.shape, call.args[2:])
-    return make_rule(f"{large}, {small} -> {large}", call, linear="01", whole="blk")
+    return make_rule(f"{large}, {small} -> {large}", call, linear="01", whole="blk", chunks=ANY)
 
 
 def _local_bounds(large: TensorType, local: TensorType, args: Sequence[Any], at: int) -> dict[int, Any]:
@@ -105,13 +111,13 @@ def _piece_specs(whole: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[
     names = dim_names(len(whole))
     if len(set(sizes)) == 1:
         return _with(names, dim, "(blk d)"), _with(names, dim, "d")
-    return _with(names, dim, "1"), _with(names, dim, "1")
+    return _with(names, dim, CHUNKS), _with(names, dim, CHUNKS)
 
 
 def _split_rule(call: Call) -> Rule:
     dim = call.args[2] if len(call.args) > 2 else 0
     large, small = _piece_specs(call.operand.shape, dim, [result.shape[dim] for result in call.results if result])
-    return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0", whole="blk")
+    return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0", whole="blk", chunks=ANY)
 
 
 def _local_split(call: Call, shard: Call) -> dict[int, Any]:
@@ -125,7 +131,11 @@ def _cat_rule(call: Call) -> Rule:
     dim = call.args[1] if len(call.args) > 1 else 0
     large, small = _piece_specs(call.result.shape, dim, [tensor.shape[dim] for tensor in tensors])
     return make_rule(
-        f"{', '.join([small] * len(tensors))} -> {large}", call, linear=_jointly(len(tensors)), whole="blk"
+        f"{', '.join([small] * len(tensors))} -> {large}",
+        call,
+        linear=_jointly(len(tensors)),
+        whole="blk",
+        chunks=ANY,
     )
 
 
@@ -140,26 +150,33 @@ def _unbind_rule(call: Call) -> Rule:
     return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0")
 
 
-# Ops that move elements along some dims, which are whole.
+# Ops that move elements along some dims: whole, or in chunks that need what moves over their edges.
 
 
 def _along_rule(call: Call, dims: Sequence[int], linear: str = "0") -> Rule:
     ndim = len(call.operand.shape)
-    whole = {dim % ndim for dim in dims}
+    whole = {dim % ndim for dim in dims} if ndim else set()
     spec = " ".join("1" if dim in whole else name for dim, name in enumerate(dim_names(ndim)))
     return make_rule(f"{spec} -> {spec}", call, linear=linear)
 
 
+def _moving_rule(call: Call, dims: Sequence[int], linear: str = "0") -> Rule:
+    names = dim_names(len(call.operand.shape))
+    chunks = {names[dim]: 1 for dim in dims} if names else {}
+    spec = " ".join(names)
+    return make_rule(f"{spec} -> {spec}", call, linear=linear, chunks=chunks)
+
+
 def _roll_rule(call: Call) -> Rule:
     dims = call.args[2] if len(call.args) > 2 and call.args[2] else range(len(call.operand.shape))
-    return _along_rule(call, dims)
+    return _moving_rule(call, dims)
 
 
 def _pad_rule(call: Call) -> Rule:
     pads = call.args[1]
     padded = [-1 - i // 2 for i, pad in enumerate(pads) if pad]
     value = call.args[2] if len(call.args) > 2 else 0
-    return _along_rule(call, padded, linear="0" if value == 0 else "")
+    return _moving_rule(call, padded, linear="0" if value == 0 else "")
 
 
 rule(aten.slice.Tensor, _slice_rule, local=lambda call, shard: _local_bounds(call.operand, shard.operand, call.args, 1))
@@ -177,7 +194,7 @@ rule(aten.split_with_sizes.default, _split_rule, local=_local_split)
 rule(aten.cat.default, _cat_rule)
 rule(aten.stack.default, _stack_rule)
 rule(aten.unbind.int, _unbind_rule)
-rule(aten.flip.default, lambda call: _along_rule(call, call.args[1]))
+rule(aten.flip.default, lambda call: _moving_rule(call, call.args[1]))
 rule(aten.roll.default, _roll_rule)
 rule(aten.rot90.default, lambda call: _along_rule(call, call.args[2] if len(call.args) > 2 else (0, 1)))
 rule(aten.triu.default, lambda call: _along_rule(call, (-2, -1)))

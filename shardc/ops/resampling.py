@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardc.ops.pool import over_places
 from shardc.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
@@ -20,12 +21,14 @@ def _overloads(names: str, ndim: int) -> Iterable[Any]:
 
 for ndim, places in ((1, "1"), (2, "1 1"), (3, "1 1 1")):
     x = f"... {places}"
-    for op in _overloads("upsample_nearest#d _upsample_nearest_exact#d reflection_pad#d replication_pad#d", ndim):
+    for op in _overloads("upsample_nearest#d _upsample_nearest_exact#d", ndim):
         rule(op, f"{x} -> {x}", linear="0")
+    for op in _overloads("reflection_pad#d replication_pad#d", ndim):
+        rule(op, over_places("x -> y", ndim, linear="0"))
     for op in _overloads("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", ndim):
         rule(op, f"{x} -> {x}", linear="0", sizes=2)
     for op in _overloads("reflection_pad#d_backward replication_pad#d_backward", ndim):
-        rule(op, f"{x}, {x} -> {x}", linear="0")
+        rule(op, over_places("y x -> x", ndim, linear="0"))
 for name, places in (
     ("upsample_linear1d", "1"),
     ("upsample_bilinear2d", "1 1"),

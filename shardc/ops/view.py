@@ -157,19 +157,19 @@ def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
 
 
 def _unfold_rule(call: Call) -> Rule:
-    large, small = _window_specs(len(call.operand.shape), call.args[1])
-    return make_rule(f"{large} -> {small}", call, linear="0")
+    spec, chunks = _unfold_spec(len(call.operand.shape), call.args[1])
+    return make_rule(f"{spec} -> {spec} 1", call, linear="0", chunks=chunks)
 
 
 def _unfold_backward_rule(call: Call) -> Rule:
-    large, small = _window_specs(len(call.result.shape), call.args[2])
-    return make_rule(f"{small} -> {large}", call, linear="0")
+    spec, chunks = _unfold_spec(len(call.result.shape), call.args[2])
+    return make_rule(f"{spec} 1 -> {spec}", call, linear="0", chunks=chunks)
 
 
-def _window_specs(ndim: int, dim: int) -> tuple[str, str]:
-    """The specs of a tensor and of the windows along a dim, whose places stand last."""
-    large = " ".join("1" if i == dim % ndim else name for i, name in enumerate(dim_names(ndim))) if ndim else ""
-    return large, f"{large} 1"
+def _unfold_spec(ndim: int, dim: int) -> tuple[str, dict[str, int]]:
+    """The dims of a tensor, and which is in chunks of windows; the places of a window stand last."""
+    names = dim_names(ndim)
+    return " ".join(names), {names[dim]: 1} if names else {}
 
 
 rule(aten.view.default, _view_rule, sizes=1)
