@@ -115,10 +115,14 @@ Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows t
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes."""
+    """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes.
+
+    ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim too.
+    """
 
     reach: Reach
     expand: Callable[[Along], Results]
+    piece: str = ""
 
     def moved(self, along: Along) -> int | None:
         """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""

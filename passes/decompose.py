@@ -92,7 +92,8 @@ def _cut_dims(
         for dim, factors in enumerate(dims):
             if factor not in factors or sharding is None:
                 continue
-            found = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if len(factors) > 1 else WHOLE
+            is_piece = factor == WINDOWED[node.target].piece
+            found = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
             sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]
             if num_shards(found.axes) > 1 and _in_a_row(found, sizes):
                 yield dim, found

@@ -16,6 +16,8 @@ from .along import Along, Reach, Windowed
 
 aten = torch.ops.aten
 
+BLOCKS = "blk"
+
 
 def _reach(window_of: Callable[[Along], Windows]) -> Reach:
     return lambda along: [(window_of(along), along.emit.type(_input(along)))]
@@ -265,14 +267,14 @@ def _pads(ndim: int) -> dict[Any, Windowed]:
 
 
 SHIFTS: dict[Any, Windowed] = {
-    aten.slice.Tensor: Windowed(_reach(lambda along: _slice_window(along, along.size(_input(along)))), _slice),
+    aten.slice.Tensor: Windowed(_reach(lambda along: _slice_window(along, along.size(_input(along)))), _slice, BLOCKS),
     aten.slice_backward.default: Windowed(
-        lambda along: [(_slice_backward_window(along), along.emit.program.type(along.node))], _slice_backward
+        lambda along: [(_slice_backward_window(along), along.emit.program.type(along.node))], _slice_backward, BLOCKS
     ),
-    aten.slice_scatter.default: Windowed(_slice_scatter_reach, _slice_scatter),
-    aten.split.Tensor: Windowed(_split_reach, _split),
-    aten.split_with_sizes.default: Windowed(_split_reach, _split),
-    aten.cat.default: Windowed(_cat_reach, _cat),
+    aten.slice_scatter.default: Windowed(_slice_scatter_reach, _slice_scatter, BLOCKS),
+    aten.split.Tensor: Windowed(_split_reach, _split, BLOCKS),
+    aten.split_with_sizes.default: Windowed(_split_reach, _split, BLOCKS),
+    aten.cat.default: Windowed(_cat_reach, _cat, BLOCKS),
     aten.constant_pad_nd.default: Windowed(_reach(_pad_window("pad")), _constant_pad),
     aten.roll.default: Windowed(_roll_reach, _roll),
     aten.flip.default: Windowed(_reach(_flip_window), _flip),

@@ -84,7 +84,7 @@ class Rule:
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:
         """Whether tensors cut so belong together: the op runs on them, or may once it is decomposed."""
-        return self.chunks.get(factor) == 1 or self.may_cut(factor, cut)
+        return (self.chunks.get(factor) == 1 and not cut.minor) or self.may_cut(factor, cut)
 
     @property
     def _is_merged_empty(self) -> bool:
