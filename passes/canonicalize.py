@@ -257,6 +257,7 @@ VIEWS: dict[Any, Rewrite] = {
         (aten.view.default, aten._unsafe_view.default, aten.reshape.default), _to_shape(aten.reshape.default)
     ),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
     aten.index.Tensor: _index,
     **dict.fromkeys((aten.index_select.default, aten.index_add.default, aten.index_copy.default), _index_along),

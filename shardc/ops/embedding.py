@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardc.rule import Call, Rule, make_rule, rule
+from shardc.sharding import TensorType
 
 aten = torch.ops.aten
 
@@ -48,6 +49,25 @@ def _scatter_rows_rule(call: Call) -> Rule:
     return make_rule(f"{_tokens(call)} d, {_tokens(call)}, v -> v d", call, linear="0")
 
 
+def _bags(tensor: TensorType | None) -> str:
+    """Per bag or per bag and column: the places of the maxima."""
+    return "1 d" if tensor is not None and len(tensor.shape) == 2 else "1"
+
+
+def _embedding_bag_rule(call: Call) -> Rule:
+    """Where bags begin and how large they are does not depend on the columns."""
+    places = _bags(call.results[3])
+    return make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {places if 'd' in places else '_'}", call)
+
+
+def _embedding_bag_backward_rule(call: Call) -> Rule:
+    return make_rule(f"1 d, 1, 1, 1, 1, {_bags(call.operands[5])}, 1 -> 1 d", call, linear="0")
+
+
+rule(aten._embedding_bag.default, _embedding_bag_rule)
+rule(aten._embedding_bag_forward_only.default, _embedding_bag_rule)
+rule(aten._embedding_bag_backward.default, _embedding_bag_backward_rule)
+rule(aten._embedding_bag_per_sample_weights_backward.default, "1 d, 1 d, 1, 1, 1 -> 1")
 rule(aten.embedding.default, "v d, ... -> ... d", whole="v", linear="0")
 rule(aten.embedding_dense_backward.default, _embedding_backward_rule)
 rule(lookup_rows, "v d, ..., v -> ... d", linear="0")

@@ -64,6 +64,7 @@ rule(aten.hardswish_backward.default, pointwise("0"))
 rule(aten.hardsigmoid_backward.default, pointwise("0"))
 rule(aten.mish_backward.default, pointwise("0"))
 rule(aten.log_sigmoid_backward.default, pointwise("0"))
+rule(aten.rrelu_with_noise_backward.default, pointwise("0"))
 
 # Pointwise, though torch does not say so.
 for op in (

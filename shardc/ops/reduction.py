@@ -69,6 +69,20 @@ def _dim(at: int, default: int = -1) -> Callable[[Call], int]:
     return lambda call: call.args[at] if len(call.args) > at else default
 
 
+def _segment_rule(data: int) -> Callable[[Call], Rule]:
+    """Segments of a dim are whole, and so are the dims before it, whose segments differ."""
+
+    def bind(call: Call) -> Rule:
+        axis = call.kwargs.get("axis", 0)
+        names = ["1" if i <= axis else name for i, name in enumerate(dim_names(len(call.operand.shape)))]
+        x, segments = " ".join(names), " ".join(["1"] * (axis + 1))
+        return make_rule(f"{', '.join([x] * data + [segments] * 3)} -> {x}", call)
+
+    return bind
+
+
+rule(aten.segment_reduce.default, _segment_rule(data=1))
+rule(aten._segment_reduce_backward.default, _segment_rule(data=3))
 for op in (aten.sum.default, aten.sum.dim_IntList):
     rule(op, _reduction("sum", linear="0"))
 for op in (aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList):

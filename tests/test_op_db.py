@@ -1,0 +1,55 @@
+"""A small fixed share of ``python -m tests.conformance op_db``, and that its search for cuts finds what there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conformance.op_db import run_variant
+from conformance.op_sample import Sample
+from conformance.op_shardable import allowed_cuts
+
+VARIANTS = (
+    "cumsum",
+    "fft.rfft",
+    "gather",
+    "index_add",
+    "linalg.svd",
+    "matmul",
+    "nn.functional.conv2d",
+    "nn.functional.dropout",
+    "nn.functional.layer_norm",
+    "nn.functional.mse_loss",
+    "sort",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_right_on_both_meshes(name: str, uneven: bool) -> None:
+    result = run_variant(name, uneven=uneven, count=1)
+    assert (result.outcome, result.detail) == ("right", "")
+    assert result.facts["runs"] == 2 and not result.facts["fallbacks"]
+
+
+def test_what_is_undefined_is_apart() -> None:
+    assert run_variant("empty_like", count=1).outcome == "apart"
+
+
+def cuts(call: object, *shapes: tuple[int, ...]) -> set[tuple[int | None, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = tuple(torch.randn(shape, generator=generator) for shape in shapes)
+    return set(allowed_cuts(Sample(tensors, lambda *xs: [call(*xs)]), most=9))
+
+
+def test_every_factor_of_a_product_can_be_cut() -> None:
+    assert cuts(torch.matmul, (4, 6), (6, 8)) == {(0, None), (1, 0), (None, 1)}
+
+
+def test_a_softmax_cannot_be_cut_along_its_dim() -> None:
+    assert cuts(lambda x: x.softmax(0), (4, 6)) == {(1,)}
+
+
+def test_a_sum_can_be_cut_and_a_mean_cannot() -> None:
+    assert cuts(torch.sum, (4,)) == {(0,)}
+    assert cuts(torch.mean, (4,)) == set()
