@@ -123,13 +123,21 @@ class DistributedBorder:
         return self.torch_comm.device_mesh
 
     def own(self, tensor: Tensor) -> Tensor:
-        """A replicated DTensor with a copy."""
+        """A replicated DTensor with a copy; of a DTensor, which holds a shard already, one that lies as it does."""
+        if (lies := self.sharding(tensor, "parameter")) is not None:
+            return to_dtensor(local(tensor).clone(), lies, tuple(tensor.shape), self.device_mesh)
         whole = Sharding.replicated(self.comm.mesh, tensor.ndim)
         copied = tensor.detach().to(self.comm.device).clone(memory_format=torch.contiguous_format)
         return to_dtensor(copied, whole, tuple(tensor.shape), self.device_mesh)
 
     def placed(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's piece."""
+        lies = self.sharding(tensor, name)
+        if lies == sharding:
+            return tensor
+        if lies is not None and lies.cut_axes:
+            assert isinstance(tensor, DTensor)
+            tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         piece = shard(local(tensor), sharding, self.torch_comm.position).clone(memory_format=torch.contiguous_format)
         return to_dtensor(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardc.api import Compiled, compile, parallelize
     from shardc.collective import Collective
     from shardc.error import CaptureError, ShardingError
+    from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
     from shardc.partition import P, blocks
     from shardc.passes.plan_reshard import reshard_plan
@@ -33,6 +34,7 @@ __all__ = [
     "blocks",
     "check_rule",
     "compile",
+    "init_parameters",
     "parallelize",
     "register_rule",
     "reshard_plan",
@@ -53,6 +55,7 @@ _HOMES = {
     "check_rule": "rule_check",
     "register_rule": "registration",
     "compile": "api",
+    "init_parameters": "init_parameters",
     "parallelize": "api",
     "shard_batch": "runtime.border",
 }

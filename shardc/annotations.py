@@ -77,6 +77,16 @@ def match(
     return match_names(annotations, names_of(model, args, kwargs), mesh)
 
 
+def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> dict[str, Match]:
+    """What is said of parameters and buffers; patterns of other values, which only a call has, are passed over."""
+    from shardc.borrow import state_names
+
+    parameters, buffers, aliases = state_names(model)
+    known = {"param": {name: name for name in (*parameters, *buffers)} | aliases}
+    patterns = {p: spec for p, spec in annotations.items() if any(kind == "param" for kind, _ in named_by(p, known))}
+    return {entry.name: entry for entry in match_names(patterns, known, mesh).entries}
+
+
 def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Matched:
     """The values that each pattern means, under their one name.
 

@@ -39,6 +39,11 @@ class Ends:
     tangents: tuple[Input, ...]
 
 
+def traced_types(traced: fx.GraphModule) -> dict[fx.Node, Types]:
+    """The type of every traced node, from the fake value that tracing left on it."""
+    return {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
+
+
 def assemble(
     traced: fx.GraphModule,
     ends: Ends,
@@ -225,11 +230,6 @@ def _check_may_change(given: Input, after: Types) -> None:
             f"the forward turns {given.type} into {after}",
             "keep the shape and dtype of a buffer",
         )
-
-
-def _type(node: fx.Node) -> Types:
-    """A traced node's type, from the fake value that tracing left on it."""
-    return types_of(node.meta["val"])
 
 
 def _default_dtype(target: torch._ops.OpOverload, type_: Types, kwargs: Mapping[str, Any]) -> dict[str, Any]:

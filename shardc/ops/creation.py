@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardc.rule import rule
 
 aten = torch.ops.aten
+
+
+def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory before anything wrote to it: what reads it has no value."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
 
 for op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format):
     rule(op, "-> ...", sizes=0)
