@@ -8,7 +8,7 @@ be cut on every tensor that has it, with no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardc.mesh import Axes, merge_parts
@@ -58,6 +58,7 @@ class Rule:
     and on none outside it. ``is_fallback``: the op has no rule of its own, all is gathered.
     ``chunks``: factors whose dim has another size on each tensor. Such a factor is cut in just that many chunks, those
     of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
+    ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
     """
 
     operands: tuple[Dims | None, ...]
@@ -68,6 +69,7 @@ class Rule:
     linear: Groups = ()
     is_fallback: bool = False
     chunks: Mapping[str, int] = field(default_factory=dict)
+    is_even: bool = False
 
     def has(self, factor: str, dims: Dims | None) -> bool:
         """Whether a tensor has the factor."""
@@ -80,6 +82,8 @@ class Rule:
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
+        if self.is_even and not cut.is_even(self.sizes[factor]):
+            return False
         return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:
@@ -139,6 +143,7 @@ def rule(
     reduce: ReduceOp = "sum",
     sizes: int | None = None,
     local: Local | None = None,
+    is_even: bool = False,
 ) -> None:
     """Enter an op's rule in the table.
 
@@ -146,10 +151,11 @@ def rule(
     a dim that is never cut, ``...`` the leading dims, ``_`` a tensor that is not looked at; a dim of size 1 has no
     part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
     one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape
-    of the first result, which becomes local.
+    of the first result, which becomes local. ``is_even``: the op raises errors over values, and padding may have any.
     """
     assert op not in RULES, f"{op} has two rules"
     bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
+    bind = evenly(bind) if is_even else bind
     RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
 
 
@@ -185,6 +191,11 @@ def replicated_rule(call: Call) -> Rule:
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
     return Rule(operands, results, sizes, frozenset(sizes), is_fallback=True)
+
+
+def evenly(bind: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
+    """The same rule, its factors cut evenly or not at all."""
+    return lambda call: replace(bind(call), is_even=True)
 
 
 def pointwise_rule(call: Call, linear: str | Groups = "") -> Rule:

@@ -64,6 +64,10 @@ SEEN: dict[str, Callable[..., Tensor]] = {  # what would see padding along dim 0
     "mse_loss": lambda x: F.mse_loss(x.cos(), x.sin()),
     "huber_loss": lambda x: F.huber_loss(x.cos(), x.sin()),
     "cross_entropy": lambda x: F.cross_entropy(x.cos(), x.new_zeros(x.shape[0]).long()),
+    "whole numbers divided": lambda x: (x.new_full(x.shape, 7).long() // (2 + x.sign().long())).sum(0) + x.sum(0),
+    "remainder": lambda x: (x.new_full(x.shape, 7).long() % (2 + x.sign().long())).sum(0) + x.sum(0),
+    "cholesky": lambda x: torch.linalg.cholesky(x[:, :2, None] * x[:, None, :2] + torch.eye(2, dtype=x.dtype)).sum(0),
+    "singular values": lambda x: torch.linalg.svdvals((x[:, :4] / x[:, :4]).view(-1, 2, 2) + x[:, :1, None]).sum(0),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.cos().square()),
 }
 

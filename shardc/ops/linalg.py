@@ -1,4 +1,7 @@
-"""Linear algebra: matrices are whole, dims that stack them are free, and so are columns that are solved for apart."""
+"""Linear algebra: matrices are whole, dims that stack them are free, and so are columns that are solved for apart.
+
+Where a kernel raises errors over values the stack is cut evenly: padding may hold what is no matrix to factorize.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ aten = torch.ops.aten
 # Factorizations: factors, pivots, whether it went well.
 rule(aten._linalg_det.default, "... 1 1 -> ..., ... 1 1, ... 1")
 rule(aten._linalg_slogdet.default, "... 1 1 -> ..., ..., ... 1 1, ... 1")
-rule(aten._linalg_eigh.default, "... 1 1 -> ... 1, ... 1 1")
-rule(aten.linalg_eig.default, "... 1 1 -> ... 1, ... 1 1")
-rule(aten._linalg_eigvals.default, "... 1 1 -> ... 1")
-rule(aten._linalg_svd.default, "... 1 1 -> ... 1 1, ... 1, ... 1 1")
+rule(aten._linalg_eigh.default, "... 1 1 -> ... 1, ... 1 1", is_even=True)
+rule(aten.linalg_eig.default, "... 1 1 -> ... 1, ... 1 1", is_even=True)
+rule(aten._linalg_eigvals.default, "... 1 1 -> ... 1", is_even=True)
+rule(aten._linalg_svd.default, "... 1 1 -> ... 1 1, ... 1, ... 1 1", is_even=True)
 rule(aten.linalg_qr.default, "... 1 1 -> ... 1 1, ... 1 1")
 rule(aten.geqrf.default, "... 1 1 -> ... 1 1, ... 1")
 rule(aten.linalg_lu.default, "... 1 1 -> ... 1 1, ... 1 1, ... 1 1")
@@ -25,14 +28,14 @@ rule(aten.linalg_lu_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
 rule(aten.linalg_ldl_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
 rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1")
 rule(aten.linalg_cholesky_ex.default, "... 1 1 -> ... 1 1, ...")
-rule(aten.cholesky.default, "... 1 1 -> ... 1 1")
+rule(aten.cholesky.default, "... 1 1 -> ... 1 1", is_even=True)
 
 # Functions of a matrix.
 rule(aten.linalg_inv_ex.default, "... 1 1 -> ... 1 1, ...")
 rule(aten.cholesky_inverse.default, "... 1 1 -> ... 1 1")
 rule(aten.linalg_matrix_exp.default, "... 1 1 -> ... 1 1")
 rule(aten.linalg_householder_product.default, "... 1 1, ... 1 -> ... 1 1")
-rule(aten.linalg_pinv.atol_rtol_tensor, "... 1 1, ..., ... -> ... 1 1")
+rule(aten.linalg_pinv.atol_rtol_tensor, "... 1 1, ..., ... -> ... 1 1", is_even=True)
 
 
 def _solve_rule(spec: str) -> Callable[[Call], Rule]:
@@ -48,7 +51,7 @@ rule(aten.linalg_lu_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
 rule(aten.linalg_ldl_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
 rule(aten.linalg_solve_triangular.default, _solve_rule("... 1 1, X -> X"))
 rule(aten.cholesky_solve.default, _solve_rule("X, ... 1 1 -> X"))
-rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1")
+rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1", is_even=True)
 rule(aten.ormqr.default, lambda call: make_rule("... 1 1, ... 1, ... 1 1 -> ... 1 1", call))
 
 
@@ -75,7 +78,7 @@ def _least_squares_rule(call: Call) -> Rule:
 
 
 rule(aten._linalg_solve_ex.default, _solve_ex_rule)
-rule(aten.linalg_lstsq.default, _least_squares_rule)
+rule(aten.linalg_lstsq.default, _least_squares_rule, is_even=True)
 rule(aten.linalg_cross.default, along(lambda call: call.kwargs.get("dim", -1), linear="0 1"))
 
 # Distances between the rows of two matrices.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -47,8 +48,15 @@ rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
 rule(aten._to_copy.default, pointwise())  # a sum of rounded numbers is not the rounded sum
 rule(torch.ops.prims.convert_element_type.default, pointwise())
 
-# What torch does not tag as pointwise.
-rule(aten.floor_divide.default, pointwise())
+
+def _division_rule(call: Call) -> Rule:
+    """Whole numbers are not divided by the zeros that padding may have."""
+    by_tensor = len(call.operands) > 1 and call.operands[1] is not None
+    return replace(pointwise_rule(call), is_even=by_tensor and not call.result.dtype.is_floating_point)
+
+
+for op in (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor):
+    rule(op, _division_rule)
 
 # Gradients of pointwise ops are linear in the incoming gradient.
 rule(aten.gelu_backward.default, pointwise("0"))
