@@ -24,6 +24,7 @@ from shardc.collective import COLLECTIVES
 from shardc.collective import mask_padding as mask
 from shardc.mesh import Axes
 from shardc.node import is_getitem, operands, set_operands
+from shardc.ops.padding import neutral
 from shardc.program import Program
 from shardc.rule import Rule
 from shardc.sharding import ceil_div, num_shards
@@ -128,17 +129,6 @@ class _Masker:
     def _args(self, row: Row, fill: float) -> tuple[tuple[str, ...], int, int, int, float]:
         assert self.program.mesh is not None
         return tuple(map(self.program.mesh.print_part, row.axes)), row.dim, row.size, row.inner, fill
-
-
-def neutral(reduce: str, dtype: torch.dtype) -> float:
-    """What does not change a sum, a maximum or a minimum."""
-    if reduce == "sum":
-        return 0
-    if dtype == torch.bool:
-        return int(reduce == "min")
-    if dtype.is_floating_point:
-        return -math.inf if reduce == "max" else math.inf
-    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -43,6 +43,18 @@ def _mean_loss(program: Program, node: fx.Node) -> Results:
     return program.emit(aten.div.Tensor, program.emit(node.target, *given.values(), like=node), count, like=node)
 
 
+def _summed_loss(program: Program, node: fx.Node) -> Results:
+    """A loss that is not zero of zeros as the sum of each row's, so that no padding is counted; a mean divided."""
+    given = arguments(node)
+    reduction, given["reduction"] = given["reduction"], EACH
+    if reduction == EACH:
+        return None
+    each = program.emit(node.target, *given.values(), like=node)
+    shape = program.type(each).shape
+    total = program.emit(aten.sum.dim_IntList, each, list(range(len(shape))), like=node)
+    return program.emit(aten.div.Tensor, total, math.prod(shape), like=node) if reduction == MEAN else total
+
+
 def _nll_loss(program: Program, node: fx.Node) -> Results:
     """The mean, the sum or each of -w[target] * x[row, target[row]] over the rows whose target counts.
 
@@ -110,7 +122,6 @@ def _emitter(program: Program, node: fx.Node) -> Callable[..., fx.Node]:
 MEAN_LOSSES = (
     aten.mse_loss.default,
     aten.mse_loss_backward.default,
-    aten.soft_margin_loss.default,
     aten.soft_margin_loss_backward.default,
     aten.smooth_l1_loss.default,
     aten.smooth_l1_loss_backward.default,
@@ -118,11 +129,11 @@ MEAN_LOSSES = (
     aten.huber_loss_backward.default,
     aten.binary_cross_entropy.default,
     aten.binary_cross_entropy_backward.default,
-    aten.binary_cross_entropy_with_logits.default,
 )
 LOSSES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(MEAN_LOSSES, _mean_loss),
+    **dict.fromkeys((aten.soft_margin_loss.default, aten.binary_cross_entropy_with_logits.default), _summed_loss),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def register_rule(
     reduce: ReduceOp = "sum",
     sizes: int | None = None,
     local: Local | None = None,
+    uneven: bool = False,
     override: bool = False,
 ) -> None:
     """Say which dims an op's tensors share, so that it stays sharded instead of running whole on every rank.
@@ -47,6 +49,10 @@ def register_rule(
     ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole. An op that
     names sizes is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of the first result, and
     ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local types.
+
+    A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
+    (-inf for ``max``, inf for ``min``). ``uneven=True`` says that such elements leave the result as it is; it holds by
+    itself where the op is linear in operands that have the factor.
 
     A rule of shardc's own is replaced with ``override=True`` alone. Hold a rule to its word with
     ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
@@ -72,7 +78,8 @@ def register_rule(
         if callable(spec):
             _check_spec(who, op, text, linear, whole, sizes is not None or local is not None)
         _check_call(who, text, call)
-        return make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
+        bound = make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
+        return replace(bound, sees_padding=not uneven and not _sees_no_padding(bound))
 
     RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
 
@@ -91,6 +98,14 @@ def overload_of(op: Any) -> torch._ops.OpOverload:
             f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default",
         )
     return found
+
+
+def _sees_no_padding(rule: Rule) -> bool:
+    """Whether zeros in place of padding leave every sum as it is, since the op is linear in what has the factor."""
+    partial = [name for name in rule.sizes if any(rule.is_partial(name, i) for i in range(len(rule.results)))]
+    return rule.reduce == "sum" and all(
+        any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
+    )
 
 
 def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local: bool) -> None:

@@ -59,6 +59,7 @@ class Rule:
     ``chunks``: factors whose dim has another size on each tensor. Such a factor is cut in just that many chunks, those
     of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
     ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
+    ``sees_padding``: zeros added change a sum, so that factors which leave a result partial are cut evenly.
     """
 
     operands: tuple[Dims | None, ...]
@@ -70,6 +71,7 @@ class Rule:
     is_fallback: bool = False
     chunks: Mapping[str, int] = field(default_factory=dict)
     is_even: bool = False
+    sees_padding: bool = False
 
     def has(self, factor: str, dims: Dims | None) -> bool:
         """Whether a tensor has the factor."""
@@ -82,9 +84,14 @@ class Rule:
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
-        if self.is_even and not cut.is_even(self.sizes[factor]):
+        if not cut.is_even(self.sizes[factor]) and (
+            self.is_even or (self.sees_padding and self._leaves_partial(factor))
+        ):
             return False
         return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
+
+    def _leaves_partial(self, factor: str) -> bool:
+        return any(self.is_partial(factor, result) for result in range(len(self.results)))
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:
         """Whether tensors cut so belong together: the op runs on them, or may once it is decomposed."""
@@ -168,6 +175,7 @@ def make_rule(
     reduce: ReduceOp = "sum",
     sizes: Mapping[str, int] | None = None,
     chunks: Mapping[str, int] | None = None,
+    sees_padding: bool = False,
 ) -> Rule:
     """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
 
@@ -175,7 +183,8 @@ def make_rule(
     """
     operands, results, known = bind_spec(spec, call.operands, call.results, sizes or {}, chunks or {})
     groups = present_groups(linear, call)
-    return Rule(operands, results, known, frozenset(whole.split()), reduce, groups, chunks=chunks or {})
+    held = frozenset(whole.split())
+    return Rule(operands, results, known, held, reduce, groups, chunks=chunks or {}, sees_padding=sees_padding)
 
 
 def replicated_rule(call: Call) -> Rule:

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from shardc.error import ShardingError
 from shardc.node import operands
+from shardc.ops.padding import neutral
 from shardc.program import Program, op_rule
 from shardc.registration import overload_of
 from shardc.rule import Call, Rule
@@ -62,6 +63,10 @@ def check(case: Case) -> None:
         if all(sizes[factor] % count == 0 for factor, count in pieces.items()):
             with _blaming(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
                 _check_cuts(case, pieces)
+    for factor in factors:
+        if _may_be_padded(case.rule, factor):
+            with _blaming(f"{factor} with padding"):
+                _check_padding(case, factor)
     for group in case.rule.linear:
         if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
             with _blaming(f"operands {sorted(group)} as sums of two terms"):
@@ -190,6 +195,33 @@ def _assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
 
 def _is_number(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _may_be_padded(rule: Rule, factor: str) -> bool:
+    """Whether a cut that does not divide the factor leaves padding that a reduction reads."""
+    tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
+    is_alone = all(len(dim) == 1 for dims in tensors for dim in dims if factor in dim)
+    return (
+        is_alone
+        and not rule.sees_padding
+        and not rule.is_even
+        and any(rule.is_partial(factor, i) for i in range(len(rule.results)))
+    )
+
+
+def _check_padding(case: Case, factor: str) -> None:
+    """With one more element that reads what padding does, the results that have no such factor are the same."""
+    tensors, sizes = list(case.tensors), dict(case.rule.sizes)
+    for i, (tensor, dims) in enumerate(zip(case.tensors, case.rule.operands, strict=True)):
+        if tensor is not None and dims is not None and case.rule.has(factor, dims):
+            place, fill = _place(dims, factor), neutral(case.rule.reduce, tensor.dtype)
+            one = tensor.new_full([*tensor.shape[:place], 1, *tensor.shape[place + 1 :]], fill)
+            tensors[i] = torch.cat([tensor, one], place)
+    sizes[factor] += 1
+    for i, found in enumerate(case.run(tensors, _local_arguments(case, sizes))):
+        expected = case.results[i]
+        if found is not None and expected is not None and not expected.is_meta and case.rule.is_partial(factor, i):
+            _assert_same(case, found, expected)
 
 
 def _check_linear(case: Case, group: frozenset[int]) -> None:

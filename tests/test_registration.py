@@ -131,6 +131,42 @@ def test_check_rule_of_what_cannot_be_cut_says_so() -> None:
         check_rule(rms_norm, torch.randn(5, 12), torch.randn(12))
 
 
+@torch.library.custom_op("tests::count_small", mutates_args=())
+def count_small(x: Tensor) -> Tensor:
+    return (x < 1).sum(0).to(x.dtype)
+
+
+count_small.register_fake(lambda x: x.new_empty(x.shape[1:]))
+
+
+def test_a_reduction_that_would_count_padding_is_cut_evenly_unless_said_otherwise() -> None:
+    def count(x: Tensor, weight: Tensor) -> Tensor:
+        return count_small(x[:3])
+
+    register_rule(count_small, "b d -> d")
+    program, found, expected = compile(count, {"x": P(None, "tp")})
+    assert num_fallbacks(program) == 0
+    _, found, expected = compile(lambda x, weight: count_small(shardc.annotate(x[:3] * 1, P("dp"))), {})
+    torch.testing.assert_close(found, expected)
+    register_rule(count_small, "b d -> d", uneven=True, override=True)
+    with pytest.raises(ShardingError) as raised:
+        check_rule(count_small, torch.randn(6, 12).double())
+    assert raised.value.what == "b with padding"
+
+
+def test_a_sum_of_what_is_linear_sees_no_padding() -> None:
+    register_rule(matmul, "m k, k n -> m n", linear="0 1")
+    x, y = torch.randn(5, 3).double(), torch.randn(3, 4).double()
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return matmul(x, y)
+
+    program = shardc.compile(Product(), MESH, {"x": P("dp", "tp")}, args=(x, y), train=False)
+    assert [each.kind for each in program.collectives] == ["all_reduce"]
+    torch.testing.assert_close(program.simulate(x, y)[0], x @ y)
+
+
 NORM, TWO = "tests.rms_norm.default", "tests::rms_norm(Tensor x, Tensor weight) -> Tensor"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no arrow": (

@@ -25,7 +25,7 @@ def expert_product(x: Tensor, weight: Tensor, expert: Tensor, experts: Tensor, n
     """
     result = x.new_zeros(x.shape[0], weight.shape[2])
     for j, rows in _rows_of(expert, experts):
-        result[rows] = x[rows] @ weight[j]
+        result[rows] += x[rows] @ weight[j]  # padding among the experts names one of them again, and adds zeros
     return result
 
 

@@ -21,13 +21,13 @@ def _whole_rule(call: Call) -> Rule:
     return make_rule(f"{side(call.operands)} -> {side(call.results)}", call)
 
 
-def _loss_rule(reduction: int) -> Callable[[Call], Rule]:
-    """``reduction``: the position of that argument, a mean by default."""
+def _loss_rule(reduction: int, sees_padding: bool = False) -> Callable[[Call], Rule]:
+    """``reduction``: the position of that argument, a mean by default. ``sees_padding``: zeros lose something."""
 
     def bind(call: Call) -> Rule:
         how = call.args[reduction] if len(call.args) > reduction else MEAN
         if how == SUM:
-            return make_rule(f"{', '.join(['...'] * len(call.operands))} -> ", call)
+            return make_rule(f"{', '.join(['...'] * len(call.operands))} -> ", call, sees_padding=sees_padding)
         return pointwise_rule(call) if how == NONE else _whole_rule(call)
 
     return bind
@@ -58,7 +58,7 @@ def _nll_loss_rule(call: Call) -> Rule:
     scores, target, rows = _nll_names(call, 0)
     how = call.args[3]
     result = rows if how == NONE else ""
-    return make_rule(f"{scores}, {target}, 1 -> {result}, ", call, whole=rows if how == MEAN else "")
+    return make_rule(f"{scores}, {target}, 1 -> {result}, ", call, whole=rows if how == MEAN else "", sees_padding=True)
 
 
 def _nll_loss_backward_rule(call: Call) -> Rule:
@@ -77,7 +77,7 @@ def _margin_rule(spec: str, reduction: int) -> Callable[[Call], Rule]:
         loss = "n" if how == NONE and has_rows else ""
         names = {"x": "n 1", "n": "n", "l": loss} if has_rows else {"x": "1", "n": "", "l": ""}
         named = [[names.get(name, name) for name in side.split(", ")] for side in spec.split(" -> ")]
-        return make_rule(" -> ".join(map(", ".join, named)), call, whole="n" if how == MEAN else "")
+        return make_rule(" -> ".join(map(", ".join, named)), call, whole="n" if how == MEAN else "", sees_padding=True)
 
     return bind
 
@@ -86,7 +86,7 @@ rule(aten.multi_margin_loss.default, _margin_rule("x, n, 1 -> l", reduction=5))
 rule(aten.multi_margin_loss_backward.default, _margin_rule("l, x, n, 1 -> x", reduction=6))
 rule(aten.multilabel_margin_loss_forward.default, _margin_rule("x, x -> l, x", reduction=2))
 rule(aten.multilabel_margin_loss_backward.default, _margin_rule("l, x, x, x -> x", reduction=3))
-rule(aten.soft_margin_loss.default, _loss_rule(reduction=2))
+rule(aten.soft_margin_loss.default, _loss_rule(reduction=2, sees_padding=True))
 rule(aten.soft_margin_loss_backward.default, _loss_backward_rule(reduction=3))
 rule(aten.nll_loss_forward.default, _nll_loss_rule)
 rule(aten.nll_loss_backward.default, _nll_loss_backward_rule)
@@ -100,4 +100,4 @@ rule(aten.huber_loss.default, _loss_rule(reduction=2))
 rule(aten.huber_loss_backward.default, _loss_backward_rule(reduction=3))
 rule(aten.binary_cross_entropy.default, _loss_rule(reduction=3))
 rule(aten.binary_cross_entropy_backward.default, _loss_backward_rule(reduction=4))
-rule(aten.binary_cross_entropy_with_logits.default, _loss_rule(reduction=4))
+rule(aten.binary_cross_entropy_with_logits.default, _loss_rule(reduction=4, sees_padding=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,3 +30,14 @@ def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill:
     padding = list(data.shape)
     padding[dim + 1] = (chunk - length) * inner
     return torch.cat([data, data.new_full(padding, fill)], dim + 1).view(x.shape)
+
+
+def neutral(reduce: str, dtype: torch.dtype) -> float:
+    """What does not change a sum, a maximum or a minimum."""
+    if reduce == "sum":
+        return 0
+    if dtype == torch.bool:
+        return int(reduce == "min")
+    if dtype.is_floating_point:
+        return -math.inf if reduce == "max" else math.inf
+    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max

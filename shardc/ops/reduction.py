@@ -129,7 +129,7 @@ def _histogram_rule(call: Call) -> Rule:
     """How many elements fall into each bin: a sum over them, where the bins do not depend on their range."""
     low, high = [*call.args[2:4], 0, 0][:2]
     names = " ".join(dim_names(len(call.operand.shape)))
-    return make_rule(f"{names} -> 1", call, whole=names if low == high else "")
+    return make_rule(f"{names} -> 1", call, whole=names if low == high else "", sees_padding=True)
 
 
 rule(aten.histc.default, _histogram_rule)
