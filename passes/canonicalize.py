@@ -25,6 +25,7 @@ from shardc.pin import Pin
 from shardc.program import Program
 
 from .draw_random import draw_random
+from .rewrite_convolution import CONVOLUTIONS
 from .rewrite_index import KNOWN_PLACES
 from .rewrite_losses import LOSSES, Results, Rewrite
 from .unsort import unsort
@@ -36,7 +37,7 @@ def canonicalize(program: Program) -> Program:
     """The program in fewer kinds of op, with equal values."""
     program = program.copy(level="canonical")
     draw_random(program)
-    _rewrite(program, VIEWS | CONSTANTS | LOSSES)
+    _rewrite(program, VIEWS | CONSTANTS | LOSSES | CONVOLUTIONS)
     if unsort(program):
         _rewrite(program, KNOWN_PLACES)
     program.remove_dead()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from shardc.node import is_getitem, operands
 from shardc.ops.contraction import dot
@@ -145,12 +145,25 @@ def _node_flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
         assert a is not None and b is not None
         return dot_flops(a, b, str(node.args[2]))
     packet: Any = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(COUNTED_AS.get(packet, packet))
+    formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
     results = tuple(_meta(type_of(node, index)) for index in range(len(program.types(node))))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda node: _meta(operand(node)))
     return int(formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0]))
+
+
+def _convolution_backward_flops(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *further: Any, out_val: Any
+) -> int:
+    """As many as forward for each of the two gradients; torch's own formula leaves groups out."""
+    is_transposed, mask = further[4], further[7]
+    return (mask[0] + mask[1]) * int(
+        conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed=is_transposed)
+    )
+
+
+OWN_FORMULAS: dict[Any, Callable[..., int]] = {aten.convolution_backward: _convolution_backward_flops}
 
 
 def dot_flops(a: TensorType, b: TensorType, spec: str) -> int:

@@ -29,6 +29,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # "output NAME" and "gradient NAME"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+Functions = Mapping[Any, Callable[..., Any]]
 GROUPED = ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
 Watch = Callable[[Compiled], None]
 Progress = Callable[[str], AbstractContextManager[None]]
@@ -100,7 +101,7 @@ class _Run:
             quiet = _without_random_ops(self.model)
             compiled = self._compiled(quiet)
             single = self._single(compiled)
-        with self._step("eager"), _casting_to(self.dtype):
+        with self._step("eager"), _casting_to(self.dtype, {**CASTS, **KERNELS}):
             eager = self._eager(quiet, compiled.program)
         yield from self._between("single device against eager", single, eager)
 
@@ -154,14 +155,6 @@ def _named(result: tuple[Any, Mapping[str, Tensor | None]]) -> Values:
     return named | {f"gradient {name}": value for name, value in gradients.items()}
 
 
-class _Float64Casts(TorchFunctionMode):
-    """Whatever the model casts to or makes in float32 is float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = REPLACED.get(func, func)
-        return func(*map(_wider, args), **{key: _wider(value) for key, value in (kwargs or {}).items()})
-
-
 def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor, **unused: Any) -> Tensor:
     """Each group of rows with its own matrix, which torch's kernel does not do in float64."""
     ends = offs.tolist()
@@ -169,10 +162,20 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor, **unused: Any) -> Tensor:
     return torch.cat([*groups, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
 
 
-REPLACED = {
-    torch.Tensor.float: torch.Tensor.double,
-    **{getattr(place, name): _grouped_mm for place, name in GROUPED if hasattr(place, name)},
-}
+CASTS: Functions = {torch.Tensor.float: torch.Tensor.double}
+KERNELS: Functions = {getattr(place, name): _grouped_mm for place, name in GROUPED if hasattr(place, name)}
+
+
+class _Float64Casts(TorchFunctionMode):
+    """Whatever the model casts to or makes in float32 is float64."""
+
+    def __init__(self, replaced: Functions) -> None:
+        super().__init__()
+        self.replaced = replaced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = self.replaced.get(func, func)
+        return func(*map(_wider, args), **{key: _wider(value) for key, value in (kwargs or {}).items()})
 
 
 def _wider(argument: Any) -> Any:
@@ -180,12 +183,15 @@ def _wider(argument: Any) -> Any:
 
 
 @contextmanager
-def _casting_to(dtype: torch.dtype) -> Iterator[None]:
-    """The user's code runs with ``dtype`` as default, and its casts to float32 are to ``dtype``."""
+def _casting_to(dtype: torch.dtype, replaced: Functions = CASTS) -> Iterator[None]:
+    """The user's code runs with ``dtype`` as default, and its casts to float32 are to ``dtype``.
+
+    ``replaced``: functions that run as others in float64.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _Float64Casts() if dtype is torch.float64 else nullcontext():
+        with _Float64Casts(replaced) if dtype is torch.float64 else nullcontext():
             yield
     finally:
         torch.set_default_dtype(default)

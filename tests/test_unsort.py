@@ -62,3 +62,13 @@ def test_rows_are_sorted_where_an_op_sees_their_order():
     assert "sort" in ops(program.at("canonicalize"))
     loss, _ = program.simulate(tokens)
     assert difference(loss, model(tokens).detach()) < 1e-6
+
+
+def test_a_histogram_does_not_count_padding():
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.histc(x.float(), 4, 0, 3)
+
+    x = torch.tensor([0, 3, 1, 2, 0, 0, 1])
+    program = shardc.compile(Model(), Mesh(dp=4), {"x": P("dp")}, args=(x,), train=False)
+    assert program.simulate(x)[0].tolist() == [3, 2, 1, 1]

@@ -43,18 +43,29 @@ def _rms_norm_backward_rule(call: Call) -> Rule:
 
 
 def _group_norm_rule(call: Call) -> Rule:
-    x = " ".join(["n", *["1"] * (len(call.operand.shape) - 1)])
-    return make_rule(f"{x}, 1, 1 -> {x}, n 1, n 1", call)
+    """Groups are free, the channels of one are averaged."""
+    x, sizes = _group_norm_dims(call.operand.shape, groups=call.args[6])
+    return make_rule(f"{x}, (g c), (g c) -> {x}, n g, n g", call, whole="c", sizes=sizes)
 
 
 def _group_norm_backward_rule(call: Call) -> Rule:
-    x = " ".join(["n", *["1"] * (len(call.operand.shape) - 1)])
-    return make_rule(f"{x}, {x}, n 1, n 1, 1 -> {x}, 1, 1", call)
+    x, sizes = _group_norm_dims(call.operand.shape, groups=call.args[8])
+    return make_rule(f"{x}, {x}, n g, n g, (g c) -> {x}, (g c), (g c)", call, whole="c", sizes=sizes)
 
 
-def _local_batch(at: int) -> Callable[[Call, Call], dict[int, Any]]:
-    """Group norm names the batch size."""
-    return lambda call, shard: {at: shard.operand.shape[0]}
+def _group_norm_dims(shape: Sequence[int], groups: int) -> tuple[str, dict[str, int]]:
+    return " ".join(["n", "(g c)", *["1"] * (len(shape) - 2)]), {"g": groups, "c": shape[1] // groups}
+
+
+def _local_group_norm(at: int) -> Callable[[Call, Call], dict[int, Any]]:
+    """Group norm names the sizes of batch and channels, and how many groups there are; ``at``: from which position."""
+
+    def local(call: Call, shard: Call) -> dict[int, Any]:
+        batch, channels = shard.operand.shape[:2]
+        whole = call.operand.shape[1]
+        return {at: batch, at + 1: channels, at + 3: call.args[at + 3] * channels // max(1, whole)}
+
+    return local
 
 
 def _batch_norm_rule(training: int | bool) -> Callable[[Call], Rule]:
@@ -86,8 +97,8 @@ rule(aten.native_layer_norm.default, _layer_norm_rule)
 rule(aten.native_layer_norm_backward.default, _layer_norm_backward_rule)
 rule(aten._fused_rms_norm.default, _rms_norm_rule)
 rule(aten._fused_rms_norm_backward.default, _rms_norm_backward_rule)
-rule(aten.native_group_norm.default, _group_norm_rule, local=_local_batch(3))
-rule(aten.native_group_norm_backward.default, _group_norm_backward_rule, local=_local_batch(5))
+rule(aten.native_group_norm.default, _group_norm_rule, local=_local_group_norm(3))
+rule(aten.native_group_norm_backward.default, _group_norm_backward_rule, local=_local_group_norm(5))
 rule(aten.native_batch_norm.default, _batch_norm_rule(training=5))
 rule(aten._native_batch_norm_legit_functional.default, _batch_norm_rule(training=True))  # new buffers have no batch
 rule(aten._native_batch_norm_legit_no_training.default, _batch_norm_rule(training=False))

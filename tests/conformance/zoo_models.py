@@ -181,7 +181,11 @@ def mixtral(at: Sizes) -> Made:
 def mixtral_experts(at: Sizes) -> Made:
     """Each rank has some of the experts."""
     made, inputs, weights = mixtral(at)
-    return made, inputs, weights | {"*.experts.*_proj": ROWS}
+    return (
+        made,
+        inputs,
+        {name: spec for name, spec in weights.items() if "experts" not in name} | {"*.experts.*_proj": ROWS},
+    )
 
 
 @model
