@@ -223,11 +223,11 @@ class _State:
                 continue
             sources = [i for i, cut in enumerate(cuts) if factor in cut]
             source = max(sources, key=lambda i: (len(cuts[i][factor].all_axes), -i))
-            cut = cuts[source][factor]
-            if not op.rule.may_pass(factor, cut) or not all(extends(cut, cuts[i][factor]) for i in sources):
+            cut = _common(cuts[source][factor], [cuts[i][factor] for i in sources])
+            if cut == WHOLE or not op.rule.may_pass(factor, cut):
                 continue
             for i, (value, dims) in enumerate(tensors):
-                if op.rule.has(factor, dims) and cuts[i].get(factor, WHOLE) != cut:
+                if op.rule.has(factor, dims) and not extends(cuts[i].get(factor, WHOLE), cut):
                     self._extend(op, value, dims, cuts[i], factor, cut, tensors[source][0])
 
     def _local_numel(self, value: Value) -> int:
@@ -268,12 +268,12 @@ class _State:
         cut: DimSharding,
         source: Value,
     ) -> None:
-        """Cut a factor of a value further, where its dim is open and the axes are free there."""
+        """Cut a factor of a value further, where its dim is open, by the leading axes that are free there."""
         dim = next(i for i, factors in enumerate(dims) if factor in factors)
         before = cuts.get(factor, WHOLE)
+        cut = self._free(value, cut, before)
         new_parts = [part for part in cut.all_axes if part not in before.all_axes]
-        used = [*self.reserved.get(value, ()), *(part for cut in self.dims[value] for part in cut.all_axes)]
-        if dim in self.closed.get(value, ()) or any(part.overlaps(other) for part in new_parts for other in used):
+        if dim in self.closed.get(value, ()) or not new_parts or not op.rule.may_pass(factor, cut):
             return
         if factor in op.rule.chunks and num_shards(cut.axes) > self.shapes[value][dim]:
             return  # a dim of few elements would be chunks of one, most of them none
@@ -289,6 +289,14 @@ class _State:
             came = Origin(origin.annotation, origin.rank, op.name, origin)
             self.origins.setdefault(value, {}).setdefault(part.name, came)
         self._queue_around(value)
+
+    def _free(self, value: Value, cut: DimSharding, before: DimSharding) -> DimSharding:
+        """The leading part of a cut whose axes cut the value already so, or not at all."""
+        used = [*self.reserved.get(value, ()), *(part for dim in self.dims[value] for part in dim.all_axes)]
+        free = [part in before.all_axes or not any(part.overlaps(other) for other in used) for part in cut.all_axes]
+        if all(free):
+            return cut
+        return before if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
     def _is_storable(self, cut: DimSharding, size: int) -> bool:
         """Whether a DTensor can lie so: no part of an axis, and no uneven cut that torch would make otherwise."""
@@ -306,6 +314,16 @@ class _State:
             )
             self.program.set_sharding(node, found if self.program.has_many(node) else found[0])
             self.program.set_origins(node, tuple(self.origins.get((node, index), {}) for index in range(len(found))))
+
+
+def _common(longest: DimSharding, cuts: list[DimSharding]) -> DimSharding:
+    """The longest cut, where it extends all others; else the leading axes that all have."""
+    if all(extends(longest, cut) for cut in cuts):
+        return longest
+    count = 0
+    while not any(cut.minor for cut in cuts) and len({cut.axes[: count + 1] for cut in cuts}) == 1:
+        count += 1
+    return DimSharding(longest.axes[:count])
 
 
 def _takes_blocks(rule: Rule, factors: tuple[str, ...], shards: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardc.mesh import Axes, merge_parts
-from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, num_shards
+from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 from shardc.spec import Dims as Dims
 from shardc.spec import bind_spec
 
@@ -319,7 +319,16 @@ def _joined(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tuple
         return None
     apart = major_axes + minor_axes
     axes = merge_parts(apart)
-    return (major * minor, axes) if axes == apart or minor % num_shards(minor_axes) == 0 else None
+    return (major * minor, axes) if _keeps_chunks(major * minor, apart, axes) else None
+
+
+def _keeps_chunks(size: int, apart: Axes, merged: Axes) -> bool:
+    """Whether parts cut into the same chunks once they are merged: each merged part divides what it cuts."""
+    for part in merged:
+        if part not in apart and size % part.size:
+            return False
+        size = ceil_div(size, part.size)
+    return True
 
 
 def factor_cuts(

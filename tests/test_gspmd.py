@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conformance.gspmd import cases, is_scored, score
+from conformance import gspmd_propagation, gspmd_rules
+from conformance.gspmd import cases, entries, is_scored, score
 from conformance.gspmd_ops import Case
 from conformance.suite import Result
 from printed import compiled, value
@@ -27,8 +28,20 @@ def test_no_case_has_other_values_or_local_shapes_than_expected(results: list[tu
 
 def test_as_many_cases_are_right_and_lean_as_before(results: list[tuple[Case, Result]]) -> None:
     right = [(case, result) for case, result in results if result.outcome == "right"]
-    assert len(right) >= 110
-    assert sum(is_scored(case) and result.facts["is_lean"] for case, result in right) >= 90
+    assert len(right) >= 174
+    assert sum(is_scored(case) and result.facts["is_lean"] for case, result in right) >= 128
+
+
+def test_what_shardy_may_cut_may_be_cut() -> None:
+    found = [gspmd_rules.check(fields) for fields in entries("rules")]
+    assert [result for result in found if result.outcome == "wrong"] == []
+    assert sum(result.outcome == "right" for result in found) == 32
+
+
+def test_annotations_propagate_as_in_shardy() -> None:
+    found = [gspmd_propagation.check(fields) for fields in entries("propagation")]
+    assert [result for result in found if result.outcome == "wrong"] == []
+    assert sum(result.outcome == "right" for result in found) == 33
 
 
 def test_an_output_that_is_an_input_may_be_placed_otherwise() -> None:

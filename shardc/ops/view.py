@@ -27,8 +27,8 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
     while left.rest > 1 or right.rest > 1:
         name = f"f{len(sizes)}"
         common = math.gcd(left.size, right.size) if left.rest == right.rest else 1
-        ahead = left if left.rest >= right.rest else right
-        sizes[name] = common if common > 1 else ahead.size
+        ahead, behind = (left, right) if left.rest >= right.rest else (right, left)
+        sizes[name] = common if common > 1 else ahead.until(behind.rest)
         whole += [name] * (common == 1)
         for side in (left, right) if common > 1 else (ahead,):
             side.take(sizes[name], name)
@@ -49,6 +49,11 @@ class _Walk:
     @property
     def size(self) -> int:
         return next((size for size in self.sizes if size > 1), 1)
+
+    def until(self, rest: int) -> int:
+        """What to take of the dim so that ``rest`` is left of all; the whole dim where that is no part of it."""
+        part, over = divmod(self.rest, rest)
+        return part if part > 1 and not over and self.size % part == 0 else self.size
 
     def take(self, size: int, name: str) -> None:
         dim = next(i for i, left in enumerate(self.sizes) if left > 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardc
 
+from . import gspmd_propagation, gspmd_rules
 from .gspmd_ops import Case, Function, function_of, spec
 from .gspmd_values import inputs, is_large, smaller, values
 from .suite import Result, exit_code, print_counts, run_cases, write_json
@@ -38,10 +39,15 @@ class Model(nn.Module):
         return self.function(*xs)
 
 
+def entries(kind: str) -> list[dict[str, Any]]:
+    """What the file has of ``cases``, ``rules`` or ``propagation``."""
+    found: list[dict[str, Any]] = json.loads(CASES.read_text())[kind]
+    return found
+
+
 def cases(only: str | None = None) -> list[Case]:
     """The cases whose names match."""
-    found = json.loads(CASES.read_text())["cases"]
-    return [Case(fields) for fields in found if fnmatch.fnmatch(fields["name"], only or "*")]
+    return [Case(fields) for fields in entries("cases") if fnmatch.fnmatch(fields["name"], only or "*")]
 
 
 def score(case: Case) -> Result:
@@ -131,11 +137,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the cases, print the counts and misses."""
+    """Run the cases, print the counts and misses; then hold rules and propagation to Shardy's."""
     chosen = cases(options.only)
     results = run_cases(score, chosen, options.jobs)
     print_counts("gspmd", results)
     _print_bytes([result for case, result in zip(chosen, results, strict=True) if is_scored(case)])
+    if options.only is None:
+        for kind, check in (("rules", gspmd_rules.check), ("propagation", gspmd_propagation.check)):
+            found = [check(fields) for fields in entries(kind)]
+            print_counts(f"gspmd {kind}", found)
+            results += found
     write_json(options.json, results)
     return exit_code(results)
 

@@ -1,0 +1,141 @@
+"""Shardy's propagation cases: a few values are annotated, and the shardings of all others are held to Shardy's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc import P
+from shardc.program import Program
+
+from .suite import Result
+
+Fields = Mapping[str, Any]
+
+# Where shardc is not Shardy, by design.
+MORE = "a view keeps more cuts: those of the minor factor beside those of the major"
+CHUNKS = "a dim cut unevenly lies in other chunks than its parts would"
+COPY = "an annotation is of a copy, so that what it is a copy of may lie otherwise"
+LATER = "an axis that another factor has is no part of a contraction here; insert_reshards decides it by bytes"
+OTHERWISE = {
+    "basic_propagation/reshape_size_one_axes": "axes of one rank cut nothing, on any dim",
+    "basic_propagation/reshape_merge_dim_major_factor_partially_sharded": MORE,
+    "basic_propagation/non_minor_most_factor_non_divisible_sub_axis": CHUNKS,
+    "basic_propagation/merge_dim_non_minor_most_factor_non_divisible_multiple_axes": MORE,
+    "basic_propagation/merge_dim_non_minor_most_factor_propagate_sub_axis_and_concat": CHUNKS,
+    "aggressive_propagation/allow_partial_sideways_propagation_if_conflicting_with_result": COPY,
+    "aggressive_propagation/prefer_most_sharded_factor_on_operand_elementwise_op": COPY,
+    "op_priority_propagation/defer_forward_propagation_for_multi_use_ops": "two users or one, a cut goes forward",
+    "op_priority_propagation/chained_dot_generals": LATER,
+    "user_priority_propagation/different_priorities_from_ops": LATER,
+}
+
+
+def check(fields: Fields) -> Result:
+    """Propagate a case; what differs from what Shardy has."""
+    name = fields["name"].removeprefix("sdy/prop/")
+    cannot = _cannot_say(fields)
+    if cannot:
+        return Result(name, "apart", cannot)
+    program = _propagated(fields)
+    differs = "; ".join(_differences(fields, program))
+    if differs and name in OTHERWISE:
+        return Result(name, "apart", f"{OTHERWISE[name]}: {differs}")
+    return Result(name, "wrong" if differs else "right", differs)
+
+
+def _cannot_say(fields: Fields) -> str:
+    """What of the case no annotation of shardc's says."""
+    said = [entry["sharding"] for entry in (*fields["args"], *fields["ops"]) if entry["sharding"]]
+    if any(len({dim.get("priority", 0) for dim in sharding["dims"] if dim["axes"]}) > 1 for sharding in said):
+        return "dims of one value with different priorities"
+    if any(op["op"] not in OPS for op in fields["ops"]):
+        return "an op that torch has not"
+    if any("priority" in dim and not dim["axes"] for sharding in said for dim in sharding["dims"]):
+        return "an open dim with a priority"
+    if any("unreduced" in sharding or "replicated" in sharding for sharding in said):
+        return "axes kept away from a value, or a sum asked to stay open"
+    expected = fields["expected"]["args"]
+    for arg in fields["args"]:
+        after = expected.get(arg["name"])
+        for before, now in zip((arg["sharding"] or {}).get("dims", []), (after or {}).get("dims", []), strict=False):
+            if before["axes"] and before["axes"] != now["axes"]:
+                return "a dim cut by some axes and open for more"
+    return ""
+
+
+class _Model(nn.Module):
+    """The ops of a case. What each makes is annotated where the case says so, and returned."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip((arg["name"] for arg in self.fields["args"]), args, strict=True))
+        for op in self.fields["ops"]:
+            given = [values[name] for name in re.findall(r"%(\w+)", op["args"])]
+            made = OPS[op["op"]](op, given)
+            values[op["out"]] = shardc.annotate(made, _spec(op["sharding"])) if op["sharding"] else made
+        return tuple(values[op["out"]] for op in self.fields["ops"])
+
+
+def _spec(sharding: Fields) -> P:
+    entries = [tuple(dim["axes"]) or (P.OPEN if dim["open"] else None) for dim in sharding["dims"]]
+    return P(*entries, priority=max((dim.get("priority", 0) for dim in sharding["dims"]), default=0))
+
+
+def _propagated(fields: Fields) -> Program:
+    model = _Model(fields)
+    args = [torch.empty(arg["shape"], device="meta") for arg in fields["args"]]
+    said = {f"input:args.{i}": _spec(arg["sharding"]) for i, arg in enumerate(fields["args"]) if arg["sharding"]}
+    outs = [op["out"] for op in fields["ops"]]
+    returned = [name for name in fields["returns"] if name in outs]
+    for name, result in zip(returned, fields["expected"]["results"], strict=False):
+        is_closed = not any(dim["open"] for dim in result["dims"])
+        if fields["strategy"] != "full pipeline" and (is_closed or fields["strategy"].startswith("op-priority")):
+            said[f"output:{outs.index(name)}"] = _spec(result)  # of those cases the file has it after propagation alone
+    return shardc.compile(model, shardc.Mesh(**fields["mesh"]), said, args=args, train=False).at("propagate")
+
+
+def _differences(fields: Fields, program: Program) -> Iterator[str]:
+    inputs, outputs = program.named_inputs, program.results
+    expected = fields["expected"]
+    given = {arg["name"]: arg["sharding"] for arg in fields["args"]} | {
+        op["out"]: op["sharding"] for op in fields["ops"]
+    }
+    values = {f"%{arg['name']}": inputs["input", f"args.{i}"] for i, arg in enumerate(fields["args"])}
+    values |= {f"%{op['out']}": node for op, node in zip(fields["ops"], outputs, strict=True) if node is not None}
+    for name, node in values.items():
+        said = (expected["args"] if name[1:] in expected["args"] else expected["ops"]).get(name[1:]) or given[name[1:]]
+        found = [list(map(program.sharding(node).mesh.print_part, dim.all_axes)) for dim in program.sharding(node).dims]
+        wanted = [dim["axes"] for dim in said["dims"]] if said else [[] for _ in found]
+        if found != wanted:
+            yield f"{name} is {_text(found)}, Shardy has {_text(wanted)}"
+
+
+def _text(dims: list[list[str]]) -> str:
+    return f"[{', '.join('+'.join(axes) or '-' for axes in dims)}]"
+
+
+def _dot(op: Fields, given: list[Tensor]) -> Tensor:
+    a, b = (int(n) for n in re.findall(r"\[(\d)\]", op["args"]))
+    left, right = ("km" if a == 0 else "mk"), ("kn" if b == 0 else "nk")
+    return torch.einsum(f"{left},{right}->mn", *given)
+
+
+OPS: dict[str, Callable[[Fields, list[Tensor]], Tensor]] = {
+    "add": lambda op, given: given[0] + given[1],
+    "divide": lambda op, given: given[0] / given[1],
+    "multiply": lambda op, given: given[0] * given[1],
+    "sine": lambda op, given: given[0].sin(),
+    "cosine": lambda op, given: given[0].cos(),
+    "reshape": lambda op, given: given[0].reshape(op["shape"]),
+    "dot_general": _dot,
+    "sharding_constraint": lambda op, given: given[0],
+}
