@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.borrow import state_names, swap
+from shardc.borrow import state_names
 from shardc.error import ShardingError
-from shardc.initializer import Initialized, set_plain
+from shardc.initializer import Initialized, set_tensors
 from shardc.sharding import Sharding
 
 from .border import Border, border_of
@@ -66,13 +66,11 @@ def _placed(
 
 
 def _install(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    parameters, buffers, aliases = state_names(model)
-    values: dict[str, Tensor] = {name: tensors[name] for name in buffers}
-    for name, parameter in parameters.items():
+    values = dict(tensors)
+    for name, parameter in state_names(model)[0].items():
         values[name] = nn.Parameter(tensors[name], requires_grad=parameter.requires_grad)
         values[name].__dict__.update(parameter.__dict__)
-    swap(model, values, aliases)
-    set_plain(model, {name: tensor for name, tensor in tensors.items() if name not in values})
+    set_tensors(model, values)
 
 
 def _check_written(unwritten: list[str]) -> None:

@@ -82,17 +82,20 @@ def _of_function(
         model = make()
         if initialize is not None:
             initialize(model)
-    parameters, buffers, aliases = state_names(model)
+    parameters, buffers, _ = state_names(model)
     plain = _plain(model)
     outputs = {name: record.node(tensor) for name, tensor in {**parameters, **buffers, **plain}.items()}
-    swap(model, {name: _on_meta(tensor) for name, tensor in {**parameters, **buffers}.items()}, aliases)
-    set_plain(model, {name: _on_meta(tensor) for name, tensor in plain.items()})
+    set_tensors(model, {name: _on_meta(tensor) for name, tensor in {**parameters, **buffers, **plain}.items()})
     return model, outputs
 
 
-def set_plain(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give modules tensors as plain attributes, by path."""
-    for name, tensor in tensors.items():
+def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give modules parameters, buffers and plain attributes, by path; those tied to them are the same tensor.
+
+    As attributes, so that a module which keeps a list of its parameters (nn.LSTM) hears of it.
+    """
+    _, _, aliases = state_names(model)
+    for name, tensor in [*tensors.items(), *((alias, tensors[name]) for alias, name in aliases.items())]:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, tensor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ class Record:
 
     State: ``nodes``, the latest node of a tensor, by where it lies: tensors of one memory, shape and strides are one;
     ``memory`` of each node; ``writes``, the nodes that wrote to each memory; ``constants``, the real tensors that came
-    in. Every tensor that was seen is kept, so that no memory is used twice.
+    in. Every memory that was seen is kept, so that none is used twice.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Record:
         self.memory: dict[fx.Node, Any] = {}
         self.writes: dict[Any, set[fx.Node]] = {}
         self.constants: dict[str, Tensor] = {}
-        self._kept: list[Tensor] = []
+        self._kept: list[torch.UntypedStorage] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -51,6 +51,7 @@ class Record:
         with (
             warnings.catch_warnings(),
             changed(nn.init, "_no_grad_trunc_normal_", _trunc_normal),
+            changed(nn.Module, "_apply", _converted({})),
             FakeTensorMode(allow_non_fake_inputs=True),
             _Recorder(self),
         ):
@@ -136,7 +137,7 @@ class Record:
     def _note(self, tensor: Tensor, node: fx.Node) -> None:
         place = _place(tensor)
         self.nodes[place], self.memory[node] = node, place[0]
-        self._kept.append(tensor)
+        self._kept.append(tensor.untyped_storage())
 
 
 class _Recorder(TorchDispatchMode):
@@ -171,6 +172,34 @@ def _trunc_normal(
         drawn.uniform_(*bounds, generator=generator).erfinv_()
         drawn.mul_(std * math.sqrt(2.0)).add_(mean).clamp_(low, high)
         return tensor.copy_(drawn) if is_narrow else tensor
+
+
+def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.Module]:
+    """``nn.Module._apply``, which torch has not for fake parameters: tied ones are converted once.
+
+    ``memo``: for the id of a tensor itself, the function that converted it, and what it became.
+    """
+
+    def convert(fn: Any, tensor: Tensor) -> Tensor:
+        known = memo.get(id(tensor))
+        if known is None or known[1] is not fn:
+            with torch.no_grad():
+                new = fn(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            known = memo[id(tensor)] = (tensor, fn, new)
+        return known[2]
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for held in (self._parameters, self._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = convert(fn, tensor)  # type: ignore[assignment]
+        return self
+
+    return apply
 
 
 def _place(tensor: Tensor) -> Place:

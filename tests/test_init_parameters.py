@@ -284,6 +284,19 @@ def test_attributes_and_copies_come_out_as_the_constructor_makes_them() -> None:
     assert model.copies[0].weight.requires_grad and not model.copies[0].weight.is_meta
 
 
+def test_a_constructor_may_convert_and_a_module_may_list_its_parameters() -> None:
+    class Converted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.gpt = nn.LSTM(6, 5), MODELS["tied gpt"]().to(torch.float64)
+            self.cell.double()
+
+    model = shardc.init_parameters(Converted, Mesh(a=2))
+    assert model.gpt.head.weight is model.gpt.tokens.weight and model.gpt.head.weight.dtype == torch.float64
+    assert model.cell(torch.ones(3, 6, dtype=torch.float64))[0].abs().sum() > 0
+    assert all(weight is held for weight, held in zip(model.cell._flat_weights, model.cell.parameters(), strict=True))
+
+
 def test_parameters_that_are_not_on_meta_keep_their_values_unless_written() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

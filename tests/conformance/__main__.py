@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 SUITES = {
+    "draws": "initial parameters, dropout masks and 20 steps of Adam on every mesh of at most 16 ranks",
     "op_db": "PyTorch's own operator samples, forward and gradients, under random shardings",
     "gspmd": "cases of openxla's partitioners: values, local shapes and bytes on the wire",
     "programs": "random programs of many ops, sizes, meshes and annotations, after every pass",
@@ -21,7 +22,8 @@ SUITES = {
 
 def main() -> int:
     """Read the command line and run the suite that it names."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # what tests share is imported by its bare name
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests.parent / "examples")]  # what tests share is imported by its bare name
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     modules = {name: importlib.import_module(f".{name}", __package__) for name in SUITES if name in sys.argv[1:2]}

@@ -1,0 +1,159 @@
+"""The same numbers at every scale: initial parameters, dropout masks and 20 steps of Adam, on every small mesh.
+
+A GPT with dropout, in float64, is initialised and trained on each mesh of at most 16 ranks and 3 axes, and compared
+with the mesh of one rank: initial parameters and masks bit for bit, losses and parameters to 1e-10. No size of the
+model need divide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+import torch
+from gpt import DATA, GPT, MEGATRON, Config
+from meshes import all_meshes
+from torch import Tensor
+
+import shardc
+from shardc import Mesh, P, ShardingError
+from shardc.node import operand
+from shardc.ops.random import uniform
+from shardc.program import Output, Program
+from shardc.runtime.simulator import simulate
+
+from .suite import Result, exit_code, print_counts, run_cases, write_json
+
+STEPS = 20
+BATCH = 6
+TOLERANCE = 1e-10
+CONFIG = Config(vocab=23, context=6, layers=2, heads=4, width=16, dropout=0.2)
+ROLES = {"dp": DATA, "tp": MEGATRON, "fsdp": {"tokens.weight": P("fsdp"), "*.up.weight": P(P.OPEN, "fsdp")}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a mesh computed: digests of initial parameters and of each step's masks, losses, final parameters."""
+
+    initial: str
+    masks: tuple[str, ...]
+    losses: Tensor
+    parameters: dict[str, Tensor]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite."""
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of Adam (default {STEPS})")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the suite."""
+    found = [case for case in cases() if fnmatchcase(repr(case), options.only or "*")]
+    trained_alone(options.steps)  # once, before the processes start
+    results = run_cases(lambda mesh: compare(mesh, options.steps), found, options.jobs)
+    print_counts("draws", results)
+    for what in ("initial parameters", "masks"):
+        print(f"different sha256 of {what}: {len({result.facts.get(what) for result in results})}")
+    worst = max((result.facts.get("difference", 0.0) for result in results), default=0.0)
+    print(f"largest difference of losses and parameters over {options.steps} steps: {worst:.1e}")
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def cases() -> list[Mesh]:
+    """Every mesh; an axis alone is of each kind in turn, two are for data and tensors, the third cuts parameters."""
+    meshes = all_meshes(16)
+    named = [Mesh(**dict(zip(ROLES, mesh.shape, strict=False))) for mesh in meshes]
+    alone = [Mesh(**{role: mesh.size}) for mesh in meshes[1:] if len(mesh.shape) == 1 for role in ("tp", "fsdp")]
+    return named + alone
+
+
+def compare(mesh: Mesh, steps: int = STEPS) -> Result:
+    """One mesh against one rank."""
+    try:
+        found = train(mesh, steps)
+    except (ShardingError, NotImplementedError) as error:
+        return Result(repr(mesh), "refused", str(error).splitlines()[0])
+    expected = trained_alone(steps)
+    difference = max(_difference(a, b) for a, b in _pairs(found, expected))
+    facts = {"initial parameters": found.initial, "masks": _joined(found.masks), "difference": difference}
+    problems = [
+        *(["initial parameters differ"] if found.initial != expected.initial else []),
+        *(["masks differ"] if found.masks != expected.masks else []),
+        *(["a step's masks are another's"] if len(set(found.masks)) != steps else []),
+        *([f"losses or parameters differ by {difference:.1e}"] if not difference <= TOLERANCE else []),
+    ]
+    return Result(repr(mesh), "wrong" if problems else "right", ", ".join(problems), facts)
+
+
+@cache
+def trained_alone(steps: int) -> Run:
+    """What one rank computes."""
+    return train(Mesh(dp=1), steps)
+
+
+def train(mesh: Mesh, steps: int) -> Run:
+    """Initialise and train on a mesh."""
+    annotations = {pattern: spec for role in mesh.axis_names for pattern, spec in ROLES[role].items()}
+    model = shardc.init_parameters(lambda: GPT(CONFIG).double(), mesh, annotations, seed=7)
+    initial = digest(dict(model.named_parameters()).items())
+    parallel = shardc.parallelize(model, mesh, annotations)
+    parallel.seed = 11
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    losses: list[Tensor] = []
+    masks: list[str] = []
+    for _ in range(steps):
+        ids, targets = torch.randint(CONFIG.vocab, (2, BATCH, CONFIG.context), generator=generator)
+        step = parallel.step
+        loss = parallel(ids, targets)
+        masks.append(digest(drawn_masks(parallel.program.program, parallel.seed, step).items()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    final = {name: parameter.detach() for name, parameter in parallel.named_parameters()}
+    return Run(initial, tuple(masks), torch.stack(losses), final)
+
+
+def drawn_masks(program: Program, seed: int, step: int) -> dict[str, Tensor]:
+    """The dropout masks that a localized program draws, whole, by the key of each draw."""
+    alone = program.copy()
+    below = [node for node in alone.calls if str(node.target) == "aten.lt.Scalar"]
+    masks = {f"{operand(node).args[1]}": node for node in below if operand(node).target is uniform}
+    alone.output_node.args = (tuple(masks.values()),)
+    alone.outputs = tuple(Output(key, "output") for key in masks)
+    alone.remove_dead()
+    inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in alone.inputs]
+    random = [entry.kind for entry in alone.inputs].index("random")
+    inputs[random] = torch.tensor([seed, step])
+    return {key: mask for key, mask in zip(masks, simulate(alone, inputs), strict=True) if mask is not None}
+
+
+def digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The sha256 of tensors and their names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _joined(digests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _pairs(found: Run, expected: Run) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (found.losses, expected.losses),
+        *((found.parameters[name], value) for name, value in expected.parameters.items()),
+    ]
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative where values are above 1."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1))
