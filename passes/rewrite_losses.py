@@ -55,6 +55,17 @@ def _summed_loss(program: Program, node: fx.Node) -> Results:
     return program.emit(aten.div.Tensor, total, math.prod(shape), like=node) if reduction == MEAN else total
 
 
+def _row_loss_backward(program: Program, node: fx.Node) -> Results:
+    """The gradient of a mean over rows is divided before."""
+    given = arguments(node)
+    if given["reduction"] != MEAN:
+        return None
+    shape = program.type(node).shape
+    count, given["reduction"] = shape[0] if len(shape) == 2 else 1, SUM
+    given["grad_output"] = program.emit(aten.div.Tensor, given["grad_output"], count, like=node)
+    return program.emit(node.target, *given.values(), like=node)
+
+
 def _nll_loss(program: Program, node: fx.Node) -> Results:
     """The mean, the sum or each of -w[target] * x[row, target[row]] over the rows whose target counts.
 
@@ -133,7 +144,17 @@ MEAN_LOSSES = (
 LOSSES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(MEAN_LOSSES, _mean_loss),
-    **dict.fromkeys((aten.soft_margin_loss.default, aten.binary_cross_entropy_with_logits.default), _summed_loss),
+    **dict.fromkeys(
+        (
+            aten.binary_cross_entropy_with_logits.default,
+            aten.multi_margin_loss.default,
+            aten.soft_margin_loss.default,
+        ),
+        _summed_loss,
+    ),
+    **dict.fromkeys(
+        (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default), _row_loss_backward
+    ),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),
 }

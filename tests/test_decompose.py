@@ -143,3 +143,13 @@ def test_a_batch_norm_over_a_cut_batch_moves_two_numbers_a_channel_each_way(dtyp
         loss, gradients = compiled.simulate(x)
         torch.testing.assert_close(loss, model(x).detach(), rtol=2**-6, atol=2**-6)
         assert all(torch.isfinite(gradient).all() for gradient in gradients.values() if gradient is not None)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(x=4), Mesh(x=2, y=2)], ids=str)
+@pytest.mark.parametrize("width", [3, 4])
+def test_a_lookup_in_a_dim_that_is_cut_in_blocks_equals_the_whole(mesh: Mesh, width: int) -> None:
+    """A rank has then positions that do not follow one another."""
+    inputs = {"x": torch.randn(4, width, dtype=torch.float64), "places": torch.tensor([3, 0, 5, 8])}
+    model = Function(lambda x, places: x.reshape(-1)[places], inputs)
+    program = shardc.compile(model, mesh, {"x": P(None, mesh.axis_names)}, kwargs=inputs)
+    assert torch.equal(program.simulate(**inputs)[0], model(**inputs))

@@ -26,13 +26,13 @@ rule(aten.geqrf.default, "... 1 1 -> ... 1 1, ... 1")
 rule(aten.linalg_lu.default, "... 1 1 -> ... 1 1, ... 1 1, ... 1 1")
 rule(aten.linalg_lu_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
 rule(aten.linalg_ldl_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
-rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1")
+rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1", is_even=True)
 rule(aten.linalg_cholesky_ex.default, "... 1 1 -> ... 1 1, ...")
 rule(aten.cholesky.default, "... 1 1 -> ... 1 1", is_even=True)
 
 # Functions of a matrix.
 rule(aten.linalg_inv_ex.default, "... 1 1 -> ... 1 1, ...")
-rule(aten.cholesky_inverse.default, "... 1 1 -> ... 1 1")
+rule(aten.cholesky_inverse.default, "... 1 1 -> ... 1 1", is_even=True)
 rule(aten.linalg_matrix_exp.default, "... 1 1 -> ... 1 1")
 rule(aten.linalg_householder_product.default, "... 1 1, ... 1 -> ... 1 1")
 rule(aten.linalg_pinv.atol_rtol_tensor, "... 1 1, ..., ... -> ... 1 1", is_even=True)
@@ -47,8 +47,8 @@ def _solve_rule(spec: str) -> Callable[[Call], Rule]:
     return bind
 
 
-rule(aten.linalg_lu_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
-rule(aten.linalg_ldl_solve.default, _solve_rule("... 1 1, ... 1, X -> X"))
+rule(aten.linalg_lu_solve.default, _solve_rule("... 1 1, ... 1, X -> X"), is_even=True)
+rule(aten.linalg_ldl_solve.default, _solve_rule("... 1 1, ... 1, X -> X"), is_even=True)
 rule(aten.linalg_solve_triangular.default, _solve_rule("... 1 1, X -> X"))
 rule(aten.cholesky_solve.default, _solve_rule("X, ... 1 1 -> X"))
 rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1", is_even=True)
