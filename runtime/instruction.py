@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shardc.collective import COLLECTIVES, EXCHANGES
+from shardc.error import ShardingError
 from shardc.node import takes_device
+from shardc.opaque import Opaque
 from shardc.program import Program
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
@@ -80,7 +84,7 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
     args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
     target = _with_names(node.target, tuple(named)) if named else node.target
     return Instruction(
-        _of_contiguous(target) if _may_read_memory(node.target) else target,
+        _foreign(target, node.name) if _is_foreign(node.target) else target,
         tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
         {**plain, "device": device} if takes_device(node.target) else plain,
         tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
@@ -97,17 +101,29 @@ def _method(node: fx.Node) -> str:
     return COLLECTIVES.get(node.target, "")  # type: ignore[arg-type]
 
 
-def _may_read_memory(target: Any) -> bool:
+def _is_foreign(target: Any) -> bool:
     """Whether an op is another library's: its kernel may take for granted how a tensor lies in memory."""
-    namespace = getattr(target, "namespace", "" if hasattr(target, "__code__") else "other")
-    return namespace not in ("", "aten", "prims", "shardc", "_c10d_functional")
+    is_op = isinstance(target, (torch._ops.OpOverload, Opaque))
+    return is_op and getattr(target, "namespace", "") not in ("aten", "prims", "shardc", "_c10d_functional")
 
 
-def _of_contiguous(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The op on operands that lie in memory as they are indexed."""
+def _foreign(target: Callable[..., Any], place: str) -> Callable[..., Any]:
+    """The op on operands that lie in memory as they are indexed; at its first run it must not draw random numbers."""
+    runs = count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return target(*pytree.tree_map_only(Tensor, Tensor.contiguous, args), **kwargs)
+        args = pytree.tree_map_only(Tensor, Tensor.contiguous, args)
+        if next(runs) or _get_current_dispatch_mode() is not None:
+            return target(*args, **kwargs)
+        before = torch.get_rng_state()
+        result = target(*args, **kwargs)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ShardingError(
+                place, "an op of your own",
+                "it draws random numbers, which would depend on the rank",
+                "give it the numbers as an operand, drawn in the model with torch",
+            )  # fmt: skip
+        return result
 
     return call
 

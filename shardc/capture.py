@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -42,13 +43,13 @@ from shardc.convention import (
 )
 from shardc.decomposition import decompositions
 from shardc.error import CaptureError
-from shardc.higher_order import higher_order_ops
+from shardc.higher_order import REPLACED, higher_order_ops
 from shardc.joint import Ends, assemble
-from shardc.location import failing_line, user_location
+from shardc.location import user_location
 from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
-from shardc.refusal import Refusals, Unfit, python_effects
+from shardc.refusal import Refusals, Unfit, capture_error, python_effects
 from shardc.sharding import TensorType
 from shardc.traced import plain_cells
 from shardc.tree import Tree
@@ -93,7 +94,7 @@ def capture(
     except CaptureError:
         raise
     except (RuntimeError, TypeError) as error:
-        raise _capture_error(error) from error
+        raise capture_error(error) from error
     return joint.captured(traced)
 
 
@@ -222,6 +223,8 @@ class _Watch(TorchDispatchMode):
     node of that number.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, model: nn.Module, annotations: Mapping[str, P]) -> None:
         super().__init__()
         self.modules: list[str] = []
@@ -234,6 +237,8 @@ class _Watch(TorchDispatchMode):
         follow_modules(model, self.modules)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
+            raise Unfit(f"{func} is called as an op", "call the function of torch of that name, which takes closures")
         mode = get_proxy_mode()
         assert mode is not None
         last = next(reversed(mode.tracer.graph.nodes))
@@ -283,26 +288,3 @@ def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
     return {name: tensor for (kind, name), tensor in named.items() if kind in kinds}
-
-
-def _capture_error(error: Exception) -> CaptureError:
-    where = failing_line(error)
-    if isinstance(error, Unfit):
-        return CaptureError(where, error.problem, error.remedy)
-    if isinstance(error, DataDependentOutputException):
-        return CaptureError(
-            where,
-            "what runs next depends on the value of a tensor, which is unknown during capture",
-            "use torch.where instead of a branch, check outside of the model, or pass the number as its argument",
-        )
-    if isinstance(error, DynamicOutputShapeException):
-        return CaptureError(
-            where,
-            "the shape of a result depends on the values of a tensor",
-            "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
-        )
-    return CaptureError(
-        where,
-        f"{type(error).__name__}: {error}",
-        "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
-    )

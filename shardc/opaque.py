@@ -90,7 +90,8 @@ def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
     target: Any = node.target
     types = tuple(TensorType(tuple(leaves[i].shape), leaves[i].dtype) for i in tensors)
     inner = next((leaf for leaf in given if isinstance(leaf, torch._ops.OpOverload)), target)
-    opaque = Opaque(str(inner).removesuffix(".default"), run, types, tags=tuple(getattr(inner, "tags", ())))
+    name = str(inner if str(target).startswith("auto_functionalized") else target).removesuffix(".default")
+    opaque = Opaque(name, run, types, tags=tuple(getattr(inner, "tags", ())))
     with traced.graph.inserting_before(node):
         made = traced.graph.call_function(opaque, tuple(given[i] for i in places))
     made.meta["val"] = [leaves[i] for i in tensors]
@@ -106,6 +107,12 @@ def _body(traced: fx.GraphModule, node: fx.Node) -> Any:
 
 def _repoint(node: fx.Node, made: fx.Node, places: Any) -> None:
     """Whoever picks a result of ``node`` picks it from ``made``; ``places`` nests like the results, and says where."""
+    if isinstance(places, int):
+        with node.graph.inserting_after(made):
+            only = node.graph.call_function(getitem, (made, places))
+        only.meta["val"] = made.meta["val"][places]
+        node.replace_all_uses_with(only)
+        return
     for user in list(node.users):
         assert user.target is getitem, user
         picked = places[user.args[1]]

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from shardc.error import CaptureError
+from shardc.location import failing_line
 
 
 class Unfit(RuntimeError):
@@ -88,3 +90,27 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, (bool, int, float, str))
     }
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """What an error during capture means for the user's line that raised it."""
+    where = failing_line(error)
+    if isinstance(error, Unfit):
+        return CaptureError(where, error.problem, error.remedy)
+    if isinstance(error, DataDependentOutputException):
+        return CaptureError(
+            where,
+            "what runs next depends on the value of a tensor, which is unknown during capture",
+            "use torch.where or torch.cond instead of a branch, check outside of the model, or pass the number to it",
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return CaptureError(
+            where,
+            "the shape of a result depends on the values of a tensor",
+            "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
+        )
+    return CaptureError(
+        where,
+        f"{type(error).__name__}: {error}",
+        "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
+    )

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardc
-from shardc import CaptureError, Mesh, P
+from shardc import CaptureError, Mesh, P, ShardingError
 from shardc.dump import fallbacks_of
 from shardc.opaque import Opaque
 from shardc.runtime.distributed import make_device_mesh
@@ -315,6 +316,44 @@ def test_an_op_of_the_users_own_is_given_tensors_that_lie_in_memory_as_they_are_
     alone, x = model("rows")
     found, _ = shardc.compile(alone, MESH, {}, args=(x,)).simulate(x)
     torch.testing.assert_close(found, x[:, 0])
+
+
+@torch.library.custom_op("tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+noise.register_fake(torch.empty_like)
+
+
+def test_an_op_of_the_users_own_that_draws_is_found_at_its_first_run() -> None:
+    MODELS["noise"] = lambda self, x: noise(x).sum()
+    alone, x = model("noise")
+    with pytest.raises(ShardingError, match=r"noise: an op of your own\n  it draws random numbers") as raised:
+        shardc.compile(alone, MESH, ANNOTATIONS, args=(x,)).simulate(x)
+    assert "drawn in the model" in raised.value.remedy
+
+
+def test_any_other_higher_order_op_is_captured_as_it_is() -> None:
+    def product(self: Model, x: Tensor) -> Tensor:
+        ones = torch.ones(4, 4, dtype=torch.int8)
+        return self.linear(x).sum() + out_dtype(torch.ops.aten.mm.default, torch.int32, ones, ones).sum()
+
+    MODELS["out_dtype"] = product
+    assert fallbacks(assert_trains_alike(*model("out_dtype"))) == ["out_dtype"]
+
+
+def test_a_higher_order_op_that_is_called_as_an_op_is_refused() -> None:
+    MODELS["direct"] = lambda self, x: torch.ops.higher_order.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    alone, x = model("direct")
+    with pytest.raises(CaptureError, match="cond is called as an op\n  call the function of torch of that name"):
+        shardc.compile(alone, MESH, {}, args=(x,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cond in cond", "that writes and returns"])
+def test_opaque_calls_stay_opaque_to_inductor(name: str) -> None:
+    assert_trains_alike(*model(name), Mesh(dp=2, tp=1), compile="inductor")
 
 
 def run_on_gloo(name: str) -> None:
