@@ -51,7 +51,7 @@ from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.refusal import Refusals, Unfit, capture_error, python_effects
 from shardc.sharding import TensorType
-from shardc.traced import plain_cells
+from shardc.traced import PlainDropout, plain_cells
 from shardc.tree import Tree
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
@@ -150,6 +150,7 @@ class _Joint:
                 torch.inference_mode(False),
                 torch.autograd.set_multithreading_enabled(False),
                 plain_cells(),
+                PlainDropout(),
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from shardc.ops.experts import grouped_mm
 
@@ -24,6 +27,17 @@ def plain_cells() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+class PlainDropout(TorchFunctionMode):
+    """In the block attention with a dropout is ops, of which one draws, not a kernel that draws by itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else given.get("dropout_p", 0.0)):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **given)
+        return func(*args, **given)
 
 
 def _random_from(x: Tensor, low: int, high: int | None = None, *, generator: Any = None) -> Tensor:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import shardc
 from shardc import Mesh, P
 from shardc.ops.random import poisson_quantile, seeded
+from shardc.traced import PlainDropout
 
 Moments = tuple[float, float]
 Draw = Callable[[Tensor], Tensor]
@@ -167,3 +169,39 @@ def test_a_random_op_of_the_users_own_is_drawn_whole_the_same_on_every_mesh() ->
     assert not torch.equal(*found[0])
     for other in found[1:]:
         assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])
+
+
+def test_attention_with_a_dropout_is_captured_by_no_kernel_that_draws_by_itself() -> None:
+    class Attention(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.dropout = dropout
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, None, self.dropout).sum()
+
+    x = torch.randn(2, 2, 8, 4, requires_grad=True)
+    for dropout, fused in ((0.5, 0), (0.0, 1)):
+        compiled = shardc.compile(Attention(dropout), Mesh(a=2), {"x": P("a")}, args=(x,))
+        names = [str(node.target) for node in compiled.at("capture").calls]
+        assert sum("scaled_dot_product" in name and "backward" not in name for name in names) == fused
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, "what PlainDropout looks for"
+
+
+def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout_is_captured() -> None:
+    def attend(x: Tensor, dropout: float) -> bool:
+        seen: list[bool] = []
+
+        class Look(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func is F.scaled_dot_product_attention:
+                    seen.append(torch.backends.cuda.flash_sdp_enabled())
+                return func(*args, **(kwargs or {}))
+
+        with Look(), PlainDropout():
+            F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+        return seen[0]
+
+    x = torch.randn(2, 2, 8, 4)
+    assert not attend(x, 0.1) and attend(x, 0.0)
+    assert torch.backends.cuda.flash_sdp_enabled()
