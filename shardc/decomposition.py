@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
+from shardc.foreach import foreach_ops
 from shardc.traced import TRACED_AS
 
 aten = torch.ops.aten
@@ -33,4 +34,4 @@ EXPANDED = (
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """For each of the ops, and of those that are traced as others, the function that computes it."""
     found: dict[Any, Callable[..., Any]] = get_decompositions(EXPANDED)
-    return found | TRACED_AS
+    return found | foreach_ops() | TRACED_AS
