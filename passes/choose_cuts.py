@@ -22,7 +22,7 @@ from shardc.program import Origin, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
-from .plan_reshard import reshard_plan
+from .reshard_plan import reshard_plan
 
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 Cuts = dict[str, DimSharding]

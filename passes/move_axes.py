@@ -58,9 +58,10 @@ class Space:
     """Where a search goes, and within what bounds: a local value is never larger than at both ends.
 
     ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
-    all others; else the search puts one where its ends meet. ``loose``: the dims that are cut unevenly at an end: any
-    atoms may cut them, save neighbours that are one cut together (``joins``) where that leaves other chunks, and they
-    come and go one at a time, since each cuts what those before it left, unless they divide that.
+    all others; else the search puts one where its ends meet. ``reorders``: it must put one there. ``loose``: the dims
+    that are cut unevenly at an end: any atoms may cut them, save neighbours that are one cut together (``joins``) where
+    that leaves other chunks, and they come and go one at a time, since each cuts what those before it left, unless they
+    divide that.
     """
 
     sizes: tuple[int, ...]
@@ -70,6 +71,7 @@ class Space:
     loose: frozenset[int] = frozenset()
     joins: frozenset[tuple[int, int]] = frozenset()
     permutes: bool = False
+    reorders: bool = False
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:

@@ -15,10 +15,8 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
-from shardc.collective import Collective, Kind, Step, group_size, steps_sharding, wire_bytes
-from shardc.error import ShardingError
-from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
-from shardc.partition import P
+from shardc.collective import Kind, Step, steps_sharding
+from shardc.mesh import Axes, AxisPart, merge_parts, part_ends, split_parts
 from shardc.rule import split_dim
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 
@@ -26,32 +24,11 @@ from .move_axes import Atoms, Move, Space, State
 from .search_moves import cheapest_moves
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Args = tuple[object, ...]
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
 MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
-
-
-def reshard_plan(
-    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, src: P | Sharding, dst: P | Sharding
-) -> tuple[Collective, ...]:
-    """The collectives of the cheapest way from one sharding to another, without local slices.
-
-    Raises a ShardingError where a sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
-    """
-    mesh, type_ = Mesh.of(mesh), TensorType(tuple(shape), dtype)
-    before, found = _sharding(mesh, type_, src, "src"), []
-    after = _sharding(mesh, type_, dst, "dst")
-    if not _is_open(before, after):
-        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
-                            "make dst partial only where src is")  # fmt: skip
-    shape = type_.shape
-    for step in plan_reshard(before, after, type_):
-        if step.kind not in ("view", "shard_slice"):
-            found.append(_collective(step, before.local_shape(shape), dtype))
-        before, shape = step.sharding, step.shape
-    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -60,7 +37,7 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
 
     Local values on the way are never larger than at both ends, save where cuts do not line up.
     """
-    assert src.mesh == dst.mesh and _is_open(src, dst), (src, dst)
+    assert src.mesh == dst.mesh and is_open(src, dst), (src, dst)
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
     fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
     split = _split_uneven(src, dst, type.shape, fine)
@@ -73,37 +50,18 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
         via = _whole_at(dst, apart)
         return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
     shape = tuple(size for sub in sizes for size in sub or ())
-    steps = list(_plain_steps(fine[0], fine[1], shape))
+    steps = list(plain_steps(fine[0], fine[1], shape))
     if shape != type.shape and steps:
         view = Step("view", (list(shape),), fine[0], shape)
         steps = [view, *steps, Step("view", (list(type.shape),), dst, type.shape)]
     return (*steps[:-1], replace(steps[-1], sharding=dst)) if steps else ()
 
 
-def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
-    if isinstance(said, P):
-        return said.sharding(mesh, type.shape, who)
-    if len(said.dims) != len(type.shape) or said.mesh != mesh:
-        raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",
-                            "the sharding does not fit: mesh or number of dims",
-                            "make the sharding on this mesh for this shape")  # fmt: skip
-    return said
-
-
-def _is_open(src: Sharding, dst: Sharding) -> bool:
+def is_open(src: Sharding, dst: Sharding) -> bool:
     """Whether every reduction that is open in ``dst`` is open in ``src``."""
     ends = part_ends(src.partial_axes + dst.partial_axes)
     fine = [{(piece, op) for part, op in at.partial for piece in split_parts((part,), ends)} for at in (src, dst)]
     return fine[1] <= fine[0]
-
-
-def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
-    assert step.kind != "view"
-    after = step.sharding.local_shape(step.shape)
-    payload = max(math.prod(local_shape), math.prod(after)) * dtype.itemsize
-    sent = wire_bytes(step.kind, payload, group_size(step.sharding.mesh, step.kind, step.args))
-    name = str(dtype).removeprefix("torch.")
-    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent)
 
 
 # Seeing both sides alike.
@@ -184,8 +142,11 @@ def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) 
 # The search, with axes as numbered atoms.
 
 
-def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Step]:
-    """The steps between two shardings that are plain on every dim on which they differ."""
+def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: bool = False) -> Iterator[Step]:
+    """The steps between two shardings that are plain on every dim on which they differ.
+
+    ``reorders``: a permute is among them, to be one of devices too, if only one of them.
+    """
     ends = _ends_in_play(src, dst, shape)
     start, target = _rest(src, dst, ends)
     in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
@@ -193,12 +154,12 @@ def _plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterat
     active = [i for i in range(len(shape)) if start[i] or target[i]]
     if len(atoms) <= MAX_SPARE:
         active = sorted(active + _spare_dim(src, dst, shape, active, sum(target, ())))
-    space = _space(src, dst, shape, ends, atoms, active)
+    space = replace(_space(src, dst, shape, ends, atoms, active), reorders=reorders)
     moves = cheapest_moves(space) or cheapest_moves(replace(space, permutes=True))
     if moves is None:
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
-        yield from _plain_steps(src, via, shape)
-        yield from _plain_steps(via, dst, shape)
+        yield from plain_steps(src, via, shape)
+        yield from plain_steps(via, dst, shape)
         return
     sharding = src
     for kind, args in _calls(_joined_slices(moves, space.loose), atoms, active, src):

@@ -24,9 +24,10 @@ def cheapest_moves(space: Space) -> tuple[Move, ...] | None:
         side, other = (there, back) if there.next_cost <= back.next_cost else (back, there)
         for state, found in side.close_next(other):
             one, two = (state, found) if side is there else (found, state)
-            cost = there.closed[one] + back.closed[two] + (0 if one == two else space.local(one) + space.latency)
+            is_one = one == two and not space.reorders
+            cost = there.closed[one] + back.closed[two] + (0 if is_one else space.local(one) + space.latency)
             if cost < least:
-                permute = () if one == two else (Move("collective_permute", (), (), one, two),)
+                permute = () if is_one else (Move("collective_permute", (), (), one, two),)
                 best, least = (*there.way(one), *permute, *back.way(two)), cost
     return best
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
     from shardc.partition import P, blocks
-    from shardc.passes.plan_reshard import reshard_plan
+    from shardc.passes.reshard_plan import reshard_plan
     from shardc.registration import register_rule
     from shardc.rule_check import check_rule
     from shardc.runtime.border import shard_batch
@@ -44,7 +44,7 @@ __all__ = [
 _HOMES = {
     "CaptureError": "error",
     "annotate": "annotations",
-    "reshard_plan": "passes.plan_reshard",
+    "reshard_plan": "passes.reshard_plan",
     "Collective": "collective",
     "Compiled": "api",
     "Mesh": "mesh",

@@ -18,7 +18,8 @@ from shardc.collective import Collective, Kind, Step, group_size, steps_sharding
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
-from shardc.passes.plan_reshard import common_subdims, plan_reshard, reshard_plan
+from shardc.passes.plan_reshard import common_subdims, plan_reshard
+from shardc.passes.reshard_plan import reshard_plan
 from shardc.runtime.comm import SimulatedComm
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
@@ -330,3 +331,23 @@ def test_reshard_plan_says_what_does_not_fit(src: P | Sharding, dst: P | Shardin
         reshard_plan(MESH, (8, 64), F32, src, dst)
     for line in expected:
         assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "kinds"),
+    [
+        ("-,-", "-,-", ()),  # every device holds all
+        ("x,y", "x,y", ("collective_permute",)),
+        ("x+y,-", "y+x,-", ("collective_permute",)),  # that of axes is that of devices as well
+        ("x,y", "x,-", ("collective_permute", "all_gather")),  # before the value grows
+        ("x,-", "x,y", ("collective_permute",)),  # after it shrank
+    ],
+)
+def test_devices_in_another_order_cost_a_permute_where_the_value_is_smallest(
+    src: str, dst: str, kinds: tuple[str, ...]
+) -> None:
+    mesh, other = Mesh(x=2, y=2), Mesh(x=2, y=2, device_ids=(3, 2, 1, 0))
+    ends = [P.parse(spec).sharding(at, (16, 8), "test") for spec, at in ((src, mesh), (dst, other))]
+    plan = reshard_plan(mesh, (16, 8), F32, *ends)
+    assert tuple(each.kind for each in plan) == kinds
+    assert all(each.wire_bytes == 128 for each in plan)

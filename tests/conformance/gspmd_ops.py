@@ -45,9 +45,13 @@ class Case:
         return shardc.Mesh(**self.fields["mesh"])
 
     @property
-    def device_order(self) -> bool:
+    def has_device_order(self) -> bool:
         """Whether input and output lie on the mesh in different orders of its devices."""
         return "device_ids_out" in self.fields
+
+    def mesh_of(self, side: str) -> shardc.Mesh:
+        """The mesh with its devices in the order of the input (``in``) or the output (``out``)."""
+        return shardc.Mesh(device_ids=self.fields.get(f"device_ids_{side}"), **self.fields["mesh"])
 
     def shapes(self, side: str) -> list[tuple[int, ...]]:
         return [tuple(tensor["shape"]) for tensor in self.fields[side]]
