@@ -1,8 +1,8 @@
 """Higher-order ops while a model is captured.
 
 ``torch.cond`` and ``while_loop`` become opaque calls: the bodies are traced apart, with what they close over as further
-operands, and each with its vector-Jacobian product. ``map``, ``scan``, ``associative_scan`` and ``flex_attention`` are
-written out as ordinary ops, which have rules. ``torch.compile`` inside a model is looked through.
+operands, and each with its vector-Jacobian product. ``associative_scan``, ``flex_attention`` and a ``map`` or ``scan``
+that is not too long are written out as ops, which have rules. ``torch.compile`` inside a model is looked through.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from torch.utils import _pytree as pytree
 
 from shardc.body import Bodies, Body, floating, type_of
 from shardc.borrow import changed
+from shardc.loop import Scan, While
 from shardc.opaque import Opaque, call
 from shardc.sharding import TensorType
 
+Run = Callable[..., Sequence[Tensor]]
+
 _HOME = "torch._higher_order_ops"
+MAX_STEPS = 64  # of a map or scan that is written out
 REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention")  # no such op is ever called
 
 
@@ -33,8 +37,8 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
     places: dict[tuple[str, str], Any] = {
         (f"{_HOME}.cond", "cond_op"): partial(_cond, kept),
         (f"{_HOME}.while_loop", "while_loop_op"): partial(_while_loop, kept),
-        (f"{_HOME}.map", "map_impl"): _map,
-        (f"{_HOME}.scan", "scan_op"): _scan,
+        (f"{_HOME}.map", "map_impl"): partial(_map, kept),
+        (f"{_HOME}.scan", "scan_op"): partial(_scan, kept),
         (f"{_HOME}.associative_scan", "associative_scan_op"): _associative_scan,
         ("torch.nn.attention.flex_attention", "flex_attention_hop"): _flex_attention,
         ("torch", "compile"): _uncompiled,
@@ -71,67 +75,61 @@ def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_f
         return branches[not given[0]].vjp(given)
 
     given = [pred, *leaves, *captured.outside]
-    made = Opaque("cond", forward, branches[0].types)
-    gradient = Opaque("cond_backward", backward, floating(map(type_of, given)))
-    kept += [made, gradient]
-    return pytree.tree_unflatten(list(call(made, gradient, given)), bodies[0].tree)
+    return _called(kept, "cond", forward, backward, branches[0].types, given, bodies[0].tree)
 
 
 def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any,
                 additional: Any) -> Any:  # fmt: skip
-    """The loop runs whole on every rank. The backward runs it again, keeps every step, and goes back over them."""
+    """The loop runs whole on every rank."""
     device = next((leaf.device for leaf in carried if isinstance(leaf, Tensor)), None)
     carry = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device) for leaf in carried]
-    captured = Bodies("while_loop")
+    captured, types = Bodies("while_loop"), tuple(map(type_of, carry))
     bodies = [captured.body(fn, [*carry, *additional]) for fn in (cond_fn, body_fn)]
     test, step = (body.traced() for body in bodies)
-    types, size = tuple(map(type_of, carry)), len(carry)
-    if step.types != types:
-        captured.refuse(f"its body turns {_listed(types)} into {_listed(step.types)}", "return what it was given")
-
-    def steps(given: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        state, rest = list(given[:size]), given[size:]
-        while True:
-            yield state
-            if not test.forward([*state, *rest])[0]:
-                return
-            state = list(step.forward([*state, *rest]))
-
-    def forward(*given: Tensor) -> Sequence[Tensor]:
-        last: Sequence[Tensor] = ()
-        for last in steps(given):  # noqa: B007
-            pass
-        return last
-
-    def backward(*given: Tensor) -> Sequence[Tensor]:
-        operands, tangents = given[: size + num_rest], list(given[size + num_rest :])
-        rest = operands[size:]
-        sums = [torch.zeros_like(tensor) for tensor in rest if tensor.is_floating_point()]
-        for state in reversed(list(steps(operands))[:-1]):
-            found = step.vjp([*state, *rest, *tangents])
-            sums = [total + part for total, part in zip(sums, found[len(tangents) :], strict=True)]
-            tangents = list(found[: len(tangents)])
-        return [*tangents, *sums]
-
+    _check_carry(captured, types, step.types)
     given = [*carry, *additional, *captured.outside]
-    num_rest = len(given) - size
-    made = Opaque("while_loop", forward, types)
-    gradient = Opaque("while_loop_backward", backward, floating(map(type_of, given)))
+    loop = While(test, step, len(carry), len(given))
+    return _called(kept, "while_loop", loop.forward, loop.backward, types, given, bodies[1].tree)
+
+
+def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
+               additional: Any) -> Any:  # fmt: skip
+    """The steps run whole on every rank."""
+    captured, types = Bodies("scan"), tuple(map(type_of, init))
+    body = captured.body(combine, [*init, *(x[0] for x in xs), *additional])
+    step = body.traced()
+    _check_carry(captured, types, step.types[: len(init)])
+    stacked = (TensorType((len(xs[0]), *type_.shape), type_.dtype) for type_ in step.types[len(init) :])
+    given = [*init, *xs, *additional, *captured.outside]
+    loop = Scan(step, len(init), len(xs), len(given))
+    return _called(kept, "scan", loop.forward, loop.backward, (*types, *stacked), given, body.tree)
+
+
+def _called(kept: list[Opaque], name: str, forward: Run, backward: Run, types: tuple[TensorType, ...],
+            given: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
+    made, gradient = Opaque(name, forward, types), Opaque(f"{name}_backward", backward, floating(map(type_of, given)))
     kept += [made, gradient]
-    return pytree.tree_unflatten(list(call(made, gradient, given)), bodies[1].tree)
+    return pytree.tree_unflatten(list(call(made, gradient, given)), tree)
+
+
+def _check_carry(captured: Bodies, given: tuple[TensorType, ...], made: tuple[TensorType, ...]) -> None:
+    if made != given:
+        captured.refuse(f"its body turns {_listed(given)} into {_listed(made)}", "return a carry as it was given")
 
 
 # Written out.
 
 
-def _map(f: Callable[..., Any], xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
+def _map(kept: list[Opaque], f: Callable[..., Any], xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
     """Every row on its own; the results stacked."""
-    rows = [f(*row, *args) for row in zip(*(x.unbind(0) for x in xs), strict=True)]
-    return pytree.tree_map(lambda *parts: torch.stack(parts), *rows)
+    return _scan(kept, lambda *row: ([], f(*row, *args)), [], xs, ())[1]
 
 
-def _scan(combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
-    """Step after step; the outputs stacked."""
+def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
+          additional_inputs: Any) -> Any:  # fmt: skip
+    """Step after step; the outputs stacked. A long one is an opaque call."""
+    if len(xs[0]) > MAX_STEPS:
+        return _long_scan(kept, combine, init, xs, additional_inputs)
     carry: Any = list(init)
     outputs = []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):

@@ -318,6 +318,12 @@ def test_an_op_of_the_users_own_is_given_tensors_that_lie_in_memory_as_they_are_
     torch.testing.assert_close(found, x[:, 0])
 
 
+@pytest.mark.parametrize("name", ["map", "scan"])
+def test_a_long_map_or_scan_is_an_opaque_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("shardc.higher_order.MAX_STEPS", 3)
+    assert fallbacks(assert_trains_alike(*model(name))) == ["scan", "scan_backward"]
+
+
 @torch.library.custom_op("tests::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
     return x + torch.randn_like(x)
