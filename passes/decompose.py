@@ -127,7 +127,7 @@ def _pays(program: Program, node: fx.Node) -> bool:
 
 def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op would be cut, could all be."""
-    loose = replaced(rule, whole=frozenset(), chunks={})
+    loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
 
     def lies(value: Value) -> Sharding:
         sharding = program.shardings(value[0])[value[1]]

@@ -84,9 +84,8 @@ class Rule:
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
-        if not cut.is_even(self.sizes[factor]) and (
-            self.is_even or (self.sees_padding and self._leaves_partial(factor))
-        ):
+        needs_even = self.is_even or (self.sees_padding and self._leaves_partial(factor))
+        if needs_even and not cut.is_even(self.sizes[factor]):
             return False
         return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_model import annotations, meshes, models
+from random_model import RandomModel, Step, annotations, meshes, models
 
 import shardc
+from shardc import Mesh, P
 from shardc.runtime.simulator import interpret, simulate
 
 
@@ -27,7 +29,11 @@ def check_program(data: st.DataObject) -> None:
     """Draw a model, a mesh and annotations, and compare with one device after every pass."""
     model, x = data.draw(models())
     mesh = data.draw(meshes())
-    chosen = data.draw(annotations(model, mesh, x))
+    check(model, x, mesh, data.draw(annotations(model, mesh, x)))
+
+
+def check(model: RandomModel, x: torch.Tensor, mesh: shardc.Mesh, chosen: dict[str, shardc.P]) -> None:
+    """The loss and every gradient, after every pass."""
     loss = model(x)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     compiled = shardc.compile(model, mesh, chosen, args=(x,))
@@ -40,3 +46,21 @@ def check_program(data: st.DataObject) -> None:
                 found = gradients[parameter]
                 assert found is not None
                 assert_close(found, gradient, f"the gradient of {parameter} after {name}")
+
+
+FOUND = {  # programs that were wrong or refused once: steps, shape, mesh, annotations
+    "a view after attention": ("attention 0", (4, 4, 4), Mesh(a=1), {"x": P("a", None, None)}),
+    "blocks of one of two sizes of a window's dim": (
+        "batch_norm 11, halves 8, gelu 7, pipeline 10, repeat 1, mask 3, logsumexp 3", (4, 3, 8), Mesh(a=2, b=3),
+        {"x": P("a", P.OPEN, "b"), "param:scale": P("b")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_were_wrong_once_are_right(name: str) -> None:
+    text, shape, mesh, chosen = FOUND[name]
+    steps = [step.split() for step in text.split(", ")]
+    torch.manual_seed(0)
+    model = RandomModel(shape[-1], tuple(Step(op, int(number)) for op, number in steps))
+    check(model, torch.randn(shape, dtype=torch.float64), mesh, chosen)
