@@ -78,9 +78,9 @@ class _Rewriter:
 
     def _explain_exchange(self, node: fx.Node) -> None:
         """Neighbours' edges are needed because the dim is cut."""
-        type_ = self.program.type(node)
-        lies, of = self.program.sharding(node).text(type_), _name(self.program, operand(node))
-        why = f"{_name(self.program, node)} of {of} is {lies}: edges overlap"
+        moved = operand(node)
+        lies = self.program.sharding(moved).text(self.program.value_type(self.program.value(moved)))
+        why = f"{_name(self.program, moved)} is {lies}, {_name(self.program, node)} reach into neighbours' chunks"
         self.program.set_cause(node, "; ".join([why, *_origins(self.program, node)]))
 
     def _operands(self, node: fx.Node) -> None:

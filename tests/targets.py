@@ -75,3 +75,9 @@ def not_a_model() -> tuple[Any, ...]:
 
 def failing() -> tuple[Any, ...]:
     raise RuntimeError("no such data")
+
+
+def convolution() -> tuple[Any, ...]:
+    """A convolution over an image whose height, 9 rows, is cut unevenly."""
+    torch.manual_seed(0)
+    return nn.Conv2d(2, 4, 3, stride=2, padding=1), (torch.randn(2, 2, 9, 8),), {}, {"input": P(None, None, "x")}

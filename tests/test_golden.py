@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import pytest
-from targets import mlp
+from targets import convolution, mlp
 
 from shardc import Mesh, compile
 from shardc.collective import collectives_of
@@ -22,6 +22,15 @@ def test_the_dump_of_two_layers_cut_as_megatron_is_the_one_that_was_read(
     model, args, kwargs, annotations = mlp()
     dumped = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump(format=format_)
     path = GOLDEN / f"mlp.{format_.replace('text', 'txt')}"
+    if request.config.getoption("--write-golden"):
+        path.write_text(dumped)
+    assert dumped == path.read_text()
+
+
+def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(request: pytest.FixtureRequest) -> None:
+    model, args, kwargs, annotations = convolution()
+    dumped = compile(model, Mesh(x=4), annotations, args=args, kwargs=kwargs).dump()
+    path = GOLDEN / "convolution.txt"
     if request.config.getoption("--write-golden"):
         path.write_text(dumped)
     assert dumped == path.read_text()
