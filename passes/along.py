@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from .emitter import Emitter
 
 aten = torch.ops.aten
 
+T = TypeVar("T")
 Results = fx.Node | list[fx.Node | None]
 
 
@@ -45,9 +46,9 @@ class Along:
         assert first is not None
         return len(self.emit.shape(first))
 
-    def at(self, numbers: Sequence[int]) -> int:
-        """The number for this dim, of one for each of the last dims."""
-        return numbers[self.dim - self.ndim]
+    def at(self, entries: Sequence[T]) -> T:
+        """The entry for this dim, of one for each of the last dims."""
+        return entries[self.dim - self.ndim]
 
     def without(self, numbers: Sequence[int], number: int = 0) -> list[int]:
         """The numbers with another one for this dim."""

@@ -17,6 +17,7 @@ from typing import Any
 from .along import Windowed
 from .windowed_convolution import CONVOLUTIONS
 from .windowed_pool import POOLS
+from .windowed_resample import RESAMPLINGS
 from .windowed_shift import SHIFTS
 
-WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | SHIFTS
+WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SHIFTS

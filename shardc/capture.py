@@ -41,7 +41,7 @@ from shardc.convention import (
     output_leaves,
     rebuild_call,
 )
-from shardc.decomposition import decompositions
+from shardc.decomposition import decompositions, resampling_whole
 from shardc.error import CaptureError
 from shardc.higher_order import REPLACED, higher_order_ops
 from shardc.joint import Ends, assemble
@@ -154,6 +154,7 @@ class _Joint:
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),
+                resampling_whole(),
                 python_effects(self.model),
                 Refusals(),
                 FakeTensorMode(allow_non_fake_inputs=True),

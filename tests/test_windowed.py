@@ -192,6 +192,31 @@ def test_groups_may_be_cut() -> None:
     )
 
 
+RESAMPLINGS: list[Op] = [
+    lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    lambda x: F.interpolate(x, scale_factor=(3, 1.5), mode="nearest-exact"),
+    lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    lambda x: F.interpolate(x, size=(3 * x.shape[2], 5), mode="bilinear"),
+    lambda x: F.interpolate(x.mean(-1), scale_factor=3, mode="linear"),
+    lambda x: F.interpolate(x.unsqueeze(1), scale_factor=(1, 2, 2), mode="trilinear"),
+]
+
+
+@pytest.mark.parametrize("op", RESAMPLINGS)
+@pytest.mark.parametrize("rows", [16, 9])
+def test_enlarging_by_a_whole_factor_takes_edges_alone(op: Op, rows: int) -> None:
+    compiled = check(op, Mesh(x=4), P(None, None, "x"), random(2, 3, rows, 4))
+    assert {each.kind for each in compiled.collectives if each.phase == "forward"} <= {"collective_permute"}
+    check(op, Mesh(x=2, y=2), P(None, None, "x", "y"), random(2, 3, rows, 6))
+
+
+def test_enlarging_by_another_factor_is_right_too() -> None:
+    check(lambda x: F.interpolate(x, size=(7, 7), mode="bilinear"), Mesh(x=2), P(None, None, "x"), random(2, 3, 6, 4))
+    check(lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), Mesh(x=2), P(None, None, "x"), random(2, 3, 6, 4))
+    op = lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)  # noqa: E731
+    check(op, Mesh(x=2), P(None, None, "x"), random(2, 3, 6, 4))
+
+
 SHIFTS: list[Op] = [
     lambda x: x[1:],
     lambda x: x[3:9],

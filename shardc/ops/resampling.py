@@ -19,26 +19,25 @@ def _overloads(names: str, ndim: int) -> Iterable[Any]:
     return [getattr(aten, name.replace("#", str(ndim))).default for name in names.split()]
 
 
-for ndim, places in ((1, "1"), (2, "1 1"), (3, "1 1 1")):
-    x = f"... {places}"
+for ndim in (1, 2, 3):
     for op in _overloads("upsample_nearest#d _upsample_nearest_exact#d", ndim):
-        rule(op, f"{x} -> {x}", linear="0")
-    for op in _overloads("reflection_pad#d replication_pad#d", ndim):
         rule(op, over_places("x -> y", ndim, linear="0"))
     for op in _overloads("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", ndim):
-        rule(op, f"{x} -> {x}", linear="0", sizes=2)
+        rule(op, over_places("y -> x", ndim, linear="0"), sizes=2)
+    for op in _overloads("reflection_pad#d replication_pad#d", ndim):
+        rule(op, over_places("x -> y", ndim, linear="0"))
     for op in _overloads("reflection_pad#d_backward replication_pad#d_backward", ndim):
         rule(op, over_places("y x -> x", ndim, linear="0"))
-for name, places in (
-    ("upsample_linear1d", "1"),
-    ("upsample_bilinear2d", "1 1"),
-    ("_upsample_bilinear2d_aa", "1 1"),
-    ("upsample_bicubic2d", "1 1"),
-    ("_upsample_bicubic2d_aa", "1 1"),
-    ("upsample_trilinear3d", "1 1 1"),
+for name, ndim in (
+    ("upsample_linear1d", 1),
+    ("upsample_bilinear2d", 2),
+    ("_upsample_bilinear2d_aa", 2),
+    ("upsample_bicubic2d", 2),
+    ("_upsample_bicubic2d_aa", 2),
+    ("upsample_trilinear3d", 3),
 ):
-    rule(getattr(aten, name).default, f"... {places} -> ... {places}", linear="0")
-    rule(getattr(aten, f"{name}_backward").default, f"... {places} -> ... {places}", linear="0", sizes=2)
+    rule(getattr(aten, name).default, over_places("x -> y", ndim, linear="0"))
+    rule(getattr(aten, f"{name}_backward").default, over_places("y -> x", ndim, linear="0"), sizes=2)
 
 # Each point of the grid looks up the image by itself.
 rule(aten.grid_sampler_2d.default, "n c 1 1, n h w 1 -> n c h w", linear="0")
