@@ -26,7 +26,7 @@ from shardc.program import Program
 
 from .draw_random import draw_random
 from .rewrite_convolution import CONVOLUTIONS
-from .rewrite_index import KNOWN_PLACES
+from .rewrite_index import KNOWN_PLACES, put_by_mask
 from .rewrite_losses import LOSSES, Results, Rewrite
 from .unsort import unsort
 
@@ -261,6 +261,7 @@ VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
     aten.index.Tensor: _index,
+    aten.index_put.default: put_by_mask,
     **dict.fromkeys((aten.index_select.default, aten.index_add.default, aten.index_copy.default), _index_along),
 }
 CONSTANTS: dict[Any, Rewrite] = {

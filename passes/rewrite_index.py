@@ -44,6 +44,22 @@ def _index_put(program: Program, node: fx.Node) -> Results:
     return program.emit(aten.add.Tensor, target, values, like=node)
 
 
+def put_by_mask(program: Program, node: fx.Node) -> Results:
+    """One number put where a mask of leading dims says is a choice between the two, element by element."""
+    given = arguments(node)
+    x, values, (mask, *others) = given["self"], given["values"], given["indices"]
+    if mask is None or any(others) or program.type(mask).dtype != torch.bool or program.type(values).numel != 1:
+        return None
+    shape, rest = program.type(mask).shape, len(program.type(x).shape) - len(program.type(mask).shape)
+    if rest:
+        mask = program.emit(aten.reshape.default, mask, [*shape, *[1] * rest], like=node)
+    if program.type(values).shape:
+        values = program.emit(aten.reshape.default, values, [], like=node)
+    if given["accumulate"]:
+        values = program.emit(aten.add.Tensor, x, values, like=node)
+    return program.emit(aten.where.self, mask, values, x, like=node)
+
+
 def _is_zero(node: fx.Node) -> bool:
     return node.target is aten.full.default and node.args[1:] == (0,)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from printed import after, block, compiled, parameter, printed, value
+from printed import Function, after, block, compiled, parameter, printed, value
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardc import Mesh
+import shardc
+from shardc import Mesh, P
 
 MESH = Mesh(dp=2)
 
@@ -159,3 +161,17 @@ def test_what_needs_but_the_shape_of_a_value_is_a_constant() -> None:
         output: add
         """
     )
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("mask_dims", [1, 2])
+def test_a_number_put_where_a_mask_says_stays_cut(mask_dims: int, adds: bool) -> None:
+    def put(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.index_put(x * 2, (mask,), torch.tensor([0.5], dtype=x.dtype), adds)
+
+    inputs = {"x": value(4, 6), "mask": value(4, 6)[(...,) if mask_dims == 2 else (..., 0)] > 0}
+    model = Function(put, inputs)
+    annotations = {"x": P("a", "b"), "mask": P(*("a", "b")[:mask_dims])}
+    program = shardc.compile(model, Mesh(a=2, b=2), annotations, kwargs=inputs)
+    assert torch.equal(program.simulate(**inputs)[0], model(**inputs))
+    assert not program.collectives
