@@ -42,9 +42,10 @@ aten = torch.ops.aten
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
     while True:
-        found = {node.name: form for node in program.calls if (form := _form(program, node))}
+        found = _forms(program)
         if not found:
             return program
+        found = _forms_behind(program, found)
         program = program.copy(level="canonical")
         for node in [node for node in program.calls if node.name in found]:
             with program.graph.inserting_before(node):
@@ -55,6 +56,26 @@ def decompose(program: Program) -> Program:
                 program.replace_results(node, new)
         program.remove_dead()
         program = propagate(program)
+
+
+def _forms(program: Program) -> dict[str, Form]:
+    """What to put in the place of which ops, by their names."""
+    return {node.name: form for node in program.calls if (form := _form(program, node))}
+
+
+def _forms_behind(program: Program, found: dict[str, Form]) -> dict[str, Form]:
+    """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains."""
+    kinds = {node.target for node in program.calls if node.name in found}
+    if not any(node.target in kinds and node.name not in found for node in program.calls):
+        return found
+    program = program.copy(level="canonical")
+    loosened = [node for node in program.calls if node.target in kinds and node.target in DECOMPOSITIONS]
+    for node in loosened:
+        program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
+    program = propagate(program)
+    for node in [node for node in program.calls if node.target in kinds]:
+        program.forget_rule(node)
+    return _forms(program) | found
 
 
 def _form(program: Program, node: fx.Node) -> Form | None:

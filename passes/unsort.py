@@ -25,7 +25,8 @@ from shardc.rule import Dims, Rule
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
-POSITIONS = (aten.topk.default, *SORTS, aten.argmax.default)  # what they return as indices is not negative
+FINDS = (aten.argmax.default, aten.argmin.default)
+FINDS_SECOND = (aten.topk.default, aten.max.dim, aten.min.dim, *SORTS)  # indices are their second result
 CASTS = (aten._to_copy.default, aten.reshape.default)
 
 
@@ -45,7 +46,7 @@ def unsort(program: Program) -> bool:
 def _name_experts(program: Program, sort: fx.Node) -> None:
     """The group of each sorted row, counted from where groups end, is the number that it was sorted by."""
     keys = _picked(sort, 0)
-    if keys is None or not _is_position(sort):
+    if keys is None or not _is_position(operand(sort)):
         return
     for node in [node for node in program.calls if node.target is aten.searchsorted.Tensor]:
         if (
@@ -56,11 +57,15 @@ def _name_experts(program: Program, sort: fx.Node) -> None:
             program.replace(node, keys)
 
 
-def _is_position(sort: fx.Node) -> bool:
-    source = operand(sort)
-    while source.target in CASTS:
-        source = operand(source)
-    return is_getitem(source) and source.args[1:] == (1,) and operand(source).target in POSITIONS
+def _is_position(node: fx.Node) -> bool:
+    """Whether a value holds indices that an op found, which are not negative."""
+    if node.target in CASTS:
+        return _is_position(operand(node))
+    if node.target is aten.cat.default:
+        return all(map(_is_position, arguments(node)["tensors"]))
+    if is_getitem(node):
+        return node.args[1:] == (1,) and operand(node).target in FINDS_SECOND
+    return node.target in FINDS
 
 
 def _ends_of(node: fx.Node, keys: fx.Node) -> bool:

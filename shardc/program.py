@@ -260,6 +260,10 @@ class Program:
         bound: Rule = node.meta["rule"]
         return bound
 
+    def bind_rule(self, node: fx.Node, rule: Rule) -> None:
+        """Let a node have another rule than its own."""
+        node.meta["rule"] = rule
+
     def forget_rule(self, node: fx.Node) -> None:
         """Bind the rule anew: the node's arguments or types were changed."""
         node.meta.pop("rule", None)
