@@ -315,6 +315,17 @@ def test_a_model_trains_from_its_initial_parameters() -> None:
     assert abs(loss.item() - math.log(23)) < 0.2
 
 
+def test_annotations_of_any_kind_leave_the_bits_alone() -> None:
+    expected = digest(initialize(recorded("gpt"), Mesh(a=1), cut_everywhere(Mesh(a=1)), seed=0))
+    fused, ids = "*.attn.qkv.weight", torch.zeros(2, 6, dtype=torch.int64)
+    blocks = {fused: P(shardc.blocks(3, "a")), "tokens.weight": P(P.OPEN, "a"), "ids": P("a")}
+    for mesh in (Mesh(a=2), Mesh(a=4)):
+        assert digest(shardc.init_parameters(MODELS["gpt"], mesh, blocks)) == expected
+        assert digest(shardc.init_parameters(MODELS["gpt"], mesh, blocks, args=(ids, ids))) == expected
+    both = {fused: P(("b", "a")), "*.up.weight": P("b", "a")}
+    assert digest(shardc.init_parameters(MODELS["gpt"], Mesh(a=2, b=3), both)) == expected
+
+
 def test_nothing_is_said_where_every_rank_makes_its_shard_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
