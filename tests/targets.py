@@ -58,15 +58,15 @@ def branching() -> tuple[Any, ...]:
     return Branching(), (torch.ones(4),)
 
 
-class Poisson(nn.Module):
-    """Draws from a distribution that has no counter-based form."""
+class Sparse(nn.Module):
+    """Computes with what is no dense tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.poisson(x).sum()
+        return torch.sparse.mm(x.diag().to_sparse(), x[:, None]).sum()
 
 
-def poisson() -> tuple[Any, ...]:
-    return Poisson(), (torch.ones(4),)
+def sparse() -> tuple[Any, ...]:
+    return Sparse(), (torch.ones(4),)
 
 
 def not_a_model() -> tuple[Any, ...]:

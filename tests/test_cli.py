@@ -159,7 +159,7 @@ def test_verify_exits_with_1_and_names_the_tensor_that_differs(
         (["dump", f"{FILE}:mlp", *ON_FOUR, "--batch", "4"], 2, "--batch and --seq are for hf: targets"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "-o", "/nowhere/at/all"], 2, "/nowhere/at/all"),
         (["dump", f"{FILE}:branching", "--mesh", "dp=2"], 3, "targets.py"),
-        (["dump", f"{FILE}:poisson", "--mesh", "dp=2"], 3, "aten.poisson.default"),
+        (["dump", f"{FILE}:sparse", "--mesh", "dp=2"], 3, "a tensor here is sparse_coo"),
         (["dump", f"{FILE}:bare", *ON_FOUR, "--annotate", "up.wieght=tp"], 4, "up.weight"),
         (["dump", f"{FILE}:bare", *ON_FOUR, "--annotate", "x=pp"], 4, "'pp'"),
         (["dump", f"{FILE}:bare", *ON_FOUR, "--annotate", "x"], 4, "PATTERN=SPEC"),
