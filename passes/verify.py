@@ -88,7 +88,8 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         for factor in (factor for factors in dims for factor in factors):
             cut = cuts.setdefault(factor, found.get(factor, WHOLE))
             assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut otherwise in {value[0]} {sharding}"
-            assert cut == WHOLE or rule.may_cut(factor, cut), f"{node}: factor {factor} must be whole"
+            is_one = rule.sizes[factor] == 1 and factor not in rule.whole
+            assert cut == WHOLE or is_one or rule.may_cut(factor, cut), f"{node}: factor {factor} must be whole"
     passing = _passing(program, node, rule)
     for value, _ in _made(program, node, rule):
         partial = [factor for factor in cuts if rule.is_partial(factor, value[1])]

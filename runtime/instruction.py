@@ -16,7 +16,7 @@ from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.error import ShardingError
 from shardc.node import takes_device
 from shardc.opaque import Opaque
-from shardc.program import Program
+from shardc.program import Program, op_rule
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 
@@ -82,7 +82,9 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
     given = (*node.args, *named.values())
     args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
-    target = _with_names(node.target, tuple(named)) if named else node.target
+    found = op_rule(node.target)
+    target = _with_dense(node.target) if found is not None and found.is_dense else node.target
+    target = _with_names(target, tuple(named)) if named else target
     return Instruction(
         _foreign(target, node.name) if _is_foreign(node.target) else target,
         tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
@@ -126,6 +128,16 @@ def _foreign(target: Callable[..., Any], place: str) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _with_dense(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on tensors whose elements of the last dim are neighbours."""
+
+    def dense(argument: Any) -> Any:
+        is_spread = isinstance(argument, Tensor) and argument.ndim and argument.stride(-1) != 1
+        return argument.contiguous() if is_spread else argument
+
+    return lambda *args, **kwargs: target(*map(dense, args), **kwargs)
 
 
 def _with_names(target: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

@@ -130,11 +130,12 @@ class OpRule:
 
     ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
     differ on a rank, by position: a size, a start or a count that the op names. A position may be one past the last
-    argument given.
+    argument given. ``is_dense``: a kernel of the op takes it for granted that elements of the last dim are neighbours.
     """
 
     bind: Callable[[Call], Rule]
     local: Local | None = None
+    is_dense: bool = False
 
 
 RULES: dict[Any, OpRule] = {}
@@ -150,6 +151,7 @@ def rule(
     sizes: int | None = None,
     local: Local | None = None,
     is_even: bool = False,
+    is_dense: bool = False,
 ) -> None:
     """Enter an op's rule in the table.
 
@@ -158,11 +160,12 @@ def rule(
     part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
     one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape
     of the first result, which becomes local. ``is_even``: the op raises errors over values, and padding may have any.
+    ``is_dense``: a kernel reads the last dim of its tensors as if it lay in a row.
     """
     assert op not in RULES, f"{op} has two rules"
     bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
     bind = evenly(bind) if is_even else bind
-    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
+    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_dense)
 
 
 def make_rule(

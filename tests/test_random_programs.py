@@ -54,6 +54,12 @@ FOUND = {  # programs that were wrong or refused once: steps, shape, mesh, annot
         "batch_norm 11, halves 8, gelu 7, pipeline 10, repeat 1, mask 3, logsumexp 3", (4, 3, 8), Mesh(a=2, b=3),
         {"x": P("a", P.OPEN, "b"), "param:scale": P("b")},
     ),
+    "one element cut, in a plan with a view": (
+        "pipeline 8, max 7, heads 0, residual 3, pipeline 8", (10, 10, 4), Mesh(a=1, b=2), {"x": P("b", "a", None)},
+    ),
+    "attention of what a pool has transposed": (
+        "pool 2, attention 4", (3, 5, 12), Mesh(a=2, b=3), {"x": P("b", "a", P.OPEN)},
+    ),
 }  # fmt: skip
 
 

@@ -41,4 +41,4 @@ for op in (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 ):
-    rule(op, _attention_rule)
+    rule(op, _attention_rule, is_dense=True)  # or torch 2.13 computes something else, without a word

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
     Both shapes are walked from the major end; each time the greatest common divisor of what is left of the two dims
     becomes a factor of both: ``[8] -> [2, 4]`` gives ``(a b) -> a b``. Where nothing is common, what is left of a dim
     is a factor of one side alone, and whole, until the two line up again: ``[4, 6] -> [6, 4]`` gives
-    ``(a i) j -> (a k) l``. Dims of size 1 have no factor. As in Shardy's rule for reshape.
+    ``(a i) j -> (a k) l``. A dim of size 1 has a factor where the other side has one in the same place. As in Shardy's
+    rule for reshape.
     """
     left, right = _Walk(src), _Walk(dst)
     sizes: dict[str, int] = {}
@@ -32,7 +33,20 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
         whole += [name] * (common == 1)
         for side in (left, right) if common > 1 else (ahead,):
             side.take(sizes[name], name)
+    ones = [dict(_places_of_ones(shape)) for shape in (src, dst)]
+    for place in (place for place in ones[0] if place in ones[1]):
+        name = f"f{len(sizes)}"
+        sizes[name] = 1
+        left.factors[ones[0][place]] = right.factors[ones[1][place]] = [name]
     return f"{left.text} -> {right.text}", sizes, " ".join(whole)
+
+
+def _places_of_ones(shape: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
+    """For each dim of size 1 the elements before it and which it is of those with as many, and the dim."""
+    for dim, size in enumerate(shape):
+        if size == 1:
+            before = math.prod(shape[:dim])
+            yield (before, sum(math.prod(shape[:i]) == before for i in range(dim) if shape[i] == 1)), dim
 
 
 class _Walk:
