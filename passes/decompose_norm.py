@@ -1,4 +1,4 @@
-"""A batch norm over a cut batch as sums over it: two numbers a channel are reduced, in the backward two more."""
+"""Batch and group norms over cut dims as sums over them: two numbers a channel or group, in the backward two more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.node import arguments
 from shardc.program import Program
 
 from .emitter import Decomposition, Emitter
@@ -68,6 +69,62 @@ def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     return [None if type_ is None else _as(emit, found, type_.dtype) for found, type_ in gradients]
 
 
+def _moved_of_groups(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """Two sums of a number for each group of each example, reduced."""
+    x = program.value_type(program.value(arguments(node)["input"]))
+    return 4 * x.shape[0] * arguments(node)["group"] * x.dtype.itemsize
+
+
+def _group_norm(emit: Emitter) -> list[fx.Node | None]:
+    """Result, mean and inverse deviation."""
+    given, types = emit.given, emit.program.types(emit.node)
+    assert types[0] is not None and types[1] is not None
+    stats = types[1].dtype
+    x = _grouped(emit, _as(emit, given["input"], stats))
+    mean = _group_mean(emit, x)
+    shifted = emit(aten.sub.Tensor, x, mean)
+    variance = _group_mean(emit, emit(aten.mul.Tensor, shifted, shifted))
+    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
+    y = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
+    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
+        y = emit(op, y, _spread(emit, _as(emit, given[name], stats))) if given[name] is not None else y
+    kept = [emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse)]
+    return [_as(emit, y, types[0].dtype), *kept]
+
+
+def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
+    """The gradients of input, weight and bias, those that are wanted."""
+    given, stats = emit.given, emit.type(emit.given["mean"]).dtype
+    shape = list(emit.shape(given["input"]))
+    column = [shape[0], given["group"], *[1] * (len(shape) - 1)]
+    mean, inverse = (emit(aten.reshape.default, given[name], column) for name in ("mean", "rstd"))
+    gradient, x = (_as(emit, given[name], stats) for name in ("grad_out", "input"))
+    normal = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _grouped(emit, x), mean), inverse)
+    of_weight = _sum(emit, emit(aten.mul.Tensor, gradient, emit(aten.reshape.default, normal, shape)))
+    of_bias = _sum(emit, gradient)
+    if given["weight"] is not None:
+        gradient = emit(aten.mul.Tensor, gradient, _spread(emit, _as(emit, given["weight"], stats)))
+    inner = _grouped(emit, gradient)
+    share = emit(aten.mul.Tensor, normal, _group_mean(emit, emit(aten.mul.Tensor, inner, normal)))
+    inner = emit(aten.sub.Tensor, emit(aten.sub.Tensor, inner, _group_mean(emit, inner)), share)
+    of_x = emit(aten.reshape.default, emit(aten.mul.Tensor, inner, inverse), shape)
+    gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
+    return [None if type_ is None else _as(emit, found, type_.dtype) for found, type_ in gradients]
+
+
+def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
+    """``n (g c) places`` with the groups as a dim of their own."""
+    batch, channels, *places = emit.shape(x)
+    groups = emit.given["group"]
+    return emit(aten.reshape.default, x, [batch, groups, channels // groups, *places])
+
+
+def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
+    shape = emit.shape(grouped)
+    total = emit(aten.sum.dim_IntList, grouped, list(range(2, len(shape))), True)
+    return emit(aten.div.Tensor, total, math.prod(shape[2:]))
+
+
 def _count(emit: Emitter) -> int:
     """How many elements a channel has."""
     shape = emit.shape(emit.given["input"])
@@ -95,4 +152,8 @@ NORMS = {
         aten._native_batch_norm_legit_functional.default,
         aten._native_batch_norm_legit.no_stats,
     )
-} | {aten.native_batch_norm_backward.default: Decomposition(_batch_norm_backward, _moved)}
+} | {
+    aten.native_batch_norm_backward.default: Decomposition(_batch_norm_backward, _moved),
+    aten.native_group_norm.default: Decomposition(_group_norm, _moved_of_groups),
+    aten.native_group_norm_backward.default: Decomposition(_group_norm_backward, _moved_of_groups),
+}

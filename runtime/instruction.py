@@ -16,6 +16,7 @@ from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.error import ShardingError
 from shardc.node import takes_device
 from shardc.opaque import Opaque
+from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.program import Program, op_rule
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
@@ -84,6 +85,7 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
     args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
     found = op_rule(node.target)
     target = _with_dense(node.target) if found is not None and found.is_dense else node.target
+    target = _of_contiguous(target) if node.target in TAKE_CONTIGUOUS else target
     target = _with_names(target, tuple(named)) if named else target
     return Instruction(
         _foreign(target, node.name) if _is_foreign(node.target) else target,
@@ -138,6 +140,15 @@ def _with_dense(target: Callable[..., Any]) -> Callable[..., Any]:
         return argument.contiguous() if is_spread else argument
 
     return lambda *args, **kwargs: target(*map(dense, args), **kwargs)
+
+
+def _of_contiguous(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on contiguous copies of what is not."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+    return call
 
 
 def _with_names(target: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

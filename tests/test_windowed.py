@@ -259,3 +259,45 @@ def test_a_pipelines_shift_is_one_collective_permute_of_a_row() -> None:
     compiled = shardc.compile(Shift(), Mesh(x=4), {"state": P("x"), "output:output": P("x")}, args=args, train=False)
     assert torch.equal(compiled.simulate(*args)[0], Shift()(*args))
     assert [(each.kind, each.wire_bytes) for each in compiled.collectives] == [("collective_permute", 6 * 8)]
+
+
+class UNet(nn.Module):
+    """Down, up and across: convolutions, norms over all places, a pool, two ways to enlarge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.low = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last, self.up = nn.Conv2d(16, 2, 3, padding=1), nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.groups, self.batch = nn.GroupNorm(2, 8), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        high = F.silu(self.groups(self.first(x)))
+        low = F.relu(self.batch(self.low(F.max_pool2d(high, 2))))
+        enlarged = self.up(low) + F.interpolate(low, scale_factor=2, mode="bilinear")
+        return F.mse_loss(self.last(torch.cat([high, enlarged], 1)), y)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [(Mesh(x=4), P(None, None, "x")), (Mesh(d=2, x=3), P("d", None, "x")), (Mesh(x=2, y=2), P(None, None, "x", "y"))],
+)
+def test_a_unet_over_cut_places_moves_edges_and_sums_alone(mesh: Mesh, spec: P) -> None:
+    torch.manual_seed(0)
+    model, x, y = UNet().double(), random(4, 3, 20, 12), random(4, 2, 20, 12)
+    compiled = shardc.compile(model, mesh, {"x": spec}, args=(x, y))
+    found, gradients = compiled.simulate(x, y)
+    loss = model(x, y)
+    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), whole in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(gradients[name], whole, rtol=0, atol=1e-12)
+    assert {each.kind for each in compiled.collectives} == {"collective_permute", "all_reduce"}
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, "x"), P(None, None, None, "x"), P("x")])
+def test_a_group_norm_over_what_it_averages_reduces_two_sums_a_group(spec: P) -> None:
+    x, weight, bias = random(3, 8, 5, 6), random(8), random(8)
+    compiled = check(lambda x, w, b: F.group_norm(x, 2, w, b), Mesh(x=4), spec, x, weight, bias)
+    assert all(each.bytes <= 8 * 8 for each in compiled.collectives)
+    check(lambda x: F.group_norm(x, 4), Mesh(x=4), spec, x)
+    check(lambda x: F.group_norm(x.transpose(2, 3) * 2, 4), Mesh(x=4), spec, x)

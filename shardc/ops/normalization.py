@@ -43,18 +43,20 @@ def _rms_norm_backward_rule(call: Call) -> Rule:
 
 
 def _group_norm_rule(call: Call) -> Rule:
-    """Groups are free, the channels of one are averaged."""
-    x, sizes = _group_norm_dims(call.operand.shape, groups=call.args[6])
-    return make_rule(f"{x}, (g c), (g c) -> {x}, n g, n g", call, whole="c", sizes=sizes)
+    """Groups are free, the channels and places of one are averaged."""
+    x, sizes, whole = _group_norm_dims(call.operand.shape, groups=call.args[6])
+    return make_rule(f"{x}, (g c), (g c) -> {x}, n g, n g", call, whole=whole, sizes=sizes)
 
 
 def _group_norm_backward_rule(call: Call) -> Rule:
-    x, sizes = _group_norm_dims(call.operand.shape, groups=call.args[8])
-    return make_rule(f"{x}, {x}, n g, n g, (g c) -> {x}, (g c), (g c)", call, whole="c", sizes=sizes)
+    x, sizes, whole = _group_norm_dims(call.operand.shape, groups=call.args[8])
+    return make_rule(f"{x}, {x}, n g, n g, (g c) -> {x}, (g c), (g c)", call, whole=whole, sizes=sizes)
 
 
-def _group_norm_dims(shape: Sequence[int], groups: int) -> tuple[str, dict[str, int]]:
-    return " ".join(["n", "(g c)", *["1"] * (len(shape) - 2)]), {"g": groups, "c": shape[1] // groups}
+def _group_norm_dims(shape: Sequence[int], groups: int) -> tuple[str, dict[str, int], str]:
+    """The spec of the input, sizes of factors, and those that are averaged."""
+    places = dim_names(len(shape))[2:]
+    return " ".join(["n", "(g c)", *places]), {"g": groups, "c": shape[1] // groups}, " ".join(["c", *places])
 
 
 def _local_group_norm(at: int) -> Callable[[Call, Call], dict[int, Any]]:
@@ -92,6 +94,9 @@ def _batch_norm_dims(shape: Sequence[int], is_training: bool) -> tuple[str, str]
     names[1] = "c"
     return " ".join(names), " ".join(name for name in names if name != "c") if is_training else ""
 
+
+# Kernels that refuse operands of any other layout; no program says layouts, so what runs one makes them so.
+TAKE_CONTIGUOUS = frozenset({aten.native_group_norm.default, aten.native_group_norm_backward.default})
 
 rule(aten.native_layer_norm.default, _layer_norm_rule)
 rule(aten.native_layer_norm_backward.default, _layer_norm_backward_rule)
