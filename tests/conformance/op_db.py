@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import shardc
 from shardc import Mesh, P
@@ -34,6 +33,7 @@ from shardc.runtime.simulator import interpret
 
 from .op_sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants
 from .op_shardable import Cut, allowed_cuts
+from .op_values import Values, difference, eager, tangent
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 
 MESHES = (Mesh(x=4), Mesh(x=2, y=2))
@@ -73,6 +73,8 @@ def print_sharded(results: Sequence[Result]) -> None:
     on_fallback = [result for result in results if result.facts.get("fallbacks")]
     kept = [result for result in shardable if not result.facts["fallbacks"]]
     unmoved = [result for result in kept if not result.facts["moved"]]
+    runs, in_double = (sum(result.facts.get(key, 0) for result in results) for key in ("runs", "in_double"))
+    print(f"{runs} programs run and compared, {in_double} of them in float64, since the op magnifies rounding")
     print(f"shardable, found by cutting and comparing: {len(shardable)} variants")
     if shardable:
         share = 100 / len(shardable)
@@ -188,33 +190,6 @@ def _see_if_it_stays(found: _Found, sample: Sample, cut: Cut, number: int) -> No
     found.moved += [f"{moved[0]} where {_shapes(sample)} is cut at {cut}"] if moved else []
 
 
-@dataclass(frozen=True)
-class Values:
-    """Outputs in order, and the gradient of each tensor that has one."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
-
-
-def eager(sample: Sample) -> Values:
-    """Values and gradients by eager torch."""
-    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in sample.tensors]
-    torch.manual_seed(0)
-    outputs = sample.call(*(tensor * 1 if tensor.requires_grad else tensor for tensor in tensors))
-    sources = {f"xs.{i}": tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
-    loose = {str(i): output for i, output in enumerate(outputs) if output.requires_grad}
-    if not sources or not loose:
-        return Values([output.detach() for output in outputs], {})
-    tangents = [_tangent(i, output) for i, output in loose.items()]
-    gradients = torch.autograd.grad(list(loose.values()), list(sources.values()), tangents, allow_unused=True)
-    return Values([output.detach() for output in outputs], dict(zip(sources, gradients, strict=True)))
-
-
-def _tangent(name: str, output: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(int(name) + 1)
-    return torch.rand(output.shape, generator=generator, dtype=torch.float64).add(0.5).to(output.dtype)
-
-
 def annotations(sample: Sample, mesh: Mesh, rng: random.Random, uneven: bool) -> dict[str, P]:
     """A random sharding for most of the tensors; the others are left to propagation."""
     chosen: dict[str, P] = {}
@@ -266,7 +241,9 @@ def _check(
         return
     is_random = any(node.target is uniform for node in compiled.at("canonicalize").calls)
     if is_random:
-        expected = _simulated(compiled, sample, whole=True)
+        drawn = _simulated(compiled, sample, whole=True)
+        assert [each.shape for each in drawn.outputs] == [each.shape for each in expected.outputs], what
+        expected = drawn
     problem = difference(values, expected, TOLERANCE[torch.float32])
     if problem and not is_random:
         wide = sample.in_double()
@@ -281,7 +258,7 @@ def _check(
 def _simulated(compiled: Any, sample: Sample, whole: bool = False) -> Values:
     """What a compiled sample gives on all virtual ranks, or its program on one device."""
     tangents = {
-        entry.name: _tangent(entry.name, torch.empty(entry.type.shape, dtype=entry.type.dtype, device="meta"))
+        entry.name: tangent(entry.name, torch.empty(entry.type.shape, dtype=entry.type.dtype, device="meta"))
         for entry in compiled.program.inputs
         if entry.kind == "tangent"
     }
@@ -291,30 +268,6 @@ def _simulated(compiled: Any, sample: Sample, whole: bool = False) -> Values:
     else:
         outputs, gradients = compiled.simulate(*args, grad_outputs=tangents)
     return Values(list(outputs), gradients)
-
-
-def difference(found: Values, expected: Values, tolerance: float) -> str:
-    """What differs by more than ``tolerance`` of the largest value, or nothing."""
-    pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))]
-    pairs += [(f"gradient of {name}", found.gradients.get(name), g) for name, g in expected.gradients.items()]
-    return "; ".join(text for text in (_differs(*pair, tolerance) for pair in pairs) if text)
-
-
-def _differs(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float) -> str:
-    if found is None or expected is None:
-        left = found if expected is None else expected
-        return f"{what} is missing on one side" if left is not None and left.count_nonzero() else ""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{what} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
-    if not (expected.is_floating_point() or expected.is_complex()):
-        count = int((found != expected).sum())
-        return f"{what} differs in {count} of {found.numel()} elements" if count else ""
-    finite = expected.isfinite()
-    scale = max(1.0, float(expected[finite].abs().max()) if finite.any() else 1.0)
-    if torch.allclose(found, expected, rtol=0, atol=tolerance * scale, equal_nan=True):
-        return ""
-    error = (found - expected).abs()[finite]
-    return f"{what} differs by {float(error.max()) if error.numel() else 0:.1e}, largest {scale:.1e}"
 
 
 def _fallbacks(compiled: Any) -> set[str]:
