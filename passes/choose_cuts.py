@@ -154,6 +154,8 @@ class Plan:
         }
         passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
         ways = [self._way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
+        if is_annotation(node):
+            ways = [(self.wished[node], self.wished[node])]  # as the user said, though it be a cut of one element
         self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self._cost, node))
         for index, made in enumerate(self.made[node]):
             if made is not None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardc.collective import COLLECTIVES, EXCHANGES, reshard, steps_sharding
 from shardc.mesh import AxisPart
-from shardc.node import is_getitem, operand
+from shardc.node import is_annotation, is_getitem, operand
 from shardc.program import LEVELS, Level, Program, Value
 from shardc.rule import Dims, Rule, dims_sharding, factor_cuts
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
@@ -76,6 +76,10 @@ def _ops_agree(program: Program) -> None:
 
 
 def _op_agrees(program: Program, node: fx.Node) -> None:
+    if is_annotation(node):
+        (value,) = program.operand_values(node)
+        assert value and _sharding(program, value) == program.sharding(node), f"{node}: {program.sharding(node)}"
+        return
     rule = program.rule(node)
     for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
         is_same = value is None or dims is not None or _sharding(program, value).is_replicated

@@ -260,7 +260,10 @@ def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple
     elements cut by ``tp`` of size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with
     the factors are left out, with all that follow them.
     """
-    digits = [digit for sub, axes in dim.subdims(size) for digit in _digits(sub, axes)]
+    subdims = dim.subdims(size)
+    if [sub for sub, _ in subdims] == list(factor_sizes):
+        return tuple(DimSharding(axes) for _, axes in subdims)
+    digits = [digit for sub, axes in subdims for digit in _digits(sub, axes)]
     last = len(factor_sizes) - 1
     return tuple(_take_digits(digits, factor, i == last) for i, factor in enumerate(factor_sizes))
 

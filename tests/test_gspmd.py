@@ -49,3 +49,20 @@ def test_an_output_that_is_an_input_may_be_placed_otherwise() -> None:
     program = compiled(lambda x: (x, x), Mesh(a=2, b=2), annotations, x=value(4, 4))
     assert [str(program.shardings[name]) for name in ("x", "0", "1")] == ["[_@a, _@b]", "[_@b, _@a]", "[_@a, _@b]"]
     assert [each.kind for each in program.collectives] == ["collective_permute"]
+
+
+def test_a_dim_of_one_element_may_be_cut_where_the_user_says_so() -> None:
+    annotations = {"x": P(None, None, "a"), "output:0": P("a", "b"), "output:1": P("b", "a")}
+    program = compiled(lambda x: (x, x.reshape(6, 1) * 2), Mesh(a=3, b=2), annotations, x=value(1, 2, 3))
+    assert [str(program.shardings[name]) for name in ("0", "1")] == ["[_@a, _@b, _]", "[_@b, _@a]"]
+
+
+def test_dims_that_a_reshard_views_apart_stand_beside_a_cut_of_one_element() -> None:
+    annotations = {"x": P("b", "a"), "output:output": P("a", "b")}
+    program = compiled(lambda x: x.reshape(54, 1) + 1, Mesh(a=3, b=2), annotations, x=value(9, 6, 1))
+    assert str(program.shardings["output"]) == "[_@a, _@b]"
+
+
+def test_a_merge_keeps_the_cuts_of_a_dim_smaller_than_its_axes() -> None:
+    program = compiled(lambda x: x.reshape(4, 4) + 1, Mesh(a=2, b=4), {"x": P(("a", "b"))}, x=value(2, 2, 4))
+    assert str(program.shardings["output"]) == "[(_@a+b 2), _]"
