@@ -139,7 +139,9 @@ def _pays(program: Program, node: fx.Node) -> bool:
         for factor, cut in cuts.items()
         if factor in rule.whole and not (is_table and data & {part.name for part in cut.all_axes})
     }
-    if (is_table or node.target in INDEXING) and any(cuts[factor].minor for factor in cut_whole):
+    if (is_table or node.target in INDEXING) and any(
+        cuts[factor].minor for factor in cut_whole if factor.startswith("v")
+    ):
         return False  # a rank's positions follow one another, so that the first tells all
     return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node, cut_whole) < _gathered(
         program, node, rule, cut_whole
