@@ -43,6 +43,8 @@ def localize(program: Program) -> Program:
 
 
 def _set_local_type(program: Program, node: fx.Node) -> None:
+    if node.op == "call_function" and not is_getitem(node) and node.target not in COLLECTIVES:
+        program.is_fallback(node)  # said of the call in global types
     program.forget_rule(node)
     if is_getitem(node):
         producer, index = program.value(node)

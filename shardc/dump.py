@@ -76,7 +76,7 @@ def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
 def fallbacks_of(program: Program) -> list[fx.Node]:
     """The ops that have no rule and so run whole on every rank."""
     ours = {*COLLECTIVES, reshard, fit}
-    return [node for node in program.calls if node.target not in ours and program.rule(node).is_fallback]
+    return [node for node in program.calls if node.target not in ours and program.is_fallback(node)]
 
 
 # JSON.

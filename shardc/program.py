@@ -264,6 +264,12 @@ class Program:
         """Let a node have another rule than its own."""
         node.meta["rule"] = rule
 
+    def is_fallback(self, node: fx.Node) -> bool:
+        """Whether an op has no rule and runs whole; asked once, so that a call made local keeps its answer."""
+        if "is_fallback" not in node.meta:
+            node.meta["is_fallback"] = self.rule(node).is_fallback
+        return bool(node.meta["is_fallback"])
+
     def forget_rule(self, node: fx.Node) -> None:
         """Bind the rule anew: the node's arguments or types were changed."""
         node.meta.pop("rule", None)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import shardc
 from shardc import Mesh, P
+from shardc.dump import fallbacks_of
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -97,3 +98,10 @@ def test_a_forward_and_backward_over_cut_weights_name_no_global_size_that_is_cut
         gradient w: reduce_scatter_dp
         """
     )
+
+
+def test_ops_run_whole_are_told_of_local_programs_with_windows_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 3, 3, padding=1), torch.nn.Flatten())
+    program = shardc.compile(model, Mesh(tp=2), {"input": P(None, None, "tp")}, args=(torch.randn(2, 3, 8),))
+    assert any("windows" in str(node.target) for node in program.program.calls)
+    assert fallbacks_of(program.program) == []
