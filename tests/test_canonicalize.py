@@ -145,8 +145,8 @@ def test_copies_go_views_are_reshapes_and_transposes_one_permute() -> None:
     assert after("canonicalize", shuffle, MESH, x=value(8, 6)) == block(
         """
         x: f32[8, 6]
-        reshape_1: f32[4, 2, 6] = reshape(x, [4, 2, 6])
-        permute_3: f32[2, 6, 4] = permute(reshape_1, [1, 2, 0])
+        reshape: f32[4, 2, 6] = reshape(x, [4, 2, 6])
+        permute_3: f32[2, 6, 4] = permute(reshape, [1, 2, 0])
         mul: f32[2, 6, 4] = mul(permute_3, 2)
         output: mul
         """
