@@ -16,10 +16,11 @@ from functools import partial
 from torch import fx
 
 from shardc.collective import Collective
+from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.mesh import Axes, AxisPart
 from shardc.node import is_annotation
 from shardc.program import Origin, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
+from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
 from .reshard_plan import reshard_plan

@@ -16,8 +16,8 @@ from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
 from shardc.collective import Kind, Step, steps_sharding
+from shardc.cut import split_dim
 from shardc.mesh import Axes, AxisPart, merge_parts, part_ends, split_parts
-from shardc.rule import split_dim
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 
 from .move_axes import Atoms, Move, Space, State

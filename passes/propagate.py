@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.error import ShardingError, raise_all
 from shardc.mesh import Axes, Mesh
 from shardc.node import arguments, is_annotation, is_getitem
@@ -29,7 +30,7 @@ from shardc.ops.contraction import dot
 from shardc.partition import P
 from shardc.pin import Pin
 from shardc.program import Origin, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, extends, factor_cuts
+from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 
 PARAMETER_KINDS = ("parameter", "buffer")

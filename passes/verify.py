@@ -10,10 +10,11 @@ from collections.abc import Callable
 from torch import fx
 
 from shardc.collective import COLLECTIVES, EXCHANGES, reshard, steps_sharding
+from shardc.cut import dims_sharding, factor_cuts
 from shardc.mesh import AxisPart
 from shardc.node import is_annotation, is_getitem, operand
 from shardc.program import LEVELS, Level, Program, Value
-from shardc.rule import Dims, Rule, dims_sharding, factor_cuts
+from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
 
 from .keep_dims import SPECS

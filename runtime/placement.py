@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardc.cut import join_dim
 from shardc.error import ShardingError
 from shardc.mesh import AxisPart, Mesh
-from shardc.rule import join_dim
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 

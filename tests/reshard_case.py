@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardc.collective import Step, fits, group_size
+from shardc.cut import join_dim
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.ops.padding import fit
-from shardc.rule import join_dim
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.piece import pad, shard, unshard
 from shardc.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards

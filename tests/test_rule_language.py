@@ -10,21 +10,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardc.cut import dims_sharding, extends, factor_cuts, join_dim, split_dim
 from shardc.mesh import Axes, AxisPart, Mesh
 from shardc.ops.view import view_spec
 from shardc.partition import P
-from shardc.rule import (
-    Call,
-    Rule,
-    dims_sharding,
-    extends,
-    factor_cuts,
-    join_dim,
-    make_rule,
-    pointwise_rule,
-    replicated_rule,
-    split_dim,
-)
+from shardc.rule import Call, Rule, make_rule, pointwise_rule, replicated_rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
 SIZES = st.sampled_from((1, 2, 3, 4, 6, 8, 12))
