@@ -41,9 +41,6 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
     fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
     split = _split_uneven(src, dst, type.shape, fine)
-    if any(sub is not None and len(sub) > 1 for sub in sizes):
-        split |= {i for i, size in enumerate(type.shape) if size == 1}  # a view has nothing to say of them
-        split = {i for i in split if src.dims[i] != WHOLE or dst.dims[i] != WHOLE}
     if split:
         stops = [_whole_at(src, split), _whole_at(dst, split)]
         ways = pairwise([src, *(stop for stop in stops if stop != src), dst])

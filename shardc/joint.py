@@ -160,7 +160,7 @@ class _Assembly:
                 self._where(node), f"a tensor here is {layout}", "compute with dense tensors: to_dense()"
             )
         target, args, kwargs = self._number(node) if node.op == "get_attr" else self._call(node)
-        name = "getitem" if is_getitem(node) else op_name(node.target)
+        name = "getitem" if is_getitem(node) else op_name(target if node.op == "get_attr" else node.target)
         copied = self.program.graph.create_node("call_function", target, args, kwargs, name)
         self.program.set_type(copied, self.types[node])
         self.program.set_source(copied, self._source(node))
