@@ -93,7 +93,7 @@ def capture(
         traced = joint.trace()
     except CaptureError:
         raise
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ArithmeticError) as error:
         raise capture_error(error) from error
     return joint.captured(traced)
 

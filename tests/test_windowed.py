@@ -301,3 +301,11 @@ def test_a_group_norm_over_what_it_averages_reduces_two_sums_a_group(spec: P) ->
     assert all(each.bytes <= 8 * 8 for each in compiled.collectives)
     check(lambda x: F.group_norm(x, 4), Mesh(x=4), spec, x)
     check(lambda x: F.group_norm(x.transpose(2, 3) * 2, 4), Mesh(x=4), spec, x)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "constant"])
+@pytest.mark.parametrize("pads", [(2, 1, 0, 0), (0, 0, 1, 2), (2, 2, 2, 2)], ids=str)
+def test_a_pad_of_one_dim_leaves_the_other_cut(mode: str, pads: tuple[int, ...]) -> None:
+    """An op that is taken apart along one dim is not found again along it."""
+    moves = EDGES if any(pads[2:]) else ()
+    check(lambda x: F.pad(x, pads, mode=mode) * 2, Mesh(x=3), HEIGHT, random(2, 3, 9, 7), moves=moves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +20,31 @@ def _overloads(names: str, ndim: int) -> Iterable[Any]:
     return [getattr(aten, name.replace("#", str(ndim))).default for name in names.split()]
 
 
+def _padding_rule(bind: Callable[[Call], Rule], at: int) -> Callable[[Call], Rule]:
+    """A place that ``args[at]``, two numbers for each dim from the last, does not pad is a factor like others."""
+
+    def padding(call: Call) -> Rule:
+        found, pads, shape = bind(call), call.args[at], call.result.shape
+        assert found.results[0] is not None
+        names = found.results[0][::-1]
+        kept = {
+            names[i][0]: shape[-1 - i] for i in range(len(pads) // 2) if not any(pads[2 * i : 2 * i + 2]) and names[i]
+        }
+        chunks = {factor: count for factor, count in found.chunks.items() if factor not in kept}
+        return replace(found, sizes={**found.sizes, **kept}, chunks=chunks)
+
+    return padding
+
+
 for ndim in (1, 2, 3):
     for op in _overloads("upsample_nearest#d _upsample_nearest_exact#d", ndim):
         rule(op, over_places("x -> y", ndim, linear="0"))
     for op in _overloads("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", ndim):
         rule(op, over_places("y -> x", ndim, linear="0"), sizes=2)
     for op in _overloads("reflection_pad#d replication_pad#d", ndim):
-        rule(op, over_places("x -> y", ndim, linear="0"))
+        rule(op, _padding_rule(over_places("x -> y", ndim, linear="0"), 1))
     for op in _overloads("reflection_pad#d_backward replication_pad#d_backward", ndim):
-        rule(op, over_places("y x -> x", ndim, linear="0"))
+        rule(op, _padding_rule(over_places("y x -> x", ndim, linear="0"), 2))
 for name, ndim in (
     ("upsample_linear1d", 1),
     ("upsample_bilinear2d", 2),
