@@ -23,7 +23,7 @@ from torch import fx
 from shardc.collective import COLLECTIVES
 from shardc.collective import mask_padding as mask
 from shardc.mesh import Axes
-from shardc.node import is_getitem, operands, set_operands
+from shardc.node import is_getitem, is_pointwise, operands, set_operands
 from shardc.ops.padding import neutral
 from shardc.program import Program
 from shardc.rule import Rule
@@ -56,6 +56,10 @@ class _Masker:
     program: Program
     done: dict[tuple[fx.Node, Row, float], fx.Node] = field(default_factory=dict)
     zeros: dict[tuple[fx.Node, Row], bool] = field(default_factory=dict)
+    zeroed: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.zeroed = {node for (kind, _), node in self.program.named_inputs.items() if kind in ZEROED}
 
     def run(self) -> None:
         for node in list(self.program.calls):
@@ -90,10 +94,10 @@ class _Masker:
     def _fill(self, node: fx.Node, rule: Rule, operand: fx.Node, factors: tuple[str, ...]) -> float | None:
         """What the padding of a dim must read; None where it does not matter."""
         dtype = self.program.value_type(self.program.value(operand)).dtype
-        if any(rule.is_partial(factor, i) for factor in factors for i in range(len(rule.results))):
+        if any(map(rule.leaves_partial, factors)):
             return neutral(rule.reduce, dtype)
         is_index = not dtype.is_floating_point and dtype != torch.bool and len(rule.operands) > 1
-        return 0 if is_index and not _is_pointwise(node) else None
+        return 0 if is_index and not is_pointwise(node.target) else None
 
     def _is_zero(self, node: fx.Node, row: Row) -> bool:
         """Whether the row's padding is zero: as it came in, or as an op that is linear in it alone leaves it."""
@@ -103,7 +107,7 @@ class _Masker:
 
     def _find_zero(self, node: fx.Node, row: Row) -> bool:
         if node.op == "placeholder":
-            return self.program.inputs[self.program.placeholders.index(node)].kind in ZEROED
+            return node in self.zeroed
         if is_getitem(node) or node.target in COLLECTIVES:
             return node.target is mask and node.args[1:] == self._args(row, 0)
         rule, given = self.program.rule(node), operands(node)
@@ -129,7 +133,3 @@ class _Masker:
     def _args(self, row: Row, fill: float) -> tuple[tuple[str, ...], int, int, int, float]:
         assert self.program.mesh is not None
         return tuple(map(self.program.mesh.print_part, row.axes)), row.dim, row.size, row.inner, fill
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())

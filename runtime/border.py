@@ -181,13 +181,18 @@ class DistributedDoor:
         return DTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
 
     @cached_property
+    def _is_padded(self) -> bool:
+        return not self.value.is_even(self.shape)
+
+    @cached_property
     def stored(self) -> Sharding:
         """How a DTensor lies that passes."""
         return self.value.storable(self.shape)
 
     def enter(self, tensor: Tensor) -> list[Tensor]:
         """One piece; of a DTensor that lies otherwise, after a redistribution by torch."""
-        return [pad(self._piece(tensor), self.value, self.shape, self.comm.position)]
+        piece = self._piece(tensor)
+        return [pad(piece, self.value, self.shape, self.comm.position) if self._is_padded else piece]
 
     def _piece(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -208,6 +213,8 @@ class DistributedDoor:
         local(tensor).copy_(self._stored_piece(pieces))
 
     def _stored_piece(self, pieces: Sequence[Tensor]) -> Tensor:
+        if not self._is_padded:  # and a DTensor can lie so
+            return pieces[0]
         if self.stored != self.value:
             return shard(self._gathered(pieces), self.stored, self.comm.position)
         return unpad(pieces[0], self.value, self.shape, self.comm.position)

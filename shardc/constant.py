@@ -9,6 +9,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from shardc.node import is_pointwise
+
 aten = torch.ops.aten
 
 
@@ -67,4 +69,4 @@ def _goes_by_row(target: Any, args: tuple[Any, ...], ndim: int) -> bool:
     """Whether equal rows in give equal rows out, or one number that does not depend on how many there are."""
     if target in (aten.cat.default, aten.cumsum.default):
         return len(args) > 1 and args[1] % ndim != 0
-    return torch.Tag.pointwise in target.tags or target in (aten.all.default, aten.any.default)
+    return is_pointwise(target) or target in (aten.all.default, aten.any.default)

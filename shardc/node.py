@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -23,6 +24,11 @@ def op_name(target: Any) -> str:
     """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)
     return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether torch says that an op makes each element of one element of each operand."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def takes_device(target: Any) -> bool:

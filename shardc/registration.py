@@ -102,7 +102,7 @@ def overload_of(op: Any) -> torch._ops.OpOverload:
 
 def _sees_no_padding(rule: Rule) -> bool:
     """Whether zeros in place of padding leave every sum as it is, since the op is linear in what has the factor."""
-    partial = [name for name in rule.sizes if any(rule.is_partial(name, i) for i in range(len(rule.results)))]
+    partial = [name for name in rule.sizes if rule.leaves_partial(name)]
     return rule.reduce == "sum" and all(
         any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
     )

@@ -83,12 +83,13 @@ class Rule:
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
-        needs_even = self.is_even or (self.sees_padding and self._leaves_partial(factor))
+        needs_even = self.is_even or (self.sees_padding and self.leaves_partial(factor))
         if needs_even and not cut.is_even(self.sizes[factor]):
             return False
         return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
 
-    def _leaves_partial(self, factor: str) -> bool:
+    def leaves_partial(self, factor: str) -> bool:
+        """Whether cutting the factor leaves any result partial."""
         return any(self.is_partial(factor, result) for result in range(len(self.results)))
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:

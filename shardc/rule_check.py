@@ -201,12 +201,7 @@ def _may_be_padded(rule: Rule, factor: str) -> bool:
     """Whether a cut that does not divide the factor leaves padding that a reduction reads."""
     tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
     is_alone = all(len(dim) == 1 for dims in tensors for dim in dims if factor in dim)
-    return (
-        is_alone
-        and not rule.sees_padding
-        and not rule.is_even
-        and any(rule.is_partial(factor, i) for i in range(len(rule.results)))
-    )
+    return is_alone and not rule.sees_padding and not rule.is_even and rule.leaves_partial(factor)
 
 
 def _check_padding(case: Case, factor: str) -> None:

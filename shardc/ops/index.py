@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardc.ops.reduction import with_name
+from shardc.ops.reduction import spec_with
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, replicated_rule, rule
 from shardc.sharding import TensorType
@@ -85,11 +85,7 @@ def along_names(dim: int, tensors: Sequence[TensorType | None]) -> tuple[str, st
     names = [
         name if len(set(sizes)) == 1 else "1" for name, *sizes in zip(dim_names(len(shapes[0])), *shapes, strict=True)
     ]
-    return _with(names, dim, "v"), _with(names, dim, "i")
-
-
-def _with(names: Sequence[str], dim: int, name: str) -> str:
-    return " ".join(with_name(names, dim, name))
+    return spec_with(names, dim, "v"), spec_with(names, dim, "i")
 
 
 def _gather_rule(call: Call) -> Rule:
@@ -110,16 +106,14 @@ def _searchsorted_rule(call: Call) -> Rule:
     return make_rule("k, ..., k -> ..." if is_row else "... k, ... n, ... k -> ... n", call, whole="k")
 
 
-def _index_fill_rule(call: Call) -> Rule:
-    names, dim = dim_names(len(call.operand.shape)), call.args[1]
-    x = _with(names, dim, "1") if names else ""
-    return make_rule(f"{x}, 1,  -> {x}", call)
+def _beside_index_rule(spec: str) -> Callable[[Call], Rule]:
+    """``X`` in the spec are the dims of ``x``, of which the one that is indexed is whole."""
 
+    def bind(call: Call) -> Rule:
+        names = dim_names(len(call.operand.shape))
+        return make_rule(spec.replace("X", spec_with(names, call.args[1], "1") if names else ""), call)
 
-def _index_reduce_rule(call: Call) -> Rule:
-    names, dim = dim_names(len(call.operand.shape)), call.args[1]
-    x = _with(names, dim, "1") if names else ""
-    return make_rule(f"{x}, 1, {x} -> {x}", call)
+    return bind
 
 
 def _take_rule(call: Call) -> Rule:
@@ -139,8 +133,8 @@ rule(aten.scatter.reduce, _scatter_rule())
 rule(aten.scatter.value_reduce, _scatter_rule())
 rule(aten.scatter_reduce.two, _scatter_rule())
 rule(aten.searchsorted.Tensor, _searchsorted_rule)
-rule(aten.index_reduce.default, _index_reduce_rule)
-rule(aten.index_fill.int_Scalar, _index_fill_rule)
-rule(aten.index_fill.int_Tensor, _index_fill_rule)
+rule(aten.index_reduce.default, _beside_index_rule("X, 1, X -> X"))
+rule(aten.index_fill.int_Scalar, _beside_index_rule("X, 1,  -> X"))
+rule(aten.index_fill.int_Tensor, _beside_index_rule("X, 1,  -> X"))
 rule(aten.take.default, _take_rule)
 rule(aten.bucketize.Tensor, "..., 1 -> ...")

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 
+from shardc.ops.reduction import spec_with
 from shardc.ops.view import dim_names
 from shardc.rule import Call, Rule, make_rule, rule
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
-
-
-def _with(names: Sequence[str], dim: int, name: str) -> str:
-    """The names with one exchanged, as text."""
-    dim %= len(names)
-    return " ".join([*names[:dim], name, *names[dim + 1 :]])
 
 
 CHUNKS = "c"  # the dim of a piece, of another size on each tensor: what it is cut in are chunks of each
@@ -51,7 +46,7 @@ def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
     if (start, length, step) == (0, size, 1):
         return " ".join(names), " ".join(names)
     is_block = step == 1 and length > 0 and size % length == 0 and start % length == 0
-    return _with(names, dim, f"(blk d{dim})" if is_block else CHUNKS), _with(
+    return spec_with(names, dim, f"(blk d{dim})" if is_block else CHUNKS), spec_with(
         names, dim, f"d{dim}" if is_block else CHUNKS
     )
 
@@ -85,7 +80,7 @@ def _local_slice_backward(call: Call, shard: Call) -> dict[int, Any]:
 
 def _select_names(ndim: int, dim: int) -> tuple[str, str]:
     names = dim_names(ndim)
-    return _with(names, dim, "1"), _with(names, dim, "")
+    return spec_with(names, dim, "1"), spec_with(names, dim, "")
 
 
 def _select_rule(call: Call) -> Rule:
@@ -110,8 +105,8 @@ def _piece_specs(whole: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[
     """The specs of a dim and of its pieces; pieces of different sizes leave it whole."""
     names = dim_names(len(whole))
     if len(set(sizes)) == 1:
-        return _with(names, dim, "(blk d)"), _with(names, dim, "d")
-    return _with(names, dim, CHUNKS), _with(names, dim, CHUNKS)
+        return spec_with(names, dim, "(blk d)"), spec_with(names, dim, "d")
+    return spec_with(names, dim, CHUNKS), spec_with(names, dim, CHUNKS)
 
 
 def _split_rule(call: Call) -> Rule:

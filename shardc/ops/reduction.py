@@ -65,6 +65,11 @@ def with_name(names: Sequence[str], dim: int, name: str) -> list[str]:
     return [name if i == dim % len(names) else other for i, other in enumerate(names)]
 
 
+def spec_with(names: Sequence[str], dim: int, name: str) -> str:
+    """The names with another one for a dim, as text."""
+    return " ".join(with_name(names, dim, name))
+
+
 def _dim(at: int, default: int = -1) -> Callable[[Call], int]:
     return lambda call: call.args[at] if len(call.args) > at else default
 
