@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardc.error import CaptureError, ShardingError
     from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
+    from shardc.options import Zero
     from shardc.partition import P, blocks
     from shardc.passes.reshard_plan import reshard_plan
     from shardc.registration import register_rule
@@ -30,6 +31,7 @@ __all__ = [
     "P",
     "Sharding",
     "ShardingError",
+    "Zero",
     "annotate",
     "blocks",
     "check_rule",
@@ -51,6 +53,7 @@ _HOMES = {
     "P": "partition",
     "Sharding": "sharding",
     "ShardingError": "error",
+    "Zero": "options",
     "blocks": "partition",
     "check_rule": "rule_check",
     "register_rule": "registration",

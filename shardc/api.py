@@ -16,6 +16,7 @@ from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective, collectives_of
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
+from shardc.options import Options, Zero
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
@@ -197,6 +198,7 @@ def compile(
     kwargs: Mapping[str, Any] | None = None,
     train: bool = True,
     differentiable: tuple[str, ...] = (),
+    zero: Zero | None = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
 ) -> Compiled:
@@ -204,13 +206,14 @@ def compile(
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
     global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
-    did wrong, CaptureError for a model that cannot be captured. ``fixed``: shardings that are settled already and stand
-    above annotations. ``strict``: a ShardingError for every op that has no rule and every gather that no annotation
-    asks for (see ``shardc.strict``).
+    did wrong, CaptureError for a model that cannot be captured. ``zero``: see ``Zero``.
+    ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
+    that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
     """
     from shardc.passes.pipeline import run_passes
 
-    described = Mesh.of(mesh)
+    described, options = Mesh.of(mesh), Options(zero)
+    options.check(described)
     if not hasattr(model, "named_parameters"):
         raise ShardingError(
             "model",
@@ -230,7 +233,7 @@ def compile(
     settled = {(pin.kind, pin.name) for pin in fixed}
     asked = resolve(captured.program, matched, described)
     pins = [pin for pin in asked if (pin.kind, pin.name) not in settled]
-    program = replace(captured.program, mesh=described, pins=(*pins, *fixed))
+    program = replace(captured.program, mesh=described, pins=(*pins, *fixed), options=options)
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
     if strict:
@@ -248,6 +251,7 @@ def parallelize(
     runtime: Literal["auto", "virtual", "distributed"] = "auto",
     compile: Literal["eager", "inductor"] = "eager",
     differentiable: tuple[str, ...] = (),
+    zero: Zero | None = None,
     strict: bool = False,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
@@ -255,11 +259,11 @@ def parallelize(
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    ``strict`` as in ``compile``.
+    ``zero`` and ``strict`` as in ``compile``.
     """
     from shardc.runtime.module import parallel_module
 
-    call = partial(_compile_call, mesh, annotations, differentiable, strict)
+    call = partial(_compile_call, mesh, annotations, {"differentiable": differentiable, "zero": zero, "strict": strict})
     module = parallel_module(model, mesh, call, runtime, compile)
     if args is not None or kwargs is not None:
         module.compile_for(args or (), kwargs or {})
@@ -269,8 +273,7 @@ def parallelize(
 def _compile_call(
     mesh: Any,
     annotations: Mapping[str, Spec] | None,
-    differentiable: tuple[str, ...],
-    strict: bool,
+    options: Mapping[str, Any],
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -278,7 +281,4 @@ def _compile_call(
     train: bool,
     fixed: tuple[Pin, ...],
 ) -> Compiled:
-    return compile(
-        model, mesh, annotations, args=args, kwargs=kwargs, train=train, differentiable=differentiable, fixed=fixed,
-        strict=strict,
-    )  # fmt: skip
+    return compile(model, mesh, annotations, args=args, kwargs=kwargs, train=train, fixed=fixed, **options)

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from shardc.mesh import Mesh
-from shardc.node import is_getitem, op_name, operands, takes_device
+from shardc.node import is_getitem, is_pointwise, op_name, operands, takes_device
+from shardc.options import Options
 from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
@@ -78,7 +79,8 @@ class Program:
     """A graph with its inputs, outputs, mesh and level. Passes take one and return another.
 
     ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
-    local shapes in every type; shardings are then those of the value that the shard is part of.
+    local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
+    user asked for beside.
     """
 
     graph: fx.Graph
@@ -88,6 +90,7 @@ class Program:
     level: Level = "captured"
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    options: Options = field(default_factory=Options)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
@@ -344,6 +347,6 @@ def types_of(value: Any) -> Types:
 def op_rule(target: Any) -> OpRule | None:
     """The table's entry for an op; every pointwise op has one."""
     found = RULES.get(target)
-    if found is None and isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if found is None and is_pointwise(target):
         found = RULES[target] = OpRule(pointwise_rule)
     return found
