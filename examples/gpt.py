@@ -133,6 +133,12 @@ def gpt_dropout(mesh: Mesh | None = None) -> Target:
     return _target(Config(dropout=0.1), plan(mesh))
 
 
+def gpt_sequence(mesh: Mesh | None = None) -> Target:
+    """Likewise, and what lies between the blocks' halves is cut along time over tp: Megatron's sequence parallelism."""
+    batch = "dp" if mesh is None or "dp" in mesh.axis_names else None
+    return _target(Config(), plan(mesh) | {"module:tokens": P(batch, "tp")})
+
+
 def gpt_fsdp() -> Target:
     """Every parameter cut on dim 0, gathered where it is used; gradients reduce_scattered."""
     return _target(Config(), DATA | {"param:*": P("dp")})

@@ -1,7 +1,8 @@
 """propagate: canonical -> annotated. A sharding on every value, from the few that the user fixed.
 
 Cuts flow both ways over the factors of each op's rule until nothing changes. Rounds go by priority, and within one
-inputs and annotated values speak before parameters, so that an axis on the batch outranks the same axis on a weight.
+inputs and annotated values speak before parameters, so that an axis on the batch outranks the same axis on a weight;
+but where a value alone is cut by an axis of the parameters, the parameters compute so and the value has its say last.
 In a round all ops but contractions go first. A gradient is tied to its parameter, a new buffer value to its buffer::
 
     x: f32[8@dp, 64]   w: f32[64, 256@tp]
@@ -54,15 +55,39 @@ def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...]) -> _State:
     state = _State(program, mesh)
     for pin in pins:
         state.close(pin)
-    for key in sorted({_round(pin) for pin in pins}):
-        state.start([pin for pin in pins if _round(pin) == key], rank=key[1])
+    ranks = _Ranks(pins)
+    for priority, rank in sorted({(pin.priority, rank) for pin in pins for rank in ranks.of(pin)}):
+        state.start([pin for pin in pins if pin.priority == priority and rank in ranks.of(pin)], ranks, rank)
         state.settle(contractions=False)
         state.settle(contractions=True)
     return state
 
 
-def _round(pin: Pin) -> tuple[int, int]:
-    return pin.priority, int(pin.kind in PARAMETER_KINDS)
+class _Ranks:
+    """Who speaks first about an axis: 0 inputs and values, 1 parameters, 2 a value whose axis only parameters share.
+
+    Such an axis is no axis of the data: a residual that is cut along time by the axis that cuts the weights of each
+    block lies so, and is gathered where they compute. A batch that is cut where it is embedded is data.
+    """
+
+    def __init__(self, pins: Iterable[Pin]) -> None:
+        axes: dict[str, set[str]] = {}
+        for pin in pins:
+            kind = "parameter" if pin.kind in PARAMETER_KINDS else pin.kind
+            axes.setdefault(kind, set()).update(part.name for part in pin.sharding.cut_axes)
+        self.model_axes = axes.get("parameter", set()) - axes.get("input", set())
+        self.has_data = "input" in axes
+
+    def of(self, pin: Pin) -> set[int]:
+        """The ranks of a pin's dims."""
+        return {self.rank(pin, dim) for dim in range(len(pin.sharding.dims))} or {0}
+
+    def rank(self, pin: Pin, dim: int) -> int:
+        """That of all axes that cut a dim, together."""
+        if pin.kind != "value":
+            return int(pin.kind in PARAMETER_KINDS)
+        is_shared = any(part.name in self.model_axes for part in pin.sharding.dims[dim].all_axes)
+        return 2 if is_shared and (self.has_data or dim) else 0
 
 
 def _annotated_values(program: Program) -> list[Pin]:
@@ -165,16 +190,17 @@ class _State:
         self.closed[value] = set(range(len(self.shapes[value]))) - pin.open
         self.reserved[value] = pin.sharding.cut_axes
 
-    def start(self, pins: Iterable[Pin], rank: int) -> None:
-        """Set the pins of a round, and queue the ops around them; ops that waited get another turn."""
+    def start(self, pins: Iterable[Pin], ranks: _Ranks, rank: int) -> None:
+        """Set the pins' dims of a round, and queue the ops around them; ops that waited get another turn."""
         for pin in pins:
             value = self._pinned(pin)
             for dim, cut in enumerate(pin.sharding.dims):
-                if dim not in pin.open:
-                    self.dims[value][dim] = cut
-            for part in pin.sharding.cut_axes:
-                origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
-                self.roots[id(origin)] = pin
+                if dim in pin.open or ranks.rank(pin, dim) != rank:
+                    continue
+                self.dims[value][dim] = cut
+                for part in cut.all_axes:
+                    origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
+                    self.roots[id(origin)] = pin
             self._queue_around(value)
 
     def _pinned(self, pin: Pin) -> Value:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from gpt import DATA, GPT, Config
+from gpt import DATA, GPT, Config, gpt_sequence
 
 import shardc
 from shardc import Mesh, P
@@ -50,6 +51,49 @@ def test_two_weight_annotations_a_block_give_two_and_two_all_reduces_a_layer(
     assert count_on("tp", compiled) == expected
     moved = [each for each in collectives(compiled) if each["axes"] == ["dp"] and each["phase"] == "forward"]
     assert all(each["bytes"] <= 8 for each in moved), "data parallelism moves two scalars in the forward, no activation"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fused", "annotated"),
+    [
+        (Mesh(tp=4), True, "module:tokens"),
+        (Mesh(dp=2, tp=4), True, "module:*norm*"),
+        (Mesh(dp=2, tp=4), False, "module:tokens"),
+    ],
+)
+def test_one_more_annotation_is_sequence_parallel_with_four_gathers_and_four_reduce_scatters_a_layer(
+    mesh: Mesh, fused: bool, annotated: str
+) -> None:
+    data, batch = (DATA, "dp") if "dp" in mesh.axis_names else ({}, None)
+    compiled = compile_gpt(mesh, data | ROW | {annotated: P(batch, "tp")}, fused=fused)
+    shape = [8 // (2 if batch else 1), 32, 64]
+    found = Counter(
+        (each["kind"], each["phase"])
+        for each in collectives(compiled)
+        if shape in (each["local_shape_in"], each["local_shape_out"])
+    )
+    assert found == dict.fromkeys(product(("all_gather", "reduce_scatter"), ("forward", "backward")), 2 * LAYERS)
+    others = [each for each in collectives(compiled) if each["kind"] not in ("all_gather", "reduce_scatter")]
+    assert all(each["kind"] == "all_reduce" for each in others)
+    assert all(each["phase"] == "backward" or each["bytes"] <= 8 for each in others), "sums of parameters' gradients"
+    flops = json.loads(compiled.dump(format="json"))["flops"]
+    assert flops["per_rank"] * mesh.size == flops["whole"]
+
+
+def test_sequence_parallel_equals_one_device() -> None:
+    model, args, kwargs, annotations = gpt_sequence(Mesh(dp=2, tp=2))
+    compiled = shardc.compile(model.double(), Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    equals_one_device(compiled, *args)
+
+
+def equals_one_device(compiled: shardc.Compiled, *args: torch.Tensor) -> None:
+    """Loss and every gradient, in float64."""
+    loss, gradients = compiled.simulate(*args)
+    expected = compiled.model(*args)
+    parameters = dict(compiled.model.named_parameters())
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    for name, gradient in zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
 def test_a_plain_cut_of_a_fused_weight_becomes_a_cut_of_each_block_and_the_dump_says_so() -> None:
