@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardc.lifetime import split
 from shardc.program import Program
 
 from .comm import Comm
-from .instruction import Env, Instruction, instruction, split, with_deaths
+from .instruction import Env, Instruction, instruction, with_deaths
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
 

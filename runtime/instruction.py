@@ -17,7 +17,7 @@ from shardc.error import ShardingError
 from shardc.node import takes_device
 from shardc.opaque import Opaque
 from shardc.ops.normalization import TAKE_CONTIGUOUS
-from shardc.program import Program, op_rule
+from shardc.program import op_rule
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 
@@ -60,20 +60,6 @@ class Instruction:
         yield from (slot for _, slot in self.direct)
         for _, argument in self.nested:
             yield from _slots(argument)
-
-
-def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The program's calls, in order: those that outputs and new buffers need, and the rest."""
-    ends = zip(program.results, program.outputs, strict=True)
-    stack = [node for node, output in ends if node is not None and output.kind != "gradient"]
-    needed: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    return [node for node in calls if node in needed], [node for node in calls if node not in needed]
 
 
 def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, is_local: bool) -> Instruction:

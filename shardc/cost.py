@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from shardc.node import is_getitem, operands
+from shardc.lifetime import Storage, storages
 from shardc.ops.contraction import dot
-from shardc.program import Input, Program, Value
+from shardc.program import Input, Program
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
@@ -57,58 +56,6 @@ def _gradients(program: Program) -> Iterator[tuple[str, fx.Node]]:
 
 def _nbytes(type_: TensorType | None) -> int:
     return 0 if type_ is None else type_.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """A value that owns its bytes, with the places in the program where it is made and last used.
-
-    Inputs are made before the program and live through it. ``is_saved``: made by forward, used by backward.
-    """
-
-    nbytes: int
-    born: int
-    last: int
-    is_saved: bool
-
-
-def storages(program: Program) -> Iterator[Storage]:
-    """Every value that owns its bytes; a use of a view is a use of what it looks at."""
-    place = {node: i for i, node in enumerate(program.graph.nodes)}
-    for (made_by, index), users in _users(program).items():
-        type_ = program.local_type(made_by, index)
-        if type_ is None:
-            continue
-        if made_by.op == "placeholder":
-            yield Storage(type_.nbytes, -1, len(place), is_saved=False)
-            continue
-        phases = {program.source(user).phase for user in users if user.op == "call_function"}
-        is_saved = program.source(made_by).phase == "forward" and "backward" in phases
-        yield Storage(type_.nbytes, place[made_by], max(map(place.__getitem__, [made_by, *users])), is_saved)
-
-
-def _users(program: Program) -> dict[Value, list[fx.Node]]:
-    """The users of each value that owns its bytes, those of its views included."""
-    owner: dict[Value, Value] = {}
-    users: dict[Value, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        if is_getitem(node):
-            continue
-        for used in dict.fromkeys(owner[program.value(operand)] for operand in node.all_input_nodes):
-            users[used].append(node)
-        if node.op == "output":
-            continue
-        looked_at = _looked_at(node)
-        for index in range(len(program.types(node))):
-            owner[node, index] = (node, index) if looked_at is None else owner[program.value(looked_at)]
-            users.setdefault(owner[node, index], [])
-    return users
-
-
-def _looked_at(node: fx.Node) -> fx.Node | None:
-    """The tensor whose bytes a view shares."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return operands(node)[0] if returns and returns[0].alias_info is not None else None
 
 
 def _peak(live: list[Storage]) -> int:

@@ -198,22 +198,6 @@ def test_memory_is_by_class_on_one_rank() -> None:
     }
 
 
-def test_a_view_holds_what_it_looks_at_and_owns_nothing() -> None:
-    graph = fx.Graph()
-    program = Program(graph, (Input("x", "input", f32(8)),), (Output("", "output"),), level="localized")
-    x = graph.placeholder("x")
-    made = graph.call_function(aten.neg.default, (x,))
-    seen = graph.call_function(aten.view.default, (made, [8]))
-    other = graph.call_function(aten.neg.default, (x,))
-    used = graph.call_function(aten.add.Tensor, (seen, other))
-    graph.output((used,))
-    for node in (x, made, seen, other, used):
-        program.set_type(node, f32(8))
-        program.set_source(node, Source(phase="backward" if node is used else "forward"))
-    assert memory_of(program)["peak"] == 4 * 32  # x, made, other, used; at the view's place none is added
-    assert memory_of(program)["saved"] == 2 * 32
-
-
 def test_flops_count_two_for_each_product_of_a_contraction() -> None:
     program = megatron()
     assert flops_of(program) == 3 * 2 * 16 * 64 * 256

@@ -1,0 +1,126 @@
+"""When values live: which part of a program an op runs in, which values own their bytes, and when those die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
+from shardc.node import is_annotation, is_getitem, operand, takes_device
+from shardc.program import Program, Value
+from shardc.sharding import TensorType
+
+MOVES = {*COLLECTIVES, *EXCHANGES, reshard}  # what they return is a runtime's
+
+
+def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The program's calls as they run: those that outputs and new buffers need, and the rest, which is backward.
+
+    The results of an op that has several are picked where it runs.
+    """
+    ends = zip(program.results, program.outputs, strict=True)
+    stack = [node for node, output in ends if node is not None and output.kind != "gradient"]
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    needed |= {node for node in calls if is_getitem(node) and operand(node) in needed}
+    return [node for node in calls if node in needed], [node for node in calls if node not in needed]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A value that owns its bytes on one rank, and the places, in the order of ``split``, where they come and go.
+
+    Inputs are made before the program and live through it; what the program returns lives to its end. ``is_saved``:
+    made by the forward part, read by the backward part.
+    """
+
+    value: Value
+    nbytes: int
+    born: int
+    last: int
+    is_saved: bool
+
+
+def storages(program: Program) -> Iterator[Storage]:
+    """Every value that owns its bytes; a use of a view is a use of what it looks at."""
+    fwd, bwd = split(program)
+    order = [*fwd, *bwd]
+    owners = owners_of(program, order)
+    last = dict.fromkeys(owners.values(), -1)
+    read: set[Value] = set()  # by the backward part
+    for place, node in enumerate(order):
+        used = [] if is_getitem(node) else [owners[program.value(each)] for each in node.all_input_nodes]
+        made = [owners[value] for value in _results(program, node)]
+        last |= dict.fromkeys([*used, *made], place)
+        read |= set(used if place >= len(fwd) else ())
+    last |= {owners[program.value(node)]: len(order) for node in program.results if node is not None}
+    born = {node: place for place, node in enumerate(order)}
+    for owner, end in last.items():
+        type_, start = program.local_type(*owner), born.get(owner[0], -1)
+        assert type_ is not None, owner
+        end = end if start >= 0 else len(order)
+        yield Storage(owner, type_.nbytes, start, end, is_saved=0 <= start < len(fwd) and owner in read)
+
+
+def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:
+    """For every value the one whose bytes it shares: itself, or what it is a view of.
+
+    Found by running the calls of ``order`` on meta tensors, since whether a reshape is a view depends on strides.
+    """
+    found: dict[Value, Value] = {}
+    first: dict[int, Value] = {}  # the owner of each storage, by its address
+    values: dict[fx.Node, Any] = {}
+    for node in (*program.placeholders, *order):
+        values[node] = made = _on_meta(program, node, values)
+        for result in _results(program, node):
+            tensor: torch.Tensor = made[result[1]] if program.has_many(node) else made
+            found[result] = first.setdefault(tensor.untyped_storage()._cdata, result)
+    return found
+
+
+def _results(program: Program, node: fx.Node) -> list[Value]:
+    """A call's results; none of a getitem, which makes nothing."""
+    types = () if is_getitem(node) else program.types(node)
+    return [(node, i) for i, type_ in enumerate(types) if type_ is not None]
+
+
+def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a node's call returns on meta tensors; new ones where only a runtime could say."""
+    if is_getitem(node):
+        return values[operand(node)][node.args[1]]
+    if is_annotation(node) or _stays(program, node):
+        return values[operand(node)]
+    if node.op == "placeholder" or node.target in MOVES:
+        return _new(program, node)
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    try:
+        return target(*args, **kwargs | ({"device": "meta"} if takes_device(target) else {}))
+    except NotImplementedError:  # no kernel
+        return _new(program, node)
+
+
+def _new(program: Program, node: fx.Node) -> Any:
+    new = [_empty(type_) for type_ in program.types(node)]
+    return tuple(new) if program.has_many(node) else new[0]
+
+
+def _empty(type_: TensorType | None) -> torch.Tensor | None:
+    return None if type_ is None else torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+
+
+def _stays(program: Program, node: fx.Node) -> bool:
+    """Whether a collective has groups of one and does nothing."""
+    if node.target not in COLLECTIVES:
+        return False
+    assert program.mesh is not None
+    return group_size(program.mesh, collective_kind(node), node.args[1:]) == 1
