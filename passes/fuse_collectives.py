@@ -39,11 +39,17 @@ def _share_equal(program: Program) -> None:
     seen: dict[object, fx.Node] = {}
     for node in list(program.calls):
         if node.target in COLLECTIVES or node.target in EXCHANGES:
-            key = (node.target, node.args)
+            key = (node.target, node.args, _use(program, node))
             if key in seen:
                 program.replace(node, seen[key])
             else:
                 seen[key] = node
+
+
+def _use(program: Program, node: fx.Node) -> str:
+    """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each."""
+    is_again = program.options.zero is not None and operand(node).op == "placeholder"
+    return program.source(node).phase if is_again else ""
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """The passes, in order: read this to know the compiler. After each, the program is verified.
 
-captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards--> agreed
+captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards, store--> agreed
 --lower_reshards, fuse_collectives, mask_padding--> lowered --localize--> localized
 """
 
@@ -20,6 +20,7 @@ from .localize import localize
 from .lower_reshards import lower_reshards
 from .mask_padding import mask_padding
 from .propagate import propagate
+from .store import store
 from .verify import verify
 
 Pass = Callable[[Program], Program]
@@ -30,6 +31,7 @@ PASSES: tuple[Pass, ...] = (
     propagate,  # a sharding on every value
     decompose,  # softmax over a cut vocabulary and its like, as local work and small reductions
     insert_reshards,  # a reshard wherever producer and consumer differ
+    store,  # parameters lie between uses as ZeRO says
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end

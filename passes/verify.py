@@ -155,7 +155,7 @@ def _gradients_lie_as_their_values(program: Program) -> None:
     for output, node in zip(program.outputs, program.results, strict=True):
         for kind in ("parameter", "buffer", "input"):
             given = inputs.get((kind, output.name))
-            if node is not None and given is not None and output.kind != "output":
+            if node is not None and given is not None and output.kind in ("gradient", "buffer"):
                 found, wanted = program.sharding(node), program.sharding(given)
                 assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kind} is {wanted}"
 
@@ -169,7 +169,12 @@ def _pins_hold(program: Program) -> None:
     for pin in program.pins:
         node = values.get((pin.kind, pin.name))
         if node is not None:
-            dims = enumerate(zip(pin.sharding.dims, program.sharding(node).dims, strict=True))
+            lies = (
+                program.computed.get(pin.name, program.sharding(node))
+                if pin.kind == "parameter"
+                else program.sharding(node)
+            )
+            dims = enumerate(zip(pin.sharding.dims, lies.dims, strict=True))
             moved = [dim for dim, (said, found) in dims if said != found and dim not in pin.open]
             assert not moved, f"{pin.text}: {node} is {program.sharding(node)} in dims {moved}"
 

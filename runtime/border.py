@@ -20,6 +20,7 @@ from shardc.sharding import Sharding, num_shards
 
 from .agreement import check_agreement
 from .comm import Comm, SimulatedComm
+from .copies import Copies
 from .distributed import TorchComm, gather_whole
 from .piece import pad, shard, unpad, unshard
 from .placement import DTensorMaker, check_order, local, placements, sharding_of, to_dtensor
@@ -43,6 +44,9 @@ class Border(Protocol):
 
     comm: Comm
 
+    def new_copies(self) -> Copies | None:
+        """Where what is made of stored parameters is kept; None where it is made for every call."""
+
     def own(self, tensor: Tensor) -> Tensor:
         """A copy of a parameter or buffer of the user's model, whole, as the parallel model holds it."""
 
@@ -64,6 +68,9 @@ class VirtualBorder:
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.comm: Comm = SimulatedComm(mesh, device)
+
+    def new_copies(self) -> None:
+        """None: a write through ``.data`` of a plain tensor cannot be seen."""
 
     def own(self, tensor: Tensor) -> Tensor:
         """A copy."""
@@ -116,6 +123,10 @@ class DistributedBorder:
         self.torch_comm = TorchComm(device_mesh)
         self.comm: Comm = self.torch_comm
         check_order(self.comm.mesh)
+
+    def new_copies(self) -> Copies:
+        """They are kept."""
+        return Copies()
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -1,7 +1,8 @@
 """The executor of both runtimes: a program as a list of instructions, run over the ranks that live in this process.
 
-A program runs in two parts. The *forward* part is what its outputs and new buffers need; the *backward* part is the
-rest, and starts when the tangents are given. What is alive between the two is what is saved for backward.
+A program runs in parts. The *update* part makes what is kept until a parameter is written. The *forward* part is what
+outputs and new buffers need beside; the *backward* part is the rest, and starts when the tangents are given. What is
+alive between the two is what is saved for backward.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardc.lifetime import split
+from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
 from .comm import Comm
@@ -56,22 +57,50 @@ class Executor:
         self._num_slots = len(slots)
         self._inputs = [slots[node] for node in program.placeholders]
         self._results = [None if node is None else slots[node] for node in program.results]
-        self._is_forward = [output.kind != "gradient" for output in program.outputs]
-        place = comm.device if comm else torch.device(device)
-        fwd, bwd = ([instruction(node, slots, place, comm is not None) for node in part] for part in split(program))
-        self._kept = self._read_from_forward(bwd)
-        self._fwd = with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of(True)})
-        self._bwd = with_deaths(bwd, {slot for slot, _ in self._results_of(False)})
+        self._part = [PART_OF[output.kind] for output in program.outputs]
+        place, parts = comm.device if comm else torch.device(device), split(program)
+        update, fwd, bwd = (
+            [instruction(node, slots, place, comm is not None) for node in part]
+            for part in (parts.update, parts.forward, parts.backward)
+        )
+        made = {slot for slot, _ in self._results_of("update")}
+        self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
+        self._update = with_deaths(update, made)
+        self._fwd = with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")})
+        self._bwd = with_deaths(bwd, {slot for slot, _ in self._results_of("backward")})
 
-    def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]:
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.
+
+        Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others;
+        each is written ``into`` a tensor where there is one, as soon as it is known.
+        """
+        envs, places = self._envs(inputs), dict(self._results_of("update"))
+        for each in self._update:
+            self._run((each,), envs)
+            if into is not None and each.result in places:
+                for env, values in zip(envs, into, strict=True):
+                    if (kept := values[places[each.result]]) is not None:
+                        env[each.result] = kept.copy_(env[each.result])
+        return [self._collect(env, "update") for env in envs]
+
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], Saved]:
         """Run the forward part: ``inputs`` for each rank, parallel to the program's, None for tangents.
 
-        Returns for each rank the outputs, parallel to the program's, with None for gradients; and what is saved.
+        ``computed`` is what ``update`` gave; without it the update part is run first. Returns for each rank the
+        outputs, parallel to the program's, with None for the others; and what is saved.
         """
-        envs: list[Env] = [[None] * self._num_slots for _ in inputs]
-        self._place(envs, inputs)
+        envs = self._envs(inputs)
+        if computed is None:
+            self._run(self._update, envs)
+        else:
+            for slot, i in self._results_of("update"):
+                for env, values in zip(envs, computed, strict=True):
+                    env[slot] = values[i]
         self._run(self._fwd, envs)
-        outputs = [self._collect(env, True) for env in envs]
+        outputs = [self._collect(env, "forward") for env in envs]
         saved = tuple([value if i in self._kept else None for i, value in enumerate(env)] for env in envs)
         return outputs, Saved(saved)
 
@@ -84,7 +113,7 @@ class Executor:
         envs = saved.take(keep)
         self._place(envs, tangents)
         self._run(self._bwd, envs)
-        return [self._collect(env, False) for env in envs]
+        return [self._collect(env, "backward") for env in envs]
 
     def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""
@@ -113,25 +142,29 @@ class Executor:
         for env, result in zip(envs, results, strict=True):
             env[each.result] = result
 
+    def _envs(self, inputs: Sequence[Values]) -> list[Env]:
+        envs: list[Env] = [[None] * self._num_slots for _ in inputs]
+        self._place(envs, inputs)
+        return envs
+
     def _place(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
         for env, values in zip(envs, inputs, strict=True):
             for slot, value in zip(self._inputs, values, strict=True):
                 if value is not None:
                     env[slot] = value
 
-    def _collect(self, env: Env, is_forward: bool) -> list[Tensor | None]:
+    def _collect(self, env: Env, part: str) -> list[Tensor | None]:
         results: list[Tensor | None] = [None] * len(self._results)
-        for slot, i in self._results_of(is_forward):
+        for slot, i in self._results_of(part):
             results[i] = env[slot]
         return results
 
-    def _results_of(self, is_forward: bool) -> Iterator[tuple[int, int]]:
+    def _results_of(self, part: str) -> Iterator[tuple[int, int]]:
         """The slot of each result of one part, and where among the program's outputs it stands."""
-        for i, (slot, fwd) in enumerate(zip(self._results, self._is_forward, strict=True)):
-            if slot is not None and fwd == is_forward:
+        for i, (slot, made_by) in enumerate(zip(self._results, self._part, strict=True)):
+            if slot is not None and made_by == part:
                 yield slot, i
 
-    def _read_from_forward(self, bwd: Sequence[Instruction]) -> set[int]:
-        """The slots that the backward part reads and does not make itself."""
-        read = {slot for each in bwd for slot in each.reads} | {slot for slot, _ in self._results_of(False)}
-        return read - {each.result for each in bwd}
+    def _read_by(self, instructions: Sequence[Instruction], part: str) -> set[int]:
+        """The slots that a part reads."""
+        return {slot for each in instructions for slot in each.reads} | {slot for slot, _ in self._results_of(part)}

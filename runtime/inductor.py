@@ -23,7 +23,7 @@ Compiled = Callable[..., Sequence[Tensor]]
 class InductorRunner:
     """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
 
-    State: ``_fwd`` and ``_bwd``, the compiled parts.
+    State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
     """
 
     def __init__(self, program: Program, comm: Comm) -> None:
@@ -39,9 +39,15 @@ class InductorRunner:
         """Whether an output is saved for backward."""
         return self._executor.keeps_output(index)
 
-    def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]:
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Run the update part, as the executor does."""
+        return self._executor.update(inputs, into)
+
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], Saved]:
         """Run the forward part, as the executor does."""
-        given = _contiguous(inputs)
+        given = _contiguous(inputs), computed
         if self._fwd is None:
             self._fwd = Part(self._traced_forward, given, self._comm)
         outputs, envs = self._fwd(given)
@@ -55,8 +61,8 @@ class InductorRunner:
         gradients: list[list[Tensor | None]] = self._bwd(given)
         return gradients
 
-    def _traced_forward(self, inputs: Any) -> Any:
-        outputs, saved = self._executor.forward(inputs)
+    def _traced_forward(self, given: Any) -> Any:
+        outputs, saved = self._executor.forward(*given)
         return outputs, list(saved.envs)
 
     def _traced_backward(self, given: Any) -> Any:

@@ -21,6 +21,7 @@ from shardc.sharding import Sharding
 
 from .border import Border, border_of
 from .comm import Comm
+from .copies import Copies
 from .distributed import make_device_mesh
 from .executor import Executor
 from .inductor import InductorRunner
@@ -75,7 +76,9 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner
+        self._copies = border.new_copies()
         self._placed: dict[tuple[str, str], Sharding] = {}
+        self._computed: dict[tuple[str, str], Sharding] = {}
         self._steps: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Step] = OrderedDict()
         self._latest: Step | None = None
         self.seed, self.step = 0, 0
@@ -112,6 +115,9 @@ class ParallelModule(nn.Module):
         super().train(mode)
         if "_model" in self.__dict__:
             self._model.training = mode
+        copies: Copies | None = self.__dict__.get("_copies")
+        if copies is not None:
+            copies.forget()
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -137,7 +143,8 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = ParallelModule(nn.Module(), self._border, self._compile, self._make_runner)
         twin._adopt(copy.deepcopy(self._model, memo))
-        twin._placed, twin.seed, twin.step = dict(self._placed), self.seed, self.step
+        twin._placed, twin._computed = dict(self._placed), dict(self._computed)
+        twin.seed, twin.step = self.seed, self.step
         memo[id(self)] = twin
         return twin
 
@@ -167,7 +174,7 @@ class ParallelModule(nn.Module):
         compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
         self._border.agree(compiled.program)
         self._place(compiled.program)
-        return Step(compiled, self._border, self._make_runner(compiled.program, self._border.comm))
+        return Step(compiled, self._border, self._make_runner(compiled.program, self._border.comm), self._copies)
 
     def _forget_oldest(self) -> None:
         if len(self._steps) > MAX_PROGRAMS:
@@ -186,7 +193,7 @@ class ParallelModule(nn.Module):
         given = {("input", name): self._border.sharding(tensor, f"input {name!r}") for name, tensor in tensors}
         return tuple(
             Pin(name, kind, sharding, frozenset(), f"{kind} {name!r} lies so already")
-            for (kind, name), sharding in {**self._placed, **given}.items()
+            for (kind, name), sharding in {**self._placed, **self._computed, **given}.items()
             if sharding is not None
         )
 
@@ -198,6 +205,8 @@ class ParallelModule(nn.Module):
             if tensor is None:
                 continue
             sharding = program.sharding(node)
+            if put.kind == "parameter" and put.name in program.computed:
+                self._computed[put.kind, put.name] = program.computed[put.name]
             before = self._placed.setdefault((put.kind, put.name), sharding)
             if before is sharding:
                 placed = self._border.placed(tensor, sharding, f"{put.kind} {put.name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -18,6 +18,7 @@ from shardc.error import ShardingError
 from shardc.program import Input, Output, Program
 
 from .border import Border, Door
+from .copies import Copies, Made
 from .executor import Saved, Values
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
@@ -33,9 +34,12 @@ class Compilation(Protocol):
 
 
 class Runner(Protocol):
-    """What runs the two parts of a program: the executor, or compiled code."""
+    """What runs the parts of a program: the executor, or compiled code."""
 
-    def forward(self, inputs: Sequence[Values]) -> tuple[list[list[Tensor | None]], Saved]: ...
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]: ...
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], Saved]: ...
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
     def keeps_input(self, index: int) -> bool: ...
     def keeps_output(self, index: int) -> bool: ...
@@ -44,8 +48,8 @@ class Runner(Protocol):
 class Step:
     """A compiled call, ready for every call of its signature."""
 
-    def __init__(self, compiled: Compilation, border: Border, runner: Runner) -> None:
-        self.compiled, self.border, self.runner = compiled, border, runner
+    def __init__(self, compiled: Compilation, border: Border, runner: Runner, copies: Copies | None = None) -> None:
+        self.compiled, self.border, self.runner, self.copies = compiled, border, runner, copies
         self.program = compiled.program
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
@@ -53,6 +57,7 @@ class Step:
         self._entries = [self._door(*pair) for pair in zip(self._placeholders, self.program.inputs, strict=True)]
         ends = zip(self._results, self.program.outputs, strict=True)
         self._exits = [self._door(node, end) if node is not None else None for node, end in ends]
+        self._starts = dict(self._find_starts())
 
     def __call__(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], random: Tensor) -> Any:
         """Run a call: its result is in the model's own containers; buffers are written back."""
@@ -75,7 +80,8 @@ class Step:
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
         """Run the forward part: the outputs, and what is saved."""
         with self._as_compiled():
-            results, saved = self.runner.forward(self._enter(values))
+            inputs = self._enter(values)
+            results, saved = self.runner.forward(inputs, self._computed(values, inputs))
         columns = list(zip(*results, strict=True))
         for put, i in self._ends.buffers.items():
             buffer = values[put]
@@ -101,6 +107,28 @@ class Step:
         pairs = zip(self._ends.outputs, outputs, strict=True)
         inputs += [output for i, output in pairs if isinstance(output, DTensor) and self.runner.keeps_output(i)]
         return [(ref(tensor), tensor._version) for tensor in inputs if not tensor.is_inference()]
+
+    def _computed(self, values: Values, inputs: Sequence[Values]) -> list[list[Tensor | None]] | None:
+        """For each rank the parameters that are kept as they are computed on, parallel to the program's outputs."""
+        places = self._ends.computed
+        if not places or self.copies is None:
+            return None
+
+        def make(into: Made) -> Made:
+            made = self.runner.update(inputs, self._rows(into))
+            return {name: _present([row[i] for row in made]) for name, i in places.items()}
+
+        given = zip(self.program.inputs, values, strict=True)
+        parameters = {put.name: value for put, value in given if put.name in places and value is not None}
+        return self._rows(self.copies.get(parameters, self._starts, make))
+
+    def _rows(self, made: Made) -> list[list[Tensor | None]]:
+        """For each rank what was made, parallel to the program's outputs."""
+        rows: list[list[Tensor | None]] = [[None] * len(self.program.outputs) for _ in self.border.comm.positions]
+        for name, i in self._ends.computed.items():
+            for row, piece in zip(rows, made.get(name, ()), strict=False):
+                row[i] = piece
+        return rows
 
     def _as_compiled(self) -> torch.autocast:
         """Casts are in the program already: none is added while it runs."""
@@ -153,6 +181,16 @@ class Step:
         assert door is not None, self.program.outputs[i]
         return door
 
+    def _find_starts(self) -> Iterator[tuple[str, int]]:
+        """Of parameters that are rows of what is kept of them, as they are computed on, the first row."""
+        for put, node in zip(self.program.inputs, self._placeholders, strict=True):
+            if put.name in self._ends.computed and put.kind == "parameter" and put.type.shape:
+                stored, computed = self.program.sharding(node), self.program.computed[put.name]
+                if stored.dims[1:] == computed.dims[1:]:
+                    added = stored.dims[0].axes[len(computed.dims[0].axes) :]
+                    index = stored.mesh.index(self.border.comm.positions[0], added)
+                    yield put.name, index * stored.local_shape(put.type.shape)[0]
+
     def _door(self, node: fx.Node, end: Input | Output) -> Door:
         sharding = self.program.sharding(node)
         shape = self.program.global_type(node).shape
@@ -173,13 +211,14 @@ class Ends:
     """Which inputs and outputs of a program belong together, by index.
 
     ``outputs``: the model's. ``tangents``: by the output's name, an input. ``buffers`` and ``gradients``: for an input
-    the output that is its new value, or its gradient.
+    the output that is its new value, or its gradient. ``computed``: by the parameter's name, an output.
     """
 
     outputs: tuple[int, ...]
     tangents: Mapping[str, int]
     buffers: Mapping[int, int]
     gradients: Mapping[int, int]
+    computed: Mapping[str, int]
 
     @staticmethod
     def of(program: Program) -> Ends:
@@ -194,6 +233,7 @@ class Ends:
             {given.name: put for put, given in inputs if given.kind == "tangent"},
             {named[output.name]: i for i, output in outputs if output.kind == "buffer"},
             dict(zip(wanting, gradients, strict=True)),
+            {output.name: i for i, output in outputs if output.kind == "computed"},
         )
 
 
@@ -244,4 +284,6 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _check(ctx.watched)
+        if ctx.step.copies is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(ctx.step.copies.note_backward)
         return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph())

@@ -48,7 +48,7 @@ from shardc.joint import Ends, assemble
 from shardc.location import user_location
 from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
-from shardc.program import Input, Output, Program, Source, types_of
+from shardc.program import Input, Output, Phase, Program, Source, types_of
 from shardc.refusal import Refusals, Unfit, capture_error, python_effects
 from shardc.sharding import TensorType
 from shardc.traced import PlainDropout, plain_cells
@@ -56,7 +56,6 @@ from shardc.tree import Tree
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
 
-Phase = Literal["forward", "backward", "update"]
 InputKind = Literal["parameter", "buffer", "input"]
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from shardc.lifetime import Storage, storages
 from shardc.ops.contraction import dot
-from shardc.program import Input, Program
+from shardc.program import Input, Output, Program
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
@@ -32,10 +32,11 @@ def memory_of(program: Program) -> dict[str, int]:
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
     parameters = {given.name: program.local_type(node) for given, node in _inputs(program) if given.kind == "parameter"}
+    kept = {output.name: program.local_type(node) for output, node in _results(program) if output.kind == "computed"}
     trained = [name for name, _ in _gradients(program) if name in parameters]
     live = list(storages(program))
     return {
-        "parameters": sum(map(_nbytes, parameters.values())),
+        "parameters": sum(map(_nbytes, (parameters | kept).values())),  # what is stored is a piece of what is kept
         "gradients": sum(_nbytes(program.local_type(node)) for name, node in _gradients(program) if name in parameters),
         "optimizer": ADAM_STATES * sum(_nbytes(parameters[name]) for name in trained),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
@@ -49,9 +50,12 @@ def _inputs(program: Program) -> Iterator[tuple[Input, fx.Node]]:
 
 def _gradients(program: Program) -> Iterator[tuple[str, fx.Node]]:
     """The gradients that there are, by the names of what they are of."""
-    for output, node in zip(program.outputs, program.results, strict=True):
-        if output.kind == "gradient" and node is not None:
-            yield output.name, node
+    return ((output.name, node) for output, node in _results(program) if output.kind == "gradient")
+
+
+def _results(program: Program) -> Iterator[tuple[Output, fx.Node]]:
+    ends = zip(program.outputs, program.results, strict=True)
+    return ((output, node) for output, node in ends if node is not None)
 
 
 def _nbytes(type_: TensorType | None) -> int:

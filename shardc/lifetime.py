@@ -17,22 +17,43 @@ from shardc.sharding import TensorType
 MOVES = {*COLLECTIVES, *EXCHANGES, reshard}  # what they return is a runtime's
 
 
-def split(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The program's calls as they run: those that outputs and new buffers need, and the rest, which is backward.
+PART_OF = {"computed": "update", "output": "forward", "buffer": "forward", "gradient": "backward"}  # by a result's kind
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A program's calls as they run: what ``computed`` results need; what outputs and buffers need beside; the rest.
 
     The results of an op that has several are picked where it runs.
     """
+
+    update: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+
+
+def split(program: Program) -> Parts:
+    """The parts of a program."""
+    update = _needed_by(program, "update")
+    forward = _needed_by(program, "forward") - update
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return Parts(
+        tuple(node for node in calls if node in update),
+        tuple(node for node in calls if node in forward),
+        tuple(node for node in calls if node not in update | forward),
+    )
+
+
+def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
-    stack = [node for node, output in ends if node is not None and output.kind != "gradient"]
+    stack = [node for node, output in ends if node is not None and PART_OF[output.kind] == part]
     needed: set[fx.Node] = set()
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    needed |= {node for node in calls if is_getitem(node) and operand(node) in needed}
-    return [node for node in calls if node in needed], [node for node in calls if node not in needed]
+    return needed | {node for node in program.graph.nodes if is_getitem(node) and operand(node) in needed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +73,9 @@ class Storage:
 
 def storages(program: Program) -> Iterator[Storage]:
     """Every value that owns its bytes; a use of a view is a use of what it looks at."""
-    fwd, bwd = split(program)
-    order = [*fwd, *bwd]
+    parts = split(program)
+    order = [*parts.update, *parts.forward, *parts.backward]
+    fwd, bwd = len(parts.update), len(order) - len(parts.backward)  # where they start
     owners = owners_of(program, order)
     last = dict.fromkeys(owners.values(), -1)
     read: set[Value] = set()  # by the backward part
@@ -61,14 +83,14 @@ def storages(program: Program) -> Iterator[Storage]:
         used = [] if is_getitem(node) else [owners[program.value(each)] for each in node.all_input_nodes]
         made = [owners[value] for value in _results(program, node)]
         last |= dict.fromkeys([*used, *made], place)
-        read |= set(used if place >= len(fwd) else ())
+        read |= set(used if place >= bwd else ())
     last |= {owners[program.value(node)]: len(order) for node in program.results if node is not None}
     born = {node: place for place, node in enumerate(order)}
     for owner, end in last.items():
         type_, start = program.local_type(*owner), born.get(owner[0], -1)
         assert type_ is not None, owner
         end = end if start >= 0 else len(order)
-        yield Storage(owner, type_.nbytes, start, end, is_saved=0 <= start < len(fwd) and owner in read)
+        yield Storage(owner, type_.nbytes, start, end, is_saved=fwd <= start < bwd and owner in read)
 
 
 def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:

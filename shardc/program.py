@@ -19,6 +19,7 @@ from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
 
+Phase = Literal["forward", "backward", "update"]
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
 LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
 
@@ -33,7 +34,7 @@ class Source:
 
     module: str = ""
     location: str = ""
-    phase: Literal["forward", "backward", "update"] = "forward"
+    phase: Phase = "forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,11 @@ class Output:
     """An element of the output node's one tuple argument, in order.
 
     ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
-    step.
+    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written.
     """
 
     name: str
-    kind: Literal["output", "gradient", "buffer"]
+    kind: Literal["output", "gradient", "buffer", "computed"]
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Program:
 
     ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
     local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
-    user asked for beside.
+    user asked for beside. ``computed``: how parameters that are stored otherwise lie where they are computed on.
     """
 
     graph: fx.Graph
@@ -91,6 +92,7 @@ class Program:
     pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = field(default=())
     options: Options = field(default_factory=Options)
+    computed: Mapping[str, Sharding] = field(default_factory=dict)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""

@@ -6,7 +6,7 @@ that is not *requested*; it is requested where
 - it ends in what the user placed: an annotated value, module output or program output, or the gradient or the new value
   of an annotated parameter, buffer or input, in the dims that it changes; or
 - it gathers an annotated parameter or buffer over axes that cut dim 0, the batch, of an annotated input: weights that
-  are stored in pieces between uses, as FSDP does.
+  are stored in pieces between uses, as FSDP does; or it gathers what ``Zero`` stores.
 
 Reductions, reduce_scatter among them, and exchanges of edges are what cut contractions and windows cost; they never
 offend.
@@ -109,6 +109,7 @@ class _Asked:
             for (kind, name), node in program.named_inputs.items()
             if kind in _STORED and (kind, name) in placed
         }
+        self.by_zero = {program.named_inputs["parameter", name] for name in program.computed}
         self.batch_axes = {
             part.name for pin in pins if pin.kind == "input" and pin.sharding.dims
             for part in pin.sharding.dims[0].all_axes
@@ -123,9 +124,11 @@ class _Asked:
 
     def for_store(self, node: fx.Node) -> bool:
         """Whether a gather brings together a weight that is kept in pieces over the axes of the batch."""
-        source = _stored_value(self.program, operand(node))
-        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
-        return source in self.stored and all(axis.partition(":")[0] in self.batch_axes for axis in axes)
+        source, zero = _stored_value(self.program, operand(node)), self.program.options.zero
+        axes = {axis.partition(":")[0] for axis in node.args[1]}  # type: ignore[union-attr]
+        if zero is not None and source in self.by_zero and axes == {zero.axis}:
+            return True
+        return source in self.stored and axes <= self.batch_axes
 
     def for_users(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
         """Whether a gather ends in annotated values and results alone, in dims that the annotations say."""
