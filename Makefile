@@ -7,13 +7,17 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test lint format types wheel-test readme examples clean
+.PHONY: demo test bench lint format types wheel-test readme examples clean
 
 demo: .venv/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
 
 test: .venv/installed-test
 	$(PYTEST) $(IN_PARALLEL)
+
+# Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
+bench: .venv/installed
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

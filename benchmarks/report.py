@@ -1,0 +1,88 @@
+"""Rows as a Markdown table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+
+import torch
+from figures import Figures
+from row import Row
+
+Found = Sequence[tuple[Row, list[Figures]]]
+HEADER = (
+    "plan", "size", "who", "ms a step", "ms busy", "to one device", "to the best peer", "first step s", "MB sent",
+    "announced", "calls", "MB kept", "MB peak", "loss off by",
+)  # fmt: skip
+
+
+def markdown(found: Found) -> str:
+    """A line for everyone in every row."""
+    lines = [HEADER, tuple("-" * 3 for _ in HEADER)]
+    lines += [_cells(row, each) for row, everyone in found for each in everyone]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row: Row, each: Figures) -> tuple[str, ...]:
+    return (
+        row.plan,
+        f"{row.size} x{row.ranks}",
+        each.name,
+        f"{each.seconds * 1e3:.1f}",
+        f"{each.busy * 1e3:.1f}",
+        f"{each.to_device.value:.2f}",
+        str(each.to_peer or ""),
+        f"{each.first_seconds:.1f}",
+        _megabytes(each.wire),
+        _megabytes(each.announced),
+        str(each.collectives),
+        _megabytes(each.persistent),
+        _megabytes(each.peak),
+        f"{each.loss_difference:.0e}",
+    )
+
+
+def _megabytes(count: float | None) -> str:
+    return "" if count is None else f"{count / 1e6:.2f}"
+
+
+def write(folder: Path, found: Found) -> None:
+    """``results.json`` with every sample, ``table.md`` and ``steps.svg``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(row) | {"results": [asdict(each) for each in everyone]} for row, everyone in found]
+    data = {"version": 1, "torch": torch.__version__, "machine": platform.machine(), "rows": rows}
+    (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / "table.md").write_text(markdown(found) + "\n")
+    (folder / "steps.svg").write_text(svg(found))
+
+
+def svg(found: Found) -> str:
+    """A bar for everyone: the step's time as a multiple of one device's, with its interval."""
+    bars: list[str] = []
+    y = 20
+    for row, everyone in found:
+        bars.append(f'<text x="10" y="{y + 12}" font-weight="bold">{row.plan}, {row.size} x{row.ranks}</text>')
+        y += 20
+        for each in everyone:
+            bars.append(_bar(each, y))
+            y += 18
+        y += 8
+    size = f'width="760" height="{y + 10}" font-family="sans-serif" font-size="12"'
+    title = '<text x="230" y="14">step time, one device = 1</text>'
+    return "\n".join((f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', title, *bars, "</svg>\n"))
+
+
+def _bar(each: Figures, y: int, left: int = 230, unit: int = 100) -> str:
+    color = "#c33" if each.name.startswith("shardc") else "#579"
+    found = each.to_device
+    value, low, high = (left + unit * min(x, 5) for x in (found.value, found.low, found.high))
+    return (
+        f'<text x="20" y="{y + 12}">{escape(each.name)}</text>'
+        f'<rect x="{left}" y="{y + 2}" width="{value - left:.1f}" height="12" fill="{color}"/>'
+        f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 8}" y2="{y + 8}" stroke="black"/>'
+        f'<text x="{max(value, high) + 6:.1f}" y="{y + 12}">{found.value:.2f}</text>'
+    )

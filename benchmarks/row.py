@@ -1,0 +1,57 @@
+"""The rows of the benchmark: for each plan the ways to train it that are held against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import peer_data
+import peer_tensor
+from ours import PLANS
+from trainer import Trainer
+from workload import SIZES, new_model
+
+PEERS = {
+    "one device": peer_data.one_device,
+    "DDP": peer_data.ddp,
+    "DDP compiled": peer_data.ddp_compiled,
+    "DDP + ZeroRedundancyOptimizer": peer_data.ddp_zero,
+    "FSDP2": peer_data.fsdp2,
+    "FSDP2 compiled": peer_data.fsdp2_compiled,
+    "Megatron by hand": peer_tensor.by_hand,
+    "Megatron by hand compiled": peer_tensor.by_hand_compiled,
+    "DTensor plan": peer_tensor.dtensor_plan,
+    "DTensor plan compiled": peer_tensor.dtensor_plan_compiled,
+    "DTensor sequence plan": peer_tensor.dtensor_sequence_plan,
+    "DTensor weights": peer_tensor.dtensor_weights,
+}
+ROWS = {
+    "data": ("DDP", "shardc dp"),
+    "zero3": ("FSDP2", "shardc fsdp"),
+    "tensor": ("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp"),
+    "tensor-compiled": ("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor"),
+    "data-compiled": ("DDP compiled", "shardc dp inductor"),
+    "zero3-compiled": ("FSDP2 compiled", "shardc fsdp inductor"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan at one size on so many ranks; ``kernel``: which AdamW all of them use."""
+
+    plan: str
+    size: str
+    ranks: int
+    kernel: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who takes part: one device, the peers, shardc."""
+        return ("one device", *ROWS[self.plan])
+
+    def trainer(self, name: str) -> Trainer:
+        """One of them, on this rank."""
+        size = SIZES[self.size]
+        model = new_model(size, "gpt")
+        if name in PLANS:
+            return PLANS[name].trainer(model, self.ranks, self.kernel, size)
+        return PEERS[name](model, self.ranks, self.kernel)

@@ -1,0 +1,74 @@
+"""One way to train the model: what every plan, a peer's or shardc's, gives to the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+LEARNING_RATE = 1e-3
+Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def whole(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Every rank is given the global batch."""
+    return ids, targets
+
+
+def own_rows(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A rank is given its rows of the batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return ids.chunk(ranks)[rank], targets.chunk(ranks)[rank]
+
+
+@dataclass
+class Trainer:
+    """A model, its optimizer, and how a training step goes.
+
+    ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward. ``after_backward``: what
+    the plan does with gradients itself. ``announced``: bytes that a rank sends in a step by the plan, if it says so.
+    """
+
+    model: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    feed: Feed = whole
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    after_backward: Callable[[], None] | None = None
+    announced: int | None = None
+    alone: bool = field(default=False)
+
+    def step(self, batch: Tensor) -> float:
+        """One training step; the loss, of this rank's rows where ``feed`` gives no others."""
+        loss = self.update(batch)
+        self.optimizer.zero_grad()
+        return loss
+
+    def update(self, batch: Tensor) -> float:
+        """A step whose gradients are left."""
+        ids, targets = self.feed(*batch)
+        with self.around():
+            loss = self.model(ids, targets)
+            loss.backward()
+        if self.after_backward is not None:
+            self.after_backward()
+        self.optimizer.step()
+        return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+
+
+def adamw(parameters: Iterable[nn.Parameter], kernel: str) -> torch.optim.AdamW:
+    """AdamW by ``kernel``: ``fused``, ``foreach`` or ``loop``; DTensors and plain tensors in groups of their own."""
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], **optimizer_options(kernel))
+
+
+def optimizer_options(kernel: str) -> dict[str, Any]:
+    """AdamW's arguments."""
+    return {"lr": LEARNING_RATE, "fused": kernel == "fused", "foreach": kernel == "foreach"}

@@ -1,0 +1,38 @@
+"""What every row of the benchmark trains: the sizes, the model and the batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gpt import GPT, Config
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's sizes and the rows of a global batch."""
+
+    config: Config
+    batch: int = 8
+
+
+SIZES = {
+    "tiny": Size(Config(vocab=256, context=64, layers=2, heads=4, width=64, fused=False)),
+    "small": Size(Config(vocab=4096, context=256, layers=4, heads=4, width=256, fused=False)),  # 5.3 M parameters
+    "medium": Size(Config(vocab=8192, context=256, layers=8, heads=8, width=512, fused=False)),  # 34 M
+}
+NUM_BATCHES = 4
+
+
+def new_model(size: Size, kind: str) -> nn.Module:
+    """A model with the same weights whenever it is called; ``kind``: ``gpt``."""
+    torch.manual_seed(0)
+    return {"gpt": GPT}[kind](size.config)
+
+
+def batches(size: Size) -> list[Tensor]:
+    """Global batches, used in turn: ``ids`` and ``targets``, stacked, each ``[batch, context]``."""
+    random = torch.Generator().manual_seed(1)
+    shape = (2, size.batch, size.config.context)
+    return [torch.randint(size.config.vocab, shape, generator=random) for _ in range(NUM_BATCHES)]
