@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .optimizer_steps import watch_steps
 
 Parameters = Mapping[str, Tensor]
 Pieces = list[Tensor]  # one for each rank that lives in this process
@@ -32,7 +33,7 @@ class Copies:
         self._written: tuple[Any, ...] = ()
         self._read: tuple[Any, ...] = ()
         self._parameters: list[weakref.ref[Tensor]] = []
-        _everyones.add(self)
+        watch_steps(self)
 
     def get(self, parameters: Parameters, starts: Mapping[str, int], make: Callable[[Made], Made]) -> Made:
         """The pieces of these parameters; ``make`` is called for them if need be, and writes into those it is given.
@@ -57,31 +58,19 @@ class Copies:
         """Gradients are as a backward has left them."""
         self._read = self._gradients()
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps one of the parameters."""
-        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        return any(id(tensor) in stepped for tensor in self._alive())
+    def note_step(self) -> None:
+        """An optimizer has written parameters."""
+        self.forget()
 
-    def _alive(self) -> list[Tensor]:
+    def watched(self) -> list[Tensor]:
+        """The parameters."""
         return [tensor for tensor in (reference() for reference in self._parameters) if tensor is not None]
 
     def _versions(self) -> tuple[Any, ...]:
-        return tuple((t._version, _piece(t)._version, _piece(t).data_ptr()) for t in self._alive())
+        return tuple((t._version, _piece(t)._version, _piece(t).data_ptr()) for t in self.watched())
 
     def _gradients(self) -> tuple[Any, ...]:
-        return tuple(None if t.grad is None else (id(t.grad), t.grad._version) for t in self._alive())
-
-
-_everyones: weakref.WeakSet[Copies] = weakref.WeakSet()
-
-
-def _forget_stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for copies in _everyones:
-        if copies.holds(optimizer):
-            copies.forget()
-
-
-register_optimizer_step_post_hook(_forget_stepped)
+        return tuple(None if t.grad is None else (id(t.grad), t.grad._version) for t in self.watched())
 
 
 def _piece(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardc.deferral import deferrable
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
@@ -20,6 +21,7 @@ from .comm import Comm
 from .instruction import Env, Instruction, instruction, with_deaths
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
+Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Saved:
 class Executor:
     """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
 
-    It holds no values: several forward runs may wait for their backward.
+    It holds no values: several forward runs may wait for their backward. ``deferred``: of the program's outputs, those
+    gradients whose reductions may run once for several backwards.
     """
 
     def __init__(self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu") -> None:
@@ -67,7 +70,13 @@ class Executor:
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
         self._update = with_deaths(update, made)
         self._fwd = with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")})
-        self._bwd = with_deaths(bwd, {slot for slot, _ in self._results_of("backward")})
+        results = {slot for slot, _ in self._results_of("backward")}
+        self._bwd = with_deaths(bwd, results)
+        late = {slots[node] for node in deferrable(program)} if comm else set()
+        early, closing = ([each for each in bwd if (each.result in late) == is_late] for is_late in (False, True))
+        self._open = {slot for each in closing for slot in each.reads} - late
+        self._early, self._closing = with_deaths(early, self._open | results), with_deaths(closing, results)
+        self.deferred = frozenset(i for slot, i in self._results_of("backward") if slot in late)
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
         """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.
@@ -113,6 +122,27 @@ class Executor:
         envs = saved.take(keep)
         self._place(envs, tangents)
         self._run(self._bwd, envs)
+        return [self._collect(env, "backward") for env in envs]
+
+    def accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool = False
+    ) -> tuple[list[list[Tensor | None]], Sums]:
+        """Run the backward part but for reductions that may wait: the gradients without the ``deferred``, and sums.
+
+        Else as ``backward``. The sums of several backwards may be added.
+        """
+        envs = saved.take(keep)
+        self._place(envs, tangents)
+        self._run(self._early, envs)
+        return [self._collect(env, "backward") for env in envs], [{i: env[i] for i in self._open} for env in envs]
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Run the reductions that waited: for each rank the ``deferred`` gradients, with None for the others."""
+        envs: list[Env] = [[None] * self._num_slots for _ in sums]
+        for env, values in zip(envs, sums, strict=True):
+            for slot in list(values):
+                env[slot] = values.pop(slot)
+        self._run(self._closing, envs)
         return [self._collect(env, "backward") for env in envs]
 
     def keeps_input(self, index: int) -> bool:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from shardc.program import Program
 
 from .comm import Comm, Traffic
-from .executor import Executor, Saved, Values
+from .executor import Executor, Saved, Sums, Values
 
 Compiled = Callable[..., Sequence[Tensor]]
 
@@ -30,6 +30,19 @@ class InductorRunner:
         self._executor, self._comm = Executor(program, comm), comm
         self._fwd: Part | None = None
         self._bwd: Part | None = None
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """None: the backward is compiled in one piece."""
+        return frozenset()
+
+    def accumulate(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> Any:
+        """Never called, as nothing is deferred."""
+        raise NotImplementedError
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Never called, as nothing is deferred."""
+        raise NotImplementedError
 
     def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""

@@ -25,6 +25,7 @@ from .copies import Copies
 from .distributed import make_device_mesh
 from .executor import Executor
 from .inductor import InductorRunner
+from .open_sum import Accumulation
 from .step import Compilation, Runner, Step
 
 MAX_PROGRAMS = 16
@@ -76,7 +77,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner
-        self._copies = border.new_copies()
+        self._copies, self._accumulation = border.new_copies(), Accumulation()
         self._placed: dict[tuple[str, str], Sharding] = {}
         self._computed: dict[tuple[str, str], Sharding] = {}
         self._steps: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Step] = OrderedDict()
@@ -174,7 +175,13 @@ class ParallelModule(nn.Module):
         compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
         self._border.agree(compiled.program)
         self._place(compiled.program)
-        return Step(compiled, self._border, self._make_runner(compiled.program, self._border.comm), self._copies)
+        return Step(
+            compiled,
+            self._border,
+            self._make_runner(compiled.program, self._border.comm),
+            self._copies,
+            self._accumulation,
+        )
 
     def _forget_oldest(self) -> None:
         if len(self._steps) > MAX_PROGRAMS:

@@ -19,7 +19,9 @@ from shardc.program import Input, Output, Program
 
 from .border import Border, Door
 from .copies import Copies, Made
-from .executor import Saved, Values
+from .executor import Saved, Sums, Values
+from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
+from .placement import local
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
 
@@ -41,6 +43,12 @@ class Runner(Protocol):
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
     ) -> tuple[list[list[Tensor | None]], Saved]: ...
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
+    def accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool = False
+    ) -> tuple[list[list[Tensor | None]], Sums]: ...
+    def close(self, sums: Sums) -> list[list[Tensor | None]]: ...
+    @property
+    def deferred(self) -> frozenset[int]: ...
     def keeps_input(self, index: int) -> bool: ...
     def keeps_output(self, index: int) -> bool: ...
 
@@ -48,8 +56,16 @@ class Runner(Protocol):
 class Step:
     """A compiled call, ready for every call of its signature."""
 
-    def __init__(self, compiled: Compilation, border: Border, runner: Runner, copies: Copies | None = None) -> None:
-        self.compiled, self.border, self.runner, self.copies = compiled, border, runner, copies
+    def __init__(
+        self,
+        compiled: Compilation,
+        border: Border,
+        runner: Runner,
+        copies: Copies | None = None,
+        accumulation: Accumulation | None = None,
+    ) -> None:
+        self.compiled, self.border, self.runner = compiled, border, runner
+        self.copies, self.accumulation = copies, accumulation
         self.program = compiled.program
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
@@ -89,17 +105,52 @@ class Step:
             self._exit(i).write(buffer, _present(columns[i]))
         return tuple(self._output(i, columns[i]) for i in self._ends.outputs), saved
 
-    def backward(self, saved: Saved, gradients: Values, is_plain: Sequence[bool], keep: bool) -> list[Tensor | None]:
-        """Run the backward part: the gradients of all inputs; ``is_plain`` says which of them were no DTensors."""
+    def backward(
+        self, saved: Saved, gradients: Values, is_plain: Sequence[bool], keep: bool, waiting: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward part: the gradients of all inputs; ``is_plain`` says which of them were no DTensors.
+
+        ``waiting``: by index of the program's outputs, the parameters whose gradients may be left open sums.
+        """
         tangents = self._enter(self._as_tangents(gradients))
         with self._as_compiled():
-            results = self.runner.backward(saved, tangents, keep)
+            if waiting:
+                before = open_sums_of(list(waiting.values()), self._close)
+                results, sums = self.runner.accumulate(saved, tangents, keep)
+                opened = OpenSums(sums, self._close, list(waiting.values()), before)
+            else:
+                results = self.runner.backward(saved, tangents, keep)
         columns = list(zip(*(_apart(*pair) for pair in zip(results, tangents, strict=True)), strict=True))
         found: list[Tensor | None] = [None] * len(is_plain)
         for put, i in self._ends.gradients.items():
-            if self._results[i] is not None:
+            if i in waiting:
+                found[put] = open_gradient(opened, i, waiting[i])
+            elif self._results[i] is not None:
                 found[put] = self._leave(i, columns[i], is_plain[put])
         return found
+
+    def waiting(self, values: Sequence[Tensor | None], nodes: Sequence[Any]) -> dict[int, Tensor]:
+        """The parameters whose gradients may be left open sums: none, unless all of them are to be accumulated.
+
+        ``values`` and the ``nodes`` of autograd where their gradients go are parallel to the program's inputs.
+        """
+        if self.accumulation is None or not self.runner.deferred:
+            return {}
+        places = {put: i for put, i in self._ends.gradients.items() if i in self.runner.deferred}
+        parameters = {i: values[put] for put, i in places.items()}
+        if not all(map(_is_accumulated, (nodes[put] for put in places))):
+            return {}
+        found: dict[int, Tensor] = {i: each for i, each in parameters.items() if isinstance(each, DTensor)}
+        is_all = len(found) == len(parameters)
+        return found if is_all and self.accumulation.may_wait(list(found.values())) else {}
+
+    def _close(self, sums: Sums) -> dict[int, Tensor]:
+        """Run the reductions that waited: the pieces of gradients by index of the program's outputs."""
+        assert self.accumulation is not None
+        self.accumulation.note_read()
+        with torch.no_grad(), self._as_compiled():
+            columns = list(zip(*(_apart(row, ()) for row in self.runner.close(sums)), strict=True))
+        return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
 
     def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:
         """The tensors in the user's hands whose memory is saved for backward, each with its version."""
@@ -269,6 +320,16 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _is_accumulated(node: Any) -> bool:
+    """Whether the backward that runs adds to ``.grad`` there; not so ``autograd.grad``, nor one of other ``inputs``."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad of a leaf
+        return False
+
+
 class _Run(torch.autograd.Function):
     """The forward part in torch's forward, the backward part in its backward."""
 
@@ -278,6 +339,7 @@ class _Run(torch.autograd.Function):
         outputs, ctx.saved = step.forward(values)
         ctx.step, ctx.watched = step, step.watched(values, outputs)
         ctx.is_plain = [not isinstance(value, DTensor) for value in values]
+        ctx.given = [None if value is None else ref(value) for value in values]
         return outputs
 
     @staticmethod
@@ -286,4 +348,6 @@ class _Run(torch.autograd.Function):
         _check(ctx.watched)
         if ctx.step.copies is not None:
             torch.autograd.Variable._execution_engine.queue_callback(ctx.step.copies.note_backward)
-        return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph())
+        nodes = [node for node, _ in ctx.next_functions]
+        waiting = ctx.step.waiting([value and value() for value in ctx.given], nodes[-len(ctx.given) :])
+        return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph(), waiting)
