@@ -12,24 +12,19 @@ offers to compilers (``torch.compiler.is_compiling()``) is tried.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc.annotations import annotate_output, annotating
-from shardc.borrow import borrowed, changed, follow_modules, held, no_checkpoints, plain_tensors, state_names, swap
-from shardc.constant import known_number
+from shardc.annotations import annotating
+from shardc.borrow import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
 from shardc.convention import (
     CallingConvention,
     Leaves,
@@ -43,21 +38,21 @@ from shardc.convention import (
 )
 from shardc.decomposition import decompositions, resampling_whole
 from shardc.error import CaptureError
-from shardc.higher_order import REPLACED, higher_order_ops
+from shardc.guard import DATA_DEPENDENT, Guards
+from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
-from shardc.location import user_location
 from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
-from shardc.program import Input, Output, Phase, Program, Source, types_of
-from shardc.refusal import Refusals, Unfit, capture_error, python_effects
+from shardc.program import Input, Output, Program, types_of
+from shardc.refusal import Refusals, capture_error, python_effects
 from shardc.sharding import TensorType
 from shardc.traced import PlainDropout, plain_cells
 from shardc.tree import Tree
+from shardc.watch import Watch
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
 
 InputKind = Literal["parameter", "buffer", "input"]
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +95,16 @@ def capture(
 class _Joint:
     """The forward and backward of a call as one function of flat tensors: ``inputs`` in order.
 
-    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``; and
-    ``watch``, which knows where each traced node comes from.
+    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``; ``watch``,
+    which knows where each traced node comes from; and ``guards``, where no path of the model has a graph without.
     """
 
     outputs: Leaves
     output_tree: Tree
     tangents: tuple[Input, ...]
-    watch: _Watch
+    watch: Watch
     opaque: list[Opaque]
+    guards: Guards | None
 
     def __init__(
         self,
@@ -131,18 +127,24 @@ class _Joint:
             *_inputs("input", self.passed),
             Input("random", "random", TensorType((2,), torch.int64)),
         )
+        self.values = (*self.parameters.values(), *self.buffers.values(), *self.passed.values(), None)
         tensors = [*self.passed.values(), *self.parameters.values(), *self.buffers.values()]
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
-        """The graph of the model's eager path, or of the path that it offers to compilers."""
-        try:
-            return self._trace()
-        except _DATA_DEPENDENT:
-            with changed(torch.compiler, "_is_compiling_flag", True):
-                return self._trace()
+        """The graph of the model's eager path, or of the path that it offers to compilers; guards where it must be."""
+        for has_guards in (False, True):
+            for is_compiling in (False, True):
+                self.guards = Guards(self.opaque) if has_guards else None
+                with changed(torch.compiler, "_is_compiling_flag", is_compiling):
+                    try:
+                        return self._trace(Refusals())
+                    except DATA_DEPENDENT as error:
+                        latest = error
+        raise latest
 
-    def _trace(self) -> fx.GraphModule:
+    def _trace(self, refusals: Refusals) -> fx.GraphModule:
+        self.refusals = refusals
         with contextlib.ExitStack() as stack:
             stack.enter_context(borrowed(self.model, self.train))
             for context in (
@@ -155,7 +157,7 @@ class _Joint:
                 annotating(),
                 resampling_whole(),
                 python_effects(self.model),
-                Refusals(),
+                refusals,
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
                 stack.enter_context(context)
@@ -176,18 +178,24 @@ class _Joint:
         named = dict(zip(keys, tensors, strict=True))
         swap(self.model, _of_kinds(named, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(named, "input"))
-        self.watch = _Watch(self.model, self.modules)
+        self.watch = Watch(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
+        if self.guards:
+            self.guards.begin(self.values)
         with self.watch, torch.set_grad_enabled(self.train):
             self.outputs, found, self.output_tree = output_leaves(self.model(*args, **kwargs))
             tangents, gradients = self._backward(dict(found), named) if self.train else ([], [])
             after = [held(self.model, name) if kind == "buffer" else tensor for (kind, name), tensor in named.items()]
-            return [*(tensor.detach() for _, tensor in found), *gradients, *(t.detach() for t in after), *tangents]
+            met = self.guards.met if self.guards else []
+            ends = [*(tensor.detach() for _, tensor in found), *gradients, *(t.detach() for t in after)]
+            return [*ends, *tangents, *met]
 
     def _backward(
         self, outputs: Mapping[str, torch.Tensor], named: Mapping[tuple[str, str], torch.Tensor]
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         names = differentiable_names(self.outputs, self.differentiable)
-        tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device) for name in names]
+        with self.guards.unknown() if self.guards else contextlib.nullcontext():
+            tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device)
+                        for name in names]  # fmt: skip
         self.tangents = tuple(
             Input(name, "tangent", TensorType(tuple(tangent.shape), tangent.dtype))
             for name, tangent in zip(names, tangents, strict=True)
@@ -207,7 +215,8 @@ class _Joint:
         results = [Output(name, "output") for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
-        ends = Ends(self.inputs, tuple(results), self.tangents)
+        guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
+        ends = Ends(self.inputs, tuple(results), self.tangents, guards)
         types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
         program, constants = assemble(traced, ends, types, self.watch.sources, plain_tensors(self.model))
         leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
@@ -215,69 +224,6 @@ class _Joint:
         inputs = tuple((name, leaf_of(value)) for name, value in leaves)
         convention = CallingConvention(self.model.forward, inputs, self.outputs, self.output_tree, signature, constants)
         return Captured(program, convention, self.aliases)
-
-
-class _Watch(TorchDispatchMode):
-    """Notes where in the user's model each traced node comes from; a backward node comes from its forward's place.
-
-    State: ``modules``, the paths of the running modules; ``by_sequence``, the source of the op that made the autograd
-    node of that number.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module, annotations: Mapping[str, P]) -> None:
-        super().__init__()
-        self.modules: list[str] = []
-        self.phase: Phase = "forward"
-        self.sources: dict[fx.Node, Source] = {}
-        self.by_sequence: dict[int, Source] = {}
-        self.latest = Source()
-        for path, spec in annotations.items():
-            model.get_submodule(path).register_forward_hook(partial(_annotate_hook, spec))
-        follow_modules(model, self.modules)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
-            raise Unfit(f"{func} is called as an op", "call the function of torch of that name, which takes closures")
-        mode = get_proxy_mode()
-        assert mode is not None
-        last = next(reversed(mode.tracer.graph.nodes))
-        source = self._source()
-        if _only_checks(func):
-            return None
-        try:
-            return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            tracer: Any = mode.tracer
-            with _disable_current_modes():
-                number = known_number(next(reversed(tracer.graph.nodes)), tracer.root)
-            if number is None:
-                raise
-            return number
-        finally:
-            while (last := last.next).op != "root":
-                self.sources[last] = source
-
-    def _source(self) -> Source:
-        autograd_node = torch._C._current_autograd_node()
-        if autograd_node is None and self.phase == "forward":
-            line = user_location(sys._getframe(2), stop=_Joint.run.__code__)
-            found = Source(self.modules[-1] if self.modules else "", line)
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, found)
-            return found
-        if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
-            self.latest = replace(known, phase=self.phase)
-        return self.latest
-
-
-def _only_checks(func: Any) -> bool:
-    """Whether an op of torch's own raises an error or does nothing: it looks at values, and capture has none."""
-    return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable
-
-
-def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:
-    return annotate_output(output, spec)
 
 
 def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]:

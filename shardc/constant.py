@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 def known_number(asked: fx.Node, root: nn.Module) -> Any:
     """What the node would return, or None where it depends on an input or on chance. ``root`` holds the constants."""
-    needed = _ancestors(asked)
-    if any(node.op == "placeholder" or _is_random(node) for node in needed):
+    needed = ancestors(asked)
+    if any(node.op == "placeholder" or is_random(node) for node in needed):
         return None
     values: dict[fx.Node, Any] = {}
     for node in asked.graph.nodes:
@@ -26,7 +26,7 @@ def known_number(asked: fx.Node, root: nn.Module) -> Any:
     return values[asked]
 
 
-def _ancestors(asked: fx.Node) -> set[fx.Node]:
+def ancestors(asked: fx.Node) -> set[fx.Node]:
     """The node and all that it depends on."""
     found = {asked}
     todo = [asked]
@@ -37,7 +37,8 @@ def _ancestors(asked: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

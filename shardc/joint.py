@@ -31,12 +31,13 @@ class Ends:
     """What the traced function takes and returns, in order.
 
     It takes ``inputs``; it returns ``outputs``, then its ``inputs`` as they are at the end, then the ``tangents`` that
-    it made for itself.
+    it made for itself, then its ``guards``.
     """
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     tangents: tuple[Input, ...]
+    guards: tuple[Output, ...] = ()
 
 
 def traced_types(traced: fx.GraphModule) -> dict[fx.Node, Types]:
@@ -96,7 +97,7 @@ class _Assembly:
         return self.program
 
     def _outputs(self) -> tuple[tuple[Output, ...], list[fx.Node | None]]:
-        """The outputs and the traced node of each: the given ones, then the new values of the buffers that changed."""
+        """The outputs and the traced node of each: the given ones, the new values of buffers that changed, guards."""
         outputs = list(self.ends.outputs)
         nodes = list(self.results[: len(outputs)])
         after = self.results[len(outputs) : len(outputs) + len(self.ends.inputs)]
@@ -105,11 +106,13 @@ class _Assembly:
                 _check_may_change(given, self.types[node])
                 outputs.append(Output(given.name, "buffer"))
                 nodes.append(node)
-        return tuple(outputs), nodes
+        last = len(self.results) - len(self.ends.guards)
+        return (*outputs, *self.ends.guards), [*nodes, *self.results[last:]]
 
     def _place_inputs(self, live: set[fx.Node]) -> None:
         placed = [*zip(self.ends.inputs, self.given, strict=True), *self._constants(live)]
-        made = self.results[len(self.ends.outputs) + len(self.ends.inputs) :]
+        first = len(self.ends.outputs) + len(self.ends.inputs)
+        made = self.results[first : first + len(self.ends.tangents)]
         placed += [(entry, node) for entry, node in zip(self.ends.tangents, made, strict=True) if node is not None]
         for entry, node in sorted(placed, key=lambda pair: _ORDER.index(pair[0].kind)):
             self._place(entry, node)

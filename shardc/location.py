@@ -9,8 +9,11 @@ from functools import cache
 from types import CodeType, FrameType
 
 import torch
+from torch._subclasses import fake_tensor, functional_tensor
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
+_DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
+_SUBCLASSES = (fake_tensor.__file__, functional_tensor.__file__)  # whose methods ask once more
 
 
 def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
@@ -20,6 +23,14 @@ def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users_line(frame: FrameType | None) -> bool:
+    """Whether it is the user's line that calls the function of torch which a mode is asked for in ``frame``."""
+    while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename in _SUBCLASSES):
+        is_python = frame.f_code.co_name == _DISPATCH[0]  # the function itself has a frame
+        frame = frame.f_back and frame.f_back.f_back if is_python else frame.f_back
+    return frame is not None and _is_users(frame.f_code.co_filename)
 
 
 def failing_line(error: BaseException) -> str:

@@ -79,15 +79,13 @@ def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
     leaves, shape = pytree.tree_flatten(node.meta["val"])
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
+    target: Any = node.target
+    called = flat_call(target, fixed, nest, places)
+
     def run(*operands: Tensor) -> list[Tensor]:
-        filled = list(fixed)
-        for i, operand in zip(places, operands, strict=True):
-            filled[i] = operand
-        args, kwargs = pytree.tree_unflatten(filled, nest)
-        found = pytree.tree_leaves(target(*args, **kwargs))
+        found = pytree.tree_leaves(called(*operands))
         return [found[i] for i in tensors]
 
-    target: Any = node.target
     types = tuple(TensorType(tuple(leaves[i].shape), leaves[i].dtype) for i in tensors)
     inner = next((leaf for leaf in given if isinstance(leaf, torch._ops.OpOverload)), target)
     name = str(inner if str(target).startswith("auto_functionalized") else target).removesuffix(".default")
@@ -97,6 +95,19 @@ def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
     made.meta["val"] = [leaves[i] for i in tensors]
     places_of = [tensors.index(i) if i in tensors else None for i in range(len(leaves))]
     _repoint(node, made, pytree.tree_unflatten(places_of, shape))
+
+
+def flat_call(target: Any, given: Sequence[Any], nest: Any, places: Sequence[int]) -> Callable[..., Any]:
+    """``target`` as a function of those of its flat arguments that stand at ``places``; the others are as ``given``."""
+
+    def call(*operands: Tensor) -> Any:
+        filled = list(given)
+        for i, operand in zip(places, operands, strict=True):
+            filled[i] = operand
+        args, kwargs = pytree.tree_unflatten(filled, nest)
+        return target(*args, **kwargs)
+
+    return call
 
 
 def _body(traced: fx.GraphModule, node: fx.Node) -> Any:

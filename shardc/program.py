@@ -68,11 +68,12 @@ class Output:
     """An element of the output node's one tuple argument, in order.
 
     ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
-    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written.
+    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written. ``guard``:
+    what keeps an op in the program that must find in values what it found at capture.
     """
 
     name: str
-    kind: Literal["output", "gradient", "buffer", "computed"]
+    kind: Literal["output", "gradient", "buffer", "computed", "guard"]
 
 
 @dataclass(slots=True)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from shardc.error import CaptureError
-from shardc.location import failing_line
+from shardc.location import failing_line, is_users_line
 
 
 class Unfit(RuntimeError):
@@ -26,18 +27,40 @@ class Unfit(RuntimeError):
 
 
 class Refusals(TorchFunctionMode):
-    """Raises an Unfit for what tracing would silently leave out or would fail at without a reason."""
+    """Raises an Unfit for what tracing would silently leave out or would fail at without a reason.
+
+    State: ``_reads``, whether the function of torch that is running is one by which the user's line reads values; None
+    where none is running.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads: bool | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
-        return func(*args, **(kwargs or {}))
+        before, self._reads = self._reads, func in _READS and is_users_line(sys._getframe())
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._reads = before
+
+    def is_users(self, is_number: bool) -> bool:
+        """Whether it is the user's own line that asks for a value now, and no op or module of torch."""
+        return is_number if self._reads is None else self._reads
 
 
 _NUMPY = (
     "NumPy reads the values of a tensor, which are unknown during capture",
     "compute it with torch, or outside of the model",
 )
+_READS = {
+    *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
+    *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+    *(Tensor.__getitem__, Tensor.__setitem__),
+}
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.numpy: _NUMPY,
     Tensor.__array__: _NUMPY,

@@ -201,7 +201,8 @@ def replicated_rule(call: Call) -> Rule:
         return tuple((name,) for name in names)
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
-    return Rule(operands, results, sizes, frozenset(sizes), is_fallback=True)
+    has_more = any(size > 1 for size in sizes.values())  # else there is nothing that could be cut
+    return Rule(operands, results, sizes, frozenset(sizes), is_fallback=has_more)
 
 
 def evenly(bind: Callable[[Call], Rule]) -> Callable[[Call], Rule]:

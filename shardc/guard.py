@@ -1,0 +1,147 @@
+"""Guards: what torch's own code finds in values while a model is captured, and what holds a program to it.
+
+The shape of ``nonzero`` depends on values, and so does what ``gaussian_nll_loss`` does after it has read whether a
+variance is negative. Such an op is run while the model is captured, on the real inputs, and the program is right for
+what it found there. In its place stands an opaque call, which runs it whole on every rank and raises a GuardError
+where it finds anything else; whoever holds the program then compiles anew.
+
+What the user's own line reads (``if x.sum() > 0``, ``x[mask]``) has no guard: it remains an error that names the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardc.constant import ancestors, is_random
+from shardc.error import CaptureError
+from shardc.node import op_name
+from shardc.opaque import Opaque, flat_call
+from shardc.program import types_of
+from shardc.sharding import TensorType
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_MET = TensorType((), torch.bool)  # what a guard returns besides, so that it stays alive
+
+
+class GuardError(CaptureError):
+    """A program ran on values for which it was not captured: ``who`` is the user's line. Nothing has happened yet."""
+
+
+class Guards:
+    """The guards of one trace.
+
+    State: ``met``, a result of each guard, as traced; ``names``, what each says; ``kept``, the opaque calls, which
+    graphs only name; ``_real``, the values of the graph's placeholders; ``_unknown``, nodes that have no value.
+    """
+
+    def __init__(self, kept: list[Opaque]) -> None:
+        self.met: list[Tensor] = []
+        self.names: list[str] = []
+        self.kept = kept
+        self._real: dict[fx.Node, Tensor] = {}
+        self._unknown: set[fx.Node] = set()
+
+    def begin(self, values: Sequence[Tensor | None]) -> None:
+        """Tell the values of the inputs of what is traced, in order; None where there is none."""
+        placeholders = [node for node in _graph().nodes if node.op == "placeholder"]
+        pairs = zip(placeholders, values, strict=True)
+        self._real = {node: value for node, value in pairs if value is not None and _has_values(value)}
+
+    @contextmanager
+    def unknown(self) -> Iterator[None]:
+        """What is made in the block has no value before the program runs."""
+        last = next(reversed(_graph().nodes))
+        yield
+        while (last := last.next).op != "root":
+            self._unknown.add(last)
+
+    def guarded(self, func: Any, args: Any, kwargs: Mapping[str, Any], where: str) -> Any:
+        """What an op finds that the latest node of the graph stands for, and from now on a guard that it finds that.
+
+        Raises a KeyError where it depends on chance or on a tensor that has no value.
+        """
+        found = self._found(next(reversed(_graph().nodes)), func)
+        given, nest = pytree.tree_flatten((args, dict(kwargs)))
+        places = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+        guard = _Guard(op_name(func), flat_call(func, given, nest, places), says(found), where)
+        results = types_of(found)
+        types = (results,) if isinstance(results, TensorType) else results or ()
+        assert None not in types, (func, types)
+        opaque = Opaque(guard.name, guard, (*types, _MET), tags=tuple(func.tags))  # type: ignore[arg-type]
+        self.kept.append(opaque)
+        *tensors, met = opaque(*(given[i] for i in places))
+        self.met.append(met)
+        self.names.append(f"{len(self.names)}: {guard.name} gives {says(found)} at {where}")
+        return found if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
+
+    def _found(self, asked: fx.Node, func: Any) -> Any:
+        """The value of a node, from the real values of what it depends on."""
+        needed = ancestors(asked)
+        if asked.target is not func or needed & self._unknown or any(map(is_random, needed)):
+            raise KeyError(asked)
+        in_order = [node for node in asked.graph.nodes if node in needed]
+        values = [self._real[node] for node in in_order if node.op == "placeholder"]
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in in_order:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(copies[asked])
+        root: Any = _mode().tracer.root
+        with _disable_current_modes(), torch.no_grad():
+            return fx.Interpreter(fx.GraphModule(root, graph)).run(*map(_whole, values))
+
+
+class _Guard:
+    """An op on flat tensors that must find what it found before; it returns what it finds if that is tensors."""
+
+    def __init__(self, name: str, call: Callable[..., Any], expected: str, where: str) -> None:
+        self.name, self.call, self.expected, self.where = name, call, expected, where
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        found = self.call(*operands)
+        if says(found) != self.expected:
+            raise GuardError(
+                self.where,
+                f"{self.name} gives {says(found)}, the program was captured where it gave {self.expected}",
+                "compile it anew for these inputs, as a parallelized module does",
+            )
+        tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        return [*tensors, torch.ones((), dtype=torch.bool, device=operands[0].device)]
+
+
+def says(found: Any) -> str:
+    """What an op found that a program may depend on: the types of tensors, a number itself."""
+    types = types_of(found)
+    if types is None:
+        return repr(found)
+    return str(types) if isinstance(types, TensorType) else ", ".join(map(str, types))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A tensor that lies cut on many ranks, gathered: all of them capture, and ask for the same ones in one order."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def _mode() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode
+
+
+def _graph() -> fx.Graph:
+    graph: fx.Graph = _mode().tracer.graph
+    return graph
