@@ -27,6 +27,7 @@ from .executor import Executor
 from .inductor import InductorRunner
 from .open_sum import Accumulation
 from .step import Compilation, Runner, Step
+from .variants import Variants
 
 MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
@@ -68,8 +69,8 @@ class ParallelModule(nn.Module):
     on virtual ranks they stay plain and whole. What is no module, parameter or buffer is looked up on the copy.
 
     A call is compiled when its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
-    gradients on or off, a module's flags, numbers and strings. ``seed`` and ``step`` key random ops; ``step`` counts
-    calls in training mode.
+    gradients on or off, a module's flags, numbers and strings; or when an op of torch finds in values what no program
+    of its signature was compiled for. ``seed`` and ``step`` key random ops; ``step`` counts calls in training mode.
     """
 
     def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
@@ -80,8 +81,8 @@ class ParallelModule(nn.Module):
         self._copies, self._accumulation = border.new_copies(), Accumulation()
         self._placed: dict[tuple[str, str], Sharding] = {}
         self._computed: dict[tuple[str, str], Sharding] = {}
-        self._steps: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Step] = OrderedDict()
-        self._latest: Step | None = None
+        self._variants: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Variants] = OrderedDict()
+        self._latest: Variants | None = None
         self.seed, self.step = 0, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,22 +91,27 @@ class ParallelModule(nn.Module):
         0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
         """
         tensors = dict(self._tensors())
-        step = self._step_for(args, kwargs, tensors)
+        variants = self._variants_for(args, kwargs, tensors)
         random = torch.tensor([self.seed, self.step])
         self.step += self.training
-        constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
-        return step(constants | tensors, args, kwargs, random)
+
+        def run(step: Step) -> Any:
+            constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
+            return step(constants | tensors, args, kwargs, random)
+
+        train = variants.latest.compiled.convention.signature.train
+        return variants.run(run, lambda: self._new_step(args, kwargs, train))
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call before it is made; parameters take their shardings."""
-        self._step_for(args, kwargs, dict(self._tensors()))
+        self._variants_for(args, kwargs, dict(self._tensors()))
 
     @property
     def program(self) -> Any:
         """What the latest call was compiled to."""
         if self._latest is None:
             raise RuntimeError("there is no program yet: call the model once, or give args= to parallelize")
-        return self._latest.compiled
+        return self._latest.latest.compiled
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``."""
@@ -156,19 +162,19 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
 
-    def _step_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Tensors) -> Step:
-        """The program for a call, compiled if its signature is new."""
+    def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Tensors) -> Variants:
+        """The programs for a call; the first is compiled if its signature is new."""
         leaves, _ = call_leaves(self._model.forward, args, kwargs)
         given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))
         placed = tuple(tensor.placements for tensor in given if isinstance(tensor, DTensor))
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
         key = call_signature(self._model, args, kwargs, train), placed, dtypes, _autocast(self._border.comm.device.type)
-        if key not in self._steps:
-            self._steps[key] = self._new_step(args, kwargs, train)
+        if key not in self._variants:
+            self._variants[key] = Variants(self._new_step(args, kwargs, train))
             self._forget_oldest()
-        self._steps.move_to_end(key)
-        self._latest = self._steps[key]
+        self._variants.move_to_end(key)
+        self._latest = self._variants[key]
         return self._latest
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
@@ -184,14 +190,14 @@ class ParallelModule(nn.Module):
         )
 
     def _forget_oldest(self) -> None:
-        if len(self._steps) > MAX_PROGRAMS:
-            one, other = (signature for signature, *_ in list(self._steps)[-2:])
+        if len(self._variants) > MAX_PROGRAMS:
+            one, other = (signature for signature, *_ in list(self._variants)[-2:])
             warnings.warn(
                 f"a {type(self._model).__name__} was compiled for more than {MAX_PROGRAMS} signatures: the oldest is "
                 "forgotten. Give it inputs of fewer shapes, or pad them. The last two differ in "
                 f"{', '.join(one.differences(other)[:4])}.", stacklevel=4,
             )  # fmt: skip
-            self._steps.popitem(last=False)
+            self._variants.popitem(last=False)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
         """The shardings that parameters have from an earlier compilation, and DTensors among the arguments."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
@@ -25,6 +26,7 @@ from shardc.constant import ancestors, is_random
 from shardc.error import CaptureError
 from shardc.node import op_name
 from shardc.opaque import Opaque, flat_call
+from shardc.ops.linalg import STEADY
 from shardc.program import types_of
 from shardc.sharding import TensorType
 
@@ -33,7 +35,19 @@ _MET = TensorType((), torch.bool)  # what a guard returns besides, so that it st
 
 
 class GuardError(CaptureError):
-    """A program ran on values for which it was not captured: ``who`` is the user's line. Nothing has happened yet."""
+    """A program ran on values for which it was not captured: ``who`` is the user's line. Nothing has happened yet.
+
+    ``finding`` is what an op finds in the values, in words, ``expected`` what it found when the program was captured.
+    """
+
+    def __init__(self, where: str, finding: str, expected: str) -> None:
+        self.finding = finding
+        problem = f"{finding}, the program was captured where it gave {expected}"
+        super().__init__(where, problem, "compile it anew for these inputs, as a parallelized module does")
+
+
+class NoValueError(LookupError):
+    """What an op would find is not known before the program runs, since: ..."""
 
 
 class Guards:
@@ -67,12 +81,12 @@ class Guards:
     def guarded(self, func: Any, args: Any, kwargs: Mapping[str, Any], where: str) -> Any:
         """What an op finds that the latest node of the graph stands for, and from now on a guard that it finds that.
 
-        Raises a KeyError where it depends on chance or on a tensor that has no value.
+        Raises a NoValueError where that cannot be known.
         """
         found = self._found(next(reversed(_graph().nodes)), func)
         given, nest = pytree.tree_flatten((args, dict(kwargs)))
         places = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
-        guard = _Guard(op_name(func), flat_call(func, given, nest, places), says(found), where)
+        guard = _Guard(op_name(func), flat_call(STEADY.get(func, func), given, nest, places), says(found), where)
         results = types_of(found)
         types = (results,) if isinstance(results, TensorType) else results or ()
         assert None not in types, (func, types)
@@ -85,10 +99,7 @@ class Guards:
 
     def _found(self, asked: fx.Node, func: Any) -> Any:
         """The value of a node, from the real values of what it depends on."""
-        needed = ancestors(asked)
-        if asked.target is not func or needed & self._unknown or any(map(is_random, needed)):
-            raise KeyError(asked)
-        in_order = [node for node in asked.graph.nodes if node in needed]
+        in_order = self._known(asked, func)
         values = [self._real[node] for node in in_order if node.op == "placeholder"]
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -96,8 +107,20 @@ class Guards:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(copies[asked])
         root: Any = _mode().tracer.root
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             return fx.Interpreter(fx.GraphModule(root, graph)).run(*map(_whole, values))
+
+    def _known(self, asked: fx.Node, func: Any) -> list[fx.Node]:
+        """A node and what it depends on, in order; a NoValueError where one of them has no value."""
+        needed = ancestors(asked)
+        if asked.target is not func or needed & self._unknown:
+            raise NoValueError("it depends on a gradient that comes in later")
+        if any(map(is_random, needed)):
+            raise NoValueError("it depends on numbers that are drawn at random")
+        absent = [node.name for node in needed if node.op == "placeholder" and node not in self._real]
+        if absent:
+            raise NoValueError("it depends on tensors without values: capture with real ones")
+        return [node for node in asked.graph.nodes if node in needed]
 
 
 class _Guard:
@@ -109,11 +132,7 @@ class _Guard:
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         found = self.call(*operands)
         if says(found) != self.expected:
-            raise GuardError(
-                self.where,
-                f"{self.name} gives {says(found)}, the program was captured where it gave {self.expected}",
-                "compile it anew for these inputs, as a parallelized module does",
-            )
+            raise GuardError(self.where, f"{self.name} gives {says(found)}", self.expected)
         tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
         return [*tensors, torch.ones((), dtype=torch.bool, device=operands[0].device)]
 

@@ -17,7 +17,7 @@ from shardc.sharding import TensorType
 MOVES = {*COLLECTIVES, *EXCHANGES, reshard}  # what they return is a runtime's
 
 
-PART_OF = {"computed": "update", "output": "forward", "buffer": "forward", "gradient": "backward"}  # by a result's kind
+PART_OF = {"computed": "update", **dict.fromkeys(("output", "buffer", "guard"), "forward"), "gradient": "backward"}
 
 
 @dataclass(frozen=True, slots=True)

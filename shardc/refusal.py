@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from shardc.error import CaptureError
+from shardc.guard import NoValueError
 from shardc.location import failing_line, is_users_line
 
 
@@ -120,16 +121,17 @@ def capture_error(error: Exception) -> CaptureError:
     where = failing_line(error)
     if isinstance(error, Unfit):
         return CaptureError(where, error.problem, error.remedy)
+    reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
     if isinstance(error, DataDependentOutputException):
         return CaptureError(
             where,
-            "what runs next depends on the value of a tensor, which is unknown during capture",
+            f"what runs next depends on the value of a tensor, which is unknown during capture{reason}",
             "use torch.where or torch.cond instead of a branch, check outside of the model, or pass the number to it",
         )
     if isinstance(error, DynamicOutputShapeException):
         return CaptureError(
             where,
-            "the shape of a result depends on the values of a tensor",
+            f"the shape of a result depends on the values of a tensor{reason}",
             "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
         )
     return CaptureError(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shardc.annotations import annotate_output
 from shardc.borrow import follow_modules
 from shardc.constant import known_number
-from shardc.guard import DATA_DEPENDENT, Guards
+from shardc.guard import DATA_DEPENDENT, Guards, NoValueError
 from shardc.higher_order import REPLACED
 from shardc.location import user_location
 from shardc.partition import P
@@ -81,8 +81,8 @@ class Watch(TorchDispatchMode):
             raise error
         try:
             return self.guards.guarded(func, args, kwargs, source.location or "the model")
-        except KeyError:
-            raise error from None
+        except NoValueError as reason:
+            raise error from reason
 
     def _source(self) -> Source:
         autograd_node = torch._C._current_autograd_node()

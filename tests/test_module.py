@@ -462,4 +462,4 @@ def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
     torch.testing.assert_close(model(x), 3 * before)
     model.scale = 1.0
     torch.testing.assert_close(model(x), before)
-    assert len(model._steps) == 2, "a signature that was seen is not compiled again"
+    assert len(model._variants) == 2, "a signature that was seen is not compiled again"

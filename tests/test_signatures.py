@@ -102,10 +102,10 @@ def test_how_an_argument_is_passed_does_not_matter_and_a_default_may_be_left_out
     model = shardc.parallelize(Named(forward).double(), MESH, {})
     for args, kwargs in (((rows(),), {}), ((), {"x": rows()}), ((rows(), 1.0), {}), ((rows(),), {"shift": 0.0})):
         model(*args, **kwargs)
-    assert len(model._steps) == 1
+    assert len(model._variants) == 1
     model(rows(), 2.0)
     model(rows(), shift=1.0)
-    assert len(model._steps) == 3
+    assert len(model._variants) == 3
 
 
 ONE_EACH: dict[str, tuple[Callable[..., Any], list[Any]]] = {
@@ -236,7 +236,7 @@ def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypat
             model.agree(rows(count))
     assert model.count == 4, "the one that was used longest ago is forgotten"
     texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 2 and len(model.parallel._steps) == 2
+    assert len(texts) == 2 and len(model.parallel._variants) == 2
     assert "The last two differ in input 'args.0' (f64[2, 8], f64[8, 8])." in texts[0]
 
 

@@ -6,8 +6,10 @@ Where a kernel raises errors over values the stack is cut evenly: padding may ho
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardc.ops.reduction import along
 from shardc.rule import Call, Rule, make_rule, rule
@@ -85,3 +87,14 @@ rule(aten.linalg_cross.default, along(lambda call: call.kwargs.get("dim", -1), l
 rule(aten._cdist_forward.default, "... p 1, ... r 1 -> ... p r")
 rule(aten._cdist_backward.default, "... p r, ... p 1, ... r 1, ... p r -> ... p 1")
 rule(aten._euclidean_dist.default, "... p 1, ... r 1 -> ... p r")
+
+
+def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
+    """Least squares by singular values where LAPACK's default driver would do: that one gives other bits each time."""
+    if a.is_cuda or driver not in (None, "gelsy"):
+        return tuple(aten.linalg_lstsq(a, b, rcond=rcond, driver=driver))
+    solution, residuals, rank, values = aten.linalg_lstsq(a, b, rcond=rcond, driver="gelsd")
+    return solution, residuals.new_empty(0), rank, values.new_empty(0)
+
+
+STEADY: dict[Any, Callable[..., Any]] = {aten.linalg_lstsq.default: _lstsq}  # ops that ranks must agree on, bit for bit

@@ -3,7 +3,8 @@
 A variant is right if values and gradients of all its samples equal eager torch's on both meshes: in float32 within
 1e-5 of the largest, or, where the op magnifies rounding more than that, in float64 within 1e-10. Random ops are held to
 their own values on one device: the same bits of randomness on every mesh. Apart are variants whose values are not
-defined, whose results are no tensors, or have a shape that depends on values.
+defined, whose results or operands are no dense tensors, and an index with a mask, which is an error. A shape that
+depends on values is guarded: such a variant must be right too, and is listed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MESHES = (Mesh(x=4), Mesh(x=2, y=2))
 TWO = Mesh(x=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DATA_DEPENDENT = {
-    "the shape of a result depends on the values": "the shape of its result depends on values",
-    "what runs next depends on the value": "what it does next depends on the value of a tensor",
+    "the shape of a result depends on the values": "an index with a mask is an error that names the line",
+    "what runs next depends on the value": "reading a value is an error that names the line",
 }
 MOVES = ("all_gather", "all_to_all", "collective_permute")
 
@@ -82,6 +83,8 @@ def print_sharded(results: Sequence[Result]) -> None:
         print(f"and every such cut stays, nothing moved: {len(unmoved)}, {share * len(unmoved):.1f} %")
     ops = Counter(op for result in on_fallback for op in result.facts["fallbacks"])
     print("ops on the fallback: " + ", ".join(f"{op} {count}" for op, count in ops.most_common()))
+    guarded = [f"{result.name} ({', '.join(ops)})" for result in results if (ops := result.facts.get("guarded"))]
+    print("guarded, since shapes or branches depend on values: " + ", ".join(guarded))
     for result in kept:
         for moved in result.facts["moved"]:
             print(f"  moved   {result.name}: {moved}")
@@ -95,6 +98,7 @@ class _Found:
     refused: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)
+    guarded: set[str] = field(default_factory=set)
     cuts: int = 0
     moved: list[str] = field(default_factory=list)
     samples: int = 0
@@ -122,6 +126,7 @@ def _result(name: str, found: _Found) -> Result:
         "runs": found.runs,
         "in_double": found.in_double,
         "fallbacks": sorted(found.fallbacks),
+        "guarded": sorted(found.guarded),
         "cuts": found.cuts,
         "moved": sorted(set(found.moved)),
     }
@@ -233,6 +238,7 @@ def _check(
 ) -> None:
     compiled = _compile(sample, mesh, chosen)
     found.fallbacks |= _fallbacks(compiled)
+    found.guarded |= {output.name.split()[1] for output in compiled.program.outputs if output.kind == "guard"}
     found.runs += 1
     values = _simulated(compiled, sample)
     if name in UNDEFINED:
