@@ -9,11 +9,10 @@ from functools import cache
 from types import CodeType, FrameType
 
 import torch
-from torch._subclasses import fake_tensor, functional_tensor
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
 _DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
-_SUBCLASSES = (fake_tensor.__file__, functional_tensor.__file__)  # whose methods ask once more
+_SUBCLASSES = os.path.join(os.path.dirname(torch.__file__), "_subclasses", "")  # of tensors, whose methods ask again
 
 
 def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
@@ -27,7 +26,7 @@ def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
 
 def is_users_line(frame: FrameType | None) -> bool:
     """Whether it is the user's line that calls the function of torch which a mode is asked for in ``frame``."""
-    while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename in _SUBCLASSES):
+    while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename.startswith(_SUBCLASSES)):
         is_python = frame.f_code.co_name == _DISPATCH[0]  # the function itself has a frame
         frame = frame.f_back and frame.f_back.f_back if is_python else frame.f_back
     return frame is not None and _is_users(frame.f_code.co_filename)

@@ -153,7 +153,7 @@ def test_torch_is_private_only_to_capture_and_the_runtime() -> None:
         for found in imports(module, path)
         if found.is_of("torch") and any(part.startswith("_") for part in found.name.split("."))
     }
-    rooms = ("capture", "decomposition", "higher_order", "body", "opaque", "record", "refusal")
+    rooms = ("capture", "decomposition", "higher_order", "body", "opaque", "record", "refusal", "guard", "watch")
     capture = {f"shardc.{name}" for name in rooms}
     assert private <= {*capture, *inside("shardc.runtime")}
 
