@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
+_MEMOIZED = functools._lru_cache_wrapper
+_EMPTY_CELL = CellType()
+
 
 @contextmanager
 def borrowed(model: nn.Module, train: bool) -> Iterator[None]:
-    """Whatever the block does to the modules' attributes, tensors, hooks and lists is undone at its end.
+    """Whatever the block does to the modules' attributes, tensors, hooks, lists and caches is undone at its end.
 
+    What their code memoizes by ``functools.cache`` is made anew, for it may hold tensors of the block.
     With ``train`` a transformers model leaves its key-value cache away: ``config.use_cache`` is off in the block.
     """
     modules = list(model.modules())
@@ -26,19 +33,36 @@ def borrowed(model: nn.Module, train: bool) -> Iterator[None]:
         if isinstance(value, (dict, list))
     ]
     configs = _caching_configs(modules) if train else []
+    forget = [cache.cache_clear for cache in _caches(modules)]
     try:
+        for clear in forget:
+            clear()
         for config in configs:
             config.use_cache = False
         yield
     finally:
         for config in configs:
             config.use_cache = True
+        for clear in forget:
+            clear()
         _put_back(attributes, containers)
 
 
 def _caching_configs(modules: list[nn.Module]) -> list[Any]:
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+
+
+def _caches(modules: list[nn.Module]) -> Iterator[Any]:
+    """The memoized functions of the modules' classes and of the files that these are in, bare or in a wrapper."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    files = {id(file): vars(file) for cls in classes if (file := sys.modules.get(cls.__module__))}
+    for place in [*map(vars, classes), *files.values()]:
+        for value in list(place.values()):
+            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+            inner = [cell.cell_contents for cell in cells if cell != _EMPTY_CELL]
+            yield from (each for each in (function, *inner) if isinstance(each, _MEMOIZED))
 
 
 def _put_back(attributes: list[tuple[nn.Module, dict[str, Any]]], containers: list[tuple[Any, Any]]) -> None:

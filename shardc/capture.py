@@ -44,9 +44,10 @@ from shardc.joint import Ends, assemble
 from shardc.opaque import Opaque, hold_opaques
 from shardc.partition import P
 from shardc.program import Input, Output, Program, types_of
+from shardc.recurrent import plain_cells
 from shardc.refusal import Refusals, capture_error, python_effects
 from shardc.sharding import TensorType
-from shardc.traced import PlainDropout, plain_cells
+from shardc.traced import PlainDropout
 from shardc.tree import Tree
 from shardc.watch import Watch
 

@@ -15,7 +15,12 @@ aten = torch.ops.aten
 
 
 def known_number(asked: fx.Node, root: nn.Module) -> Any:
-    """What the node would return, or None where it depends on an input or on chance. ``root`` holds the constants."""
+    """What the node would return, or None where it depends on an input or on chance. ``root`` holds the constants.
+
+    A check by ``torch._check_tensor_all`` is taken to hold: it raises an error or does nothing.
+    """
+    if any(node.target is aten._is_all_true.default for node in asked.all_input_nodes):
+        return True
     needed = ancestors(asked)
     if any(node.op == "placeholder" or is_random(node) for node in needed):
         return None

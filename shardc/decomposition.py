@@ -29,6 +29,7 @@ EXPANDED = (
     aten.trace,
     aten._unsafe_masked_index,
     aten._unsafe_masked_index_put_accumulate,
+    aten._weight_norm_interface,
 )
 
 

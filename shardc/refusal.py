@@ -39,6 +39,8 @@ class Refusals(TorchFunctionMode):
         self._reads: bool | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
+            return None
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
         before, self._reads = self._reads, func in _READS and is_users_line(sys._getframe())
@@ -62,6 +64,7 @@ _READS = {
     *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
     *(Tensor.__getitem__, Tensor.__setitem__),
 }
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.numpy: _NUMPY,
     Tensor.__array__: _NUMPY,
@@ -69,7 +72,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
         "the model itself calls backward",
         "return the loss and call backward on that; for a gradient inside a model there is torch.autograd.grad",
     ),
-    Tensor.data.__set__: (  # type: ignore[attr-defined]
+    _SET_DATA: (
         "the assignment to .data is seen by no graph",
         "write to a buffer with copy_; change parameters outside of forward",
     ),

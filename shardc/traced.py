@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,29 +13,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardc.ops.experts import grouped_mm
+from shardc.recurrent import LAYERED, LayeredCall
 
 aten = torch.ops.aten
 
 
-@contextmanager
-def plain_cells() -> Iterator[None]:
-    """In the block recurrent layers are ops of each step, not one kernel for all."""
-    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
 class PlainDropout(TorchFunctionMode):
-    """In the block attention with a dropout is ops, of which one draws, not a kernel that draws by itself."""
+    """In the block attention with a dropout is ops, of which one draws, not a kernel that draws by itself.
+
+    Likewise recurrent layers, between which torch's trace leaves the dropout out.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else given.get("dropout_p", 0.0)):
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **given)
+        if func in LAYERED and (call := LayeredCall.of(args)).drops:
+            return call.by_layers(func)
         return func(*args, **given)
 
 
@@ -130,4 +124,5 @@ TRACED_AS: dict[Any, Any] = {
     aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
+    aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
 }

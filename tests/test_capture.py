@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from shardc.annotations import annotate
@@ -419,6 +421,25 @@ def test_an_lstm_equals_eager():
     assert_same(nn.LSTM(6, 5, 2, batch_first=True), (torch.randn(2, 4, 6),))
 
 
+class Packed(nn.Module):
+    """Of two sequences one is shorter."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Any:
+        y, state = self.layers(PackedSequence(x, torch.tensor([2, 1])))
+        return y.data, state
+
+
+def test_all_that_passes_between_recurrent_layers_may_be_dropped():
+    """With a chance of one nothing is left to chance: the second layer sees zeros."""
+    assert_same(nn.LSTM(6, 5, 2, proj_size=3, bidirectional=True, dropout=1.0), (torch.randn(2, 2, 6),))
+    assert_same(nn.GRU(6, 5, 3, bias=False, batch_first=True, dropout=1.0), (torch.randn(2, 2, 6),))
+    assert_same(Packed(nn.RNN(6, 5, 2, dropout=1.0)), (torch.randn(3, 6),))
+
+
 # Outputs and inputs in containers.
 
 
@@ -644,6 +665,33 @@ def test_capture_leaves_no_trace_on_the_model():
     assert not model.linear._forward_hooks and not model._forward_pre_hooks
 
 
+class Memoizes(nn.Module):
+    """Makes its bias once, as models do with masks and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @staticmethod
+    @functools.lru_cache
+    def bias(size: int) -> Tensor:
+        return torch.arange(float(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.bias(4) + positions(4)
+
+
+@functools.cache
+def positions(size: int) -> Tensor:
+    return torch.ones(size).cumsum(0)
+
+
+def test_what_a_model_memoizes_holds_no_tensor_of_the_trace():
+    model, x = Memoizes(), torch.randn(2, 4)
+    for _ in range(2):
+        assert not assert_same(model, (x,)).convention.constants
+
+
 # Constants.
 
 
@@ -673,6 +721,26 @@ def test_a_branch_on_what_is_known_without_inputs_is_taken():
 
     captured = assert_same(Known(), (torch.randn(3),))
     assert ops(captured) == {"aten.mul.Tensor"}
+
+
+def test_a_check_over_values_is_taken_to_hold():
+    class Checks(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._check_tensor_all(x > -100)
+            torch._assert_async(x.max() < 100)
+            return super().forward(x)
+
+    assert_same(Checks(), (torch.randn(2, 6),))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_module_converted_in_forward_to_the_dtype_that_it_has_is_itself():
+    class Converts(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.to(x.dtype)
+            return super().forward(x)
+
+    assert_same(Converts(), (torch.randn(2, 6),))
 
 
 def test_what_is_known_costs_no_more_for_a_larger_batch():

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import shardc
 from shardc import Mesh, P
@@ -75,3 +76,17 @@ def test_a_mean_over_positions_that_is_a_view_by_strides_keeps_the_batch_cut():
     program = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,), train=False)
     assert not program.collectives
     assert "as_strided" not in {op_name(node.target) for node in program.at("capture").calls}
+
+
+def test_the_norm_of_a_cut_weight_is_ops_that_keep_its_rows_cut():
+    torch.manual_seed(0)
+    model, x = weight_norm(nn.Linear(6, 4)).double(), torch.randn(3, 6, dtype=torch.float64)
+    expected = model(x)
+    expected.sum().backward()
+    program = shardc.compile(model, Mesh(tp=2), {"parametrizations.weight.original1": P("tp")}, args=(x,))
+    assert not fallbacks_of(program.program)
+    assert not program.collectives
+    found, gradients = program.simulate(x)
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)

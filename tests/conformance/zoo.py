@@ -58,14 +58,16 @@ class Case:
 
 
 def set_dropout(model: nn.Module, chance: float) -> None:
-    """Give every module that drops, by whatever name it keeps its chance, the same one."""
+    """Give every module that drops, by whatever name it keeps its chance, the same one.
+
+    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds.
+    """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for name, value in list(vars(holder).items()) if holder is not None else ():
-                if isinstance(value, (int, float)) and (
-                    "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
-                ):
-                    setattr(holder, name, chance)
+                drops = "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
+                if isinstance(value, (int, float)) and drops:
+                    setattr(holder, name, 0.0 if "layer" in name else chance)
 
 
 def cases(
