@@ -45,8 +45,9 @@ class LayeredCall:
     @staticmethod
     def of(args: tuple[Any, ...]) -> LayeredCall:
         """The call ``(x, [sizes], state, weights, biased, num_layers, chance, trains, two ways, [batch first])``."""
-        state = next(i for i, value in enumerate(args) if isinstance(value, bool)) - 2
-        return LayeredCall(args[0], args[1:state], *args[state : state + 5], args[state + 5 :])
+        at = next(i for i, value in enumerate(args) if isinstance(value, bool)) - 2
+        state, weights, biased, num_layers, chance, *options = args[at:]
+        return LayeredCall(args[0], args[1:at], state, weights, biased, num_layers, chance, tuple(options))
 
     @property
     def drops(self) -> bool:
