@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, Fit, collective_kind, fits, group_size
+from shardc.bucket import Member, members, results, set_operand
+from shardc.collective import Fit, fits, group_size
 from shardc.node import is_annotation, is_getitem, operand
 from shardc.ops.padding import fit
 from shardc.program import Program, op_rule
@@ -31,19 +32,19 @@ def localize(program: Program) -> Program:
     for node in program.graph.nodes:
         if node.op != "output":
             _set_local_type(program, node)
-    uneven = {node: _fits(program, node) for node in calls if node.target in COLLECTIVES}
+    uneven = [(node, part, *_fits(program, node, part)) for node in calls for part in members(node)]
     for node, call in calls.items():
         if is_annotation(node):
             program.replace(node, operand(node))
         else:
             _localize_arguments(program, node, call)
-    for node, (before, after) in uneven.items():
-        _fit(program, node, before, after)
+    for node, part, before, after in uneven:
+        _fit(program, node, part, before, after)
     return program
 
 
 def _set_local_type(program: Program, node: fx.Node) -> None:
-    if node.op == "call_function" and not is_getitem(node) and node.target not in COLLECTIVES:
+    if node.op == "call_function" and not is_getitem(node) and not members(node):
         program.is_fallback(node)  # said of the call in global types
     program.forget_rule(node)
     if is_getitem(node):
@@ -70,28 +71,36 @@ def _localize_arguments(program: Program, node: fx.Node, call: Call) -> None:
     node.args = tuple(args)
 
 
-def _fits(program: Program, node: fx.Node) -> tuple[Fit | None, Fit | None]:
-    kind, taken, made = collective_kind(node), program.local_type(operand(node)), program.local_type(node)
+def _fits(program: Program, node: fx.Node, part: Member) -> tuple[Fit | None, Fit | None]:
+    taken, made = program.local_type(part.operand), program.local_type(node, part.index)
     assert taken is not None and made is not None and program.mesh is not None, node
-    return fits(kind, node.args[1:], group_size(program.mesh, kind, node.args[1:]), taken.shape, made.shape)
+    return fits(part.kind, part.args, group_size(program.mesh, part.kind, part.args), taken.shape, made.shape)
 
 
-def _fit(program: Program, node: fx.Node, before: Fit | None, after: Fit | None) -> None:
+def _fit(program: Program, node: fx.Node, part: Member, before: Fit | None, after: Fit | None) -> None:
     """Put around a collective what makes its pieces equal."""
     if before is not None:
         with program.graph.inserting_before(node):
-            node.args = (_fitted(program, operand(node), before, node), *node.args[1:])
+            set_operand(node, part, _fitted(program, part.operand, before, node))
     if after is not None:
-        assert program.mesh is not None
-        users = list(node.users)
-        with program.graph.inserting_after(node):
-            fitted = _fitted(program, node, after, node)
-        for user in users:
-            user.replace_input_with(node, fitted)
-        dim, count = after[0], group_size(program.mesh, collective_kind(node), node.args[1:])
-        joined = list(program.type(node).shape)
-        joined[dim] = program.value_type(program.value(operand(node))).shape[dim] * count
-        program.set_type(node, TensorType(tuple(joined), program.type(node).dtype))
+        for result in list(results(node, part)):
+            users = list(result.users)
+            with program.graph.inserting_after(result):
+                fitted = _fitted(program, result, after, node)
+            for user in users:
+                user.replace_input_with(result, fitted)
+            _set_joined_type(program, node, result, part, after[0])
+
+
+def _set_joined_type(program: Program, node: fx.Node, result: fx.Node, part: Member, dim: int) -> None:
+    """Of a result that is cut short after."""
+    assert program.mesh is not None
+    types, joined = list(program.types(node)), list(program.type(result).shape)
+    joined[dim] = program.value_type(program.value(part.operand)).shape[dim]
+    joined[dim] *= group_size(program.mesh, part.kind, part.args)
+    types[part.index] = TensorType(tuple(joined), program.type(result).dtype)
+    program.set_type(node, tuple(types) if program.has_many(node) else types[0])
+    program.set_type(result, types[part.index])
 
 
 def _fitted(program: Program, value: fx.Node, to: Fit, like: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
 """The passes, in order: read this to know the compiler. After each, the program is verified.
 
 captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards, store--> agreed
---lower_reshards, fuse_collectives, mask_padding--> lowered --localize--> localized
+--lower_reshards, fuse_collectives, mask_padding, bucket_collectives--> lowered --localize--> localized
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from shardc.program import Program
 
+from .bucket_collectives import bucket_collectives
 from .canonicalize import canonicalize
 from .decompose import decompose
 from .fuse_collectives import fuse_collectives
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
+    bucket_collectives,  # several that go together as one
     localize,  # local shapes, one text for all ranks
 )
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, EXCHANGES, reshard, steps_sharding
+from shardc.bucket import members
+from shardc.collective import EXCHANGES, reshard, steps_sharding
 from shardc.cut import dims_sharding, factor_cuts
 from shardc.mesh import AxisPart
-from shardc.node import is_annotation, is_getitem, operand
+from shardc.node import is_annotation, is_getitem
 from shardc.program import LEVELS, Level, Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
@@ -72,7 +73,7 @@ def _ops_agree(program: Program) -> None:
     if program.level == "localized":
         return
     for node in program.calls:
-        if node.target is not reshard and node.target not in COLLECTIVES:
+        if node.target is not reshard and not members(node):
             _op_agrees(program, node)
 
 
@@ -181,10 +182,10 @@ def _pins_hold(program: Program) -> None:
 
 def _collectives_give_what_they_say(program: Program) -> None:
     for node in program.calls:
-        if node.target in COLLECTIVES:
-            kind = COLLECTIVES[node.target]
-            made, said = steps_sharding(program.sharding(operand(node)), kind, node.args[1:]), program.sharding(node)
-            assert made == said, f"{node} = {kind}{node.args}: {said}, but it makes {made}"
+        for part in members(node):
+            made = steps_sharding(program.sharding(part.operand), part.kind, part.args)
+            said = program.shardings(node)[part.index]
+            assert made == said, f"{node} = {part.kind}{node.args}: {said}, but it makes {made}"
 
 
 def _no_reshards(program: Program) -> None:
@@ -200,7 +201,7 @@ def _types_are_local(program: Program) -> None:
     if program.level != "localized":
         return
     for node in program.calls:
-        if node.target in COLLECTIVES or node.target in EXCHANGES:
+        if members(node) or node.target in EXCHANGES:
             continue
         wrong = _misfits(program, node, "meta") and _misfits(program, node, "cpu")  # a few kernels differ
         assert not wrong, f"{node} = {node.target}: local type {wrong[0][0]}, but it makes {wrong[0][1]}"

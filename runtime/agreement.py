@@ -7,9 +7,10 @@ import platform
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from shardc.collective import COLLECTIVES, EXCHANGES
+from shardc.bucket import members
+from shardc.collective import EXCHANGES
 from shardc.error import ShardingError
 from shardc.program import Program
 
@@ -36,9 +37,9 @@ def agreement_text(program: Program) -> str:
     """What all ranks must have in common, a line each: versions, the mesh, every collective in order."""
     lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
     for node in program.calls:
-        if kind := COLLECTIVES.get(node.target) or EXCHANGES.get(node.target):  # type: ignore[arg-type]
-            operand, *args = node.args
-            lines.append(f"{node.name} = {kind}{(str(operand), *args)}: {program.type(node)}")
+        if members(node) or node.target in EXCHANGES:
+            kind, args = getattr(node.target, "__name__", ""), fx.map_arg(node.args, str)
+            lines.append(f"{node.name} = {kind}{args}: {', '.join(map(str, program.types(node)))}")
     return "\n".join(lines)
 
 
@@ -46,7 +47,7 @@ def _from_all(comm: TorchComm, data: bytes) -> Tensor:
     """The bytes of every position, a row each."""
     axes = tuple(comm.mesh.axis(name) for name in comm.mesh.axis_names)
     row = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
-    return functional.all_gather(row.unsqueeze(0), comm.group(axes), 0).cpu()
+    return functional.all_gather(row.unsqueeze(0), comm.group(axes), 0)().cpu()
 
 
 def _padded_from_all(comm: TorchComm, data: bytes) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .exchange import Exchange, OverlapExchange, WindowExchange
 from .piece import chunk_of
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
+Results = Callable[[], Tensors]  # waits
 PartNames = tuple[str, ...]  # axis parts as printed, major first
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -49,7 +50,8 @@ class Comm(Protocol):
     """Collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
 
     The methods are named and argued as the functions of shardc/collective.py; they take and return one tensor for each
-    of ``positions``. ``traffic`` is parallel to ``positions``. A collective in groups of one does nothing.
+    of ``positions``. ``traffic`` is parallel to ``positions``. A collective in groups of one does nothing. ``start``
+    runs the method that it names, and gives what waits for the results; ``is_own``: no one else reads the operands.
     """
 
     @property
@@ -60,6 +62,7 @@ class Comm(Protocol):
     def device(self) -> torch.device: ...
     @property
     def traffic(self) -> tuple[Traffic, ...]: ...
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results: ...
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors: ...
@@ -82,6 +85,11 @@ class SimulatedComm:
         self.positions = tuple(range(mesh.size))
         self.device = torch.device(device)
         self.traffic = tuple(Traffic() for _ in self.positions)
+
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
+        """Lockstep: it is done at once."""
+        results: Tensors = getattr(self, kind)(xs, *args)
+        return lambda: results
 
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Every rank of a group gets the pieces of all, joined."""

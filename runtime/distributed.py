@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardc.collective import Kind, wire_bytes
+from shardc.collective import wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Axes, Mesh, part_ends, split_parts
 from shardc.sharding import Sharding, num_shards
 
 from . import functional
-from .comm import PartNames, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
+from .comm import PartNames, Results, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .functional import Group
 from .piece import unshard
+
+STARTED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")  # as functions of one tensor and its group
 
 
 class TorchComm:
@@ -39,9 +42,34 @@ class TorchComm:
         self._groups: dict[Axes, Group] = {}
         self._process_groups = self._existing_groups()
 
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
+        """Send; what is local is done at once."""
+        if kind == "collective_permute":
+            return self._permute(xs, *args)
+        if kind in STARTED:
+            return self._begin(kind, xs, *args, is_own=is_own)
+        results: Tensors = getattr(self, kind)(xs, *args)
+        return lambda: results
+
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """The pieces of all ranks, joined."""
-        return self._run("all_gather", xs, axes, dim)
+        return self.start("all_gather", xs, axes, dim)()
+
+    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
+        """The reduction over all ranks."""
+        return self.start("all_reduce", xs, axes, op)()
+
+    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
+        """One piece of the reduction over all ranks."""
+        return self.start("reduce_scatter", xs, axes, op, dim)()
+
+    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
+        """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
+        return self.start("all_to_all", xs, axes, src_dim, dst_dim)()
+
+    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
+        """Local values change places."""
+        return self.start("collective_permute", xs, src_axes, dst_axes)()
 
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """The piece that is kept."""
@@ -52,31 +80,6 @@ class TorchComm:
         """Padding reads ``fill``."""
         parts = parse_parts(self.mesh, axes)
         return [masked(x, self.mesh, self.position, parts, dim, size, inner, fill) for x in xs]
-
-    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
-        """The reduction over all ranks."""
-        return self._run("all_reduce", xs, axes, op)
-
-    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
-        """One piece of the reduction over all ranks."""
-        return self._run("reduce_scatter", xs, axes, op, dim)
-
-    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
-        """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
-        return self._run("all_to_all", xs, axes, src_dim, dst_dim)
-
-    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
-        """Local values change places."""
-        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
-        both = union(src, dst)
-        if num_shards(both) == 1:
-            return xs
-        group = self.group(both)
-        source = self.mesh.index(source_position(self.mesh, self.position, src, dst), both)
-        target = self.mesh.index(source_position(self.mesh, self.position, dst, src), both)
-        (x,) = xs
-        self.traffic[0].count("collective_permute", 0 if target == group.index else x.nbytes)
-        return [functional.permute(x, group, source, target)]
 
     def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors:
         """Our window, from our chunk and the neighbours'."""
@@ -105,15 +108,30 @@ class TorchComm:
             self._groups[axes] = self._new_group(axes)
         return self._groups[axes]
 
-    def _run(self, kind: Kind, xs: Tensors, axes: PartNames, *args: int | str) -> Tensors:
+    def _begin(self, kind: Any, xs: Tensors, axes: PartNames, *args: Any, is_own: bool) -> Results:
         parts = parse_parts(self.mesh, axes)
         if num_shards(parts) == 1:
-            return xs
+            return lambda: xs
         group = self.group(parts)
         (x,) = xs
-        result: Tensor = getattr(functional, kind)(x, group, *args)
-        self.traffic[0].count(kind, wire_bytes(kind, max(x.nbytes, result.nbytes), group.size))
-        return [result]
+        own = {"is_own": is_own} if kind == "all_reduce" else {}
+        payload = x.nbytes * (group.size if kind == "all_gather" else 1)
+        self.traffic[0].count(kind, wire_bytes(kind, payload, group.size))
+        finish: functional.Finish = getattr(functional, kind)(x, group, *args, **own)
+        return lambda: [finish()]
+
+    def _permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Results:
+        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
+        both = union(src, dst)
+        if num_shards(both) == 1:
+            return lambda: xs
+        group = self.group(both)
+        source = self.mesh.index(source_position(self.mesh, self.position, src, dst), both)
+        target = self.mesh.index(source_position(self.mesh, self.position, dst, src), both)
+        (x,) = xs
+        self.traffic[0].count("collective_permute", 0 if target == group.index else x.nbytes)
+        finish = functional.permute(x, group, source, target)
+        return lambda: [finish()]
 
     def _new_group(self, axes: Axes) -> Group:
         members = next(group for group in self.mesh.groups(axes) if self.position in group)
@@ -182,6 +200,6 @@ def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tupl
     axes = sharding.cut_axes
     if num_shards(axes) == 1:
         return piece
-    pieces = functional.all_gather(piece.unsqueeze(0), comm.group(axes), 0).unbind()
+    pieces = functional.all_gather(piece.unsqueeze(0), comm.group(axes), 0)().unbind()
     held = [pieces[comm.mesh.index(position, axes)] for position in range(comm.mesh.size)]
     return unshard(held, sharding, shape, name)

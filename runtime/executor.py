@@ -17,8 +17,8 @@ from shardc.deferral import deferrable
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
-from .comm import Comm
-from .instruction import Env, Instruction, instruction, with_deaths
+from .comm import Comm, Results
+from .instruction import Env, Instruction, instruction, with_deaths, with_waits
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
@@ -46,6 +46,20 @@ class Saved:
         return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A collective that is under way."""
+
+    instruction: Instruction
+    results: Results
+
+    def finish(self, envs: Sequence[Env]) -> None:
+        """Wait for it."""
+        flat, slot = self.instruction.flat, self.instruction.result
+        for env, result in zip(envs, self.results(), strict=True):
+            env[slot] = result if flat is None else flat.unpack(result)
+
+
 class Executor:
     """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
 
@@ -63,7 +77,7 @@ class Executor:
         self._part = [PART_OF[output.kind] for output in program.outputs]
         place, parts = comm.device if comm else torch.device(device), split(program)
         update, fwd, bwd = (
-            [instruction(node, slots, place, comm is not None) for node in part]
+            with_waits([instruction(node, slots, place, program) for node in part])
             for part in (parts.update, parts.forward, parts.backward)
         )
         made = {slot for slot, _ in self._results_of("update")}
@@ -154,9 +168,14 @@ class Executor:
         return self._results[index] in self._kept
 
     def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env]) -> None:
+        """Collectives are started in the order of the program, which is the same on every rank, and waited for late."""
+        started: dict[int, Started] = {}
         for each in instructions:
+            for slot in each.waits:
+                if slot in started:
+                    started.pop(slot).finish(envs)
             if each.collective:
-                self._communicate(each, envs)
+                started[each.result] = self._start(each, envs)
             else:
                 target, result, kwargs = each.target, each.result, each.kwargs
                 for env in envs:
@@ -164,13 +183,17 @@ class Executor:
             for slot in each.dead:
                 for env in envs:
                     env[slot] = None
+        for left in started.values():
+            left.finish(envs)
 
-    def _communicate(self, each: Instruction, envs: Sequence[Env]) -> None:
-        operand = each.direct[0][1]
-        act = getattr(self.comm, each.collective)
-        results = act([env[operand] for env in envs], *each.args[1:], **each.kwargs)
-        for env, result in zip(envs, results, strict=True):
-            env[each.result] = result
+    def _start(self, each: Instruction, envs: Sequence[Env]) -> Started:
+        assert self.comm is not None
+        slots = [slot for _, slot in each.direct]
+        if each.flat is None:
+            xs, args = [env[slots[0]] for env in envs], each.args[1:]
+        else:
+            xs, args = [each.flat.pack([env[slot] for slot in slots]) for env in envs], each.flat.args
+        return Started(each, self.comm.start(each.collective, xs, *args, is_own=each.is_own))
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
         envs: list[Env] = [[None] * self._num_slots for _ in inputs]

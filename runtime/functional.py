@@ -1,6 +1,7 @@
-"""The collectives of one rank as pure functions of a tensor, over torch's functional collectives.
+"""The collectives of one rank as functions of a tensor, over torch's functional collectives.
 
-Every function is made of ops alone, so a compiler can trace it. A group of one never comes here.
+Each is started, and gives what waits for it and returns its result. All is made of ops, so a compiler can trace it. A
+group of one never comes here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 c10d = torch.ops._c10d_functional
+Finish = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +45,46 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
     """The pieces of all ranks, joined along ``dim``: one copy, none where ``dim`` leads."""
-    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
-    return _join(_arrange(gathered.view(group.size, *x.shape), group.order), dim)
+    started = c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+    return lambda: _join(_arrange(c10d.wait_tensor(started).view(group.size, *x.shape), group.order), dim)
 
 
-def all_reduce(x: Tensor, group: Group, op: str) -> Tensor:
-    """The reduction over all ranks."""
-    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group.name))
+def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
+    """The reduction over all ranks; in the operand's memory where ``is_own`` says that no one else reads it."""
+    reduce = c10d.all_reduce_ if is_own and not is_traced() else c10d.all_reduce
+    started = reduce(x.contiguous(), op, group.name)
+    return lambda: c10d.wait_tensor(started)
 
 
-def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
     """Our piece along ``dim`` of the reduction over all ranks."""
     pieces = _arrange(_split(x, group.size, dim), group.inverse)
     if group.adds_locally:
         received = _exchange(pieces, group)
-        return LOCAL[op](_arrange(received, group.order))
-    reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name))
-    return reduced.view(pieces.shape[1:])
+        return lambda: LOCAL[op](_arrange(received(), group.order))
+    started = c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name)
+    return lambda: c10d.wait_tensor(started).view(pieces.shape[1:])
 
 
-def all_to_all(x: Tensor, group: Group, src_dim: int, dst_dim: int) -> Tensor:
+def all_to_all(x: Tensor, group: Group, src_dim: int, dst_dim: int) -> Finish:
     """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
     received = _exchange(_arrange(_split(x, group.size, dst_dim), group.inverse), group)
-    return _join(_arrange(received, group.order), src_dim)
+    return lambda: _join(_arrange(received(), group.order), src_dim)
 
 
-def permute(x: Tensor, group: Group, source: int, target: int) -> Tensor:
+def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
     """The tensor of the rank at index ``source``; ours goes to the one at ``target``."""
     sends = [x.numel() if rank == group.order[target] else 0 for rank in range(group.size)]
     takes = [x.numel() if rank == group.order[source] else 0 for rank in range(group.size)]
-    received = c10d.all_to_all_single(x.contiguous().flatten(), takes, sends, group.name)
-    return c10d.wait_tensor(received).view(x.shape)
+    started = c10d.all_to_all_single(x.contiguous().flatten(), takes, sends, group.name)
+    return lambda: c10d.wait_tensor(started).view(x.shape)
+
+
+def is_traced() -> bool:
+    """Whether what runs is recorded: then every op must be pure."""
+    return _get_current_dispatch_mode() is not None
 
 
 def exchange(
@@ -100,10 +110,11 @@ def exchange(
     ]
 
 
-def _exchange(pieces: Tensor, group: Group) -> Tensor:
+def _exchange(pieces: Tensor, group: Group) -> Finish:
     """The i-th piece of every rank goes to the i-th rank of the process group; those received, by sender."""
     sizes = [pieces[0].numel()] * group.size
-    return c10d.wait_tensor(c10d.all_to_all_single(pieces.flatten(), sizes, sizes, group.name)).view(pieces.shape)
+    started = c10d.all_to_all_single(pieces.flatten(), sizes, sizes, group.name)
+    return lambda: c10d.wait_tensor(started).view(pieces.shape)
 
 
 def _arrange(pieces: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -12,12 +12,16 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from shardc.collective import COLLECTIVES, EXCHANGES
+from shardc.bucket import bucket, members
+from shardc.collective import EXCHANGES, group_size
 from shardc.error import ShardingError
-from shardc.node import takes_device
+from shardc.node import operand, takes_device
 from shardc.opaque import Opaque
+from shardc.ops.contraction import dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
-from shardc.program import op_rule
+from shardc.program import Program, op_rule
+
+from .flat import Flat
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 
@@ -33,7 +37,9 @@ class Slot:
 class Instruction:
     """One call: ``args`` with the values of ``direct`` (argument index, slot) and ``nested`` filled in.
 
-    ``collective``: the method of ``Comm`` that runs it. ``dead``: slots that no later instruction reads.
+    ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
+    no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
+    reads them. ``dead``: slots that no later instruction reads.
     """
 
     target: Callable[..., Any]
@@ -43,6 +49,9 @@ class Instruction:
     nested: tuple[tuple[int, Any], ...]
     result: int
     collective: str
+    flat: Flat | None = None
+    is_own: bool = False
+    waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
 
     def bound(self, env: Env) -> list[Any]:
@@ -62,8 +71,8 @@ class Instruction:
             yield from _slots(argument)
 
 
-def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, is_local: bool) -> Instruction:
-    """The instruction of a call; ``is_local``: its collectives act for real."""
+def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program) -> Instruction:
+    """The instruction of a call of a program; in a localized one collectives act for real."""
     assert node.op == "call_function" and callable(node.target), node.format_node()
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
@@ -73,6 +82,7 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
     target = _with_dense(node.target) if found is not None and found.is_dense else node.target
     target = _of_contiguous(target) if node.target in TAKE_CONTIGUOUS else target
     target = _with_names(target, tuple(named)) if named else target
+    method = _method(program, node) if program.level == "localized" else ""
     return Instruction(
         _foreign(target, node.name) if _is_foreign(node.target) else target,
         tuple(None if isinstance(argument, Slot) else _plain(argument) for argument in args),
@@ -80,15 +90,26 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
         tuple((i, argument.index) for i, argument in enumerate(args) if isinstance(argument, Slot)),
         tuple((i, _plain(argument)) for i, argument in enumerate(args) if _has_slot(argument)),
         slots[node],
-        _method(node) if is_local else "",
+        method,
+        Flat.of(program, node) if method and node.target is bucket else None,
+        node.target is bucket or (bool(members(node)) and _is_fresh(operand(node))),
     )
 
 
-def _method(node: fx.Node) -> str:
-    """The method of ``Comm`` that runs a call; an exchange that no axes were given to is an op like any other."""
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a value lies in memory of its own, which only its one user reads."""
+    returns: list[Any] = getattr(getattr(node.target, "_schema", None), "returns", [])
+    is_new = node.target is dot or (len(returns) == 1 and returns[0].alias_info is None)
+    return node.op == "call_function" and is_new and len(node.users) == 1
+
+
+def _method(program: Program, node: fx.Node) -> str:
+    """The method of ``Comm`` that runs a call; in groups of one, and where nothing is exchanged, it is an op."""
     if node.target in EXCHANGES:
         return EXCHANGES[node.target] if node.args[1] else ""
-    return COLLECTIVES.get(node.target, "")  # type: ignore[arg-type]
+    assert program.mesh is not None
+    parts = members(node)
+    return parts[0].kind if parts and group_size(program.mesh, parts[0].kind, parts[0].args) > 1 else ""
 
 
 def _is_foreign(target: Any) -> bool:
@@ -155,6 +176,19 @@ def with_deaths(instructions: Sequence[Instruction], kept: Collection[int]) -> l
         found.append(replace(each, dead=tuple(sorted(used - seen))))
         seen |= used
     return found[::-1]
+
+
+def with_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The instructions, each with the slots of collectives that it is the first to read."""
+    started: set[int] = set()
+    found = []
+    for each in instructions:
+        waits = started.intersection(each.reads)
+        found.append(replace(each, waits=tuple(sorted(waits))))
+        started -= waits
+        if each.collective:
+            started.add(each.result)
+    return found
 
 
 def _slots(argument: Any) -> Iterator[int]:

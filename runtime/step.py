@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -294,15 +295,26 @@ def _present(pieces: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
     """Gradients each in memory of its own: torch adds to them and scales them in place."""
-    taken = {_storage(tangent) for tangent in _present(tangents)}
-    apart: list[Tensor | None] = []
-    for gradient in gradients:
-        if gradient is not None and _storage(gradient) in taken:
-            gradient = gradient.clone()
-        if gradient is not None:
-            taken.add(_storage(gradient))
-        apart.append(gradient)
-    return apart
+    taken: dict[int, list[tuple[int, int]]] = {}  # stretches by storage, in order: a bucket holds many gradients
+    for tangent in _present(tangents):
+        _take(tangent, taken)
+    return [
+        gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=torch.preserve_format)
+        for gradient in gradients
+    ]
+
+
+def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
+    """Note the stretch of memory that a tensor lies in, unless part of it is taken: then it is not free."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    end = start + max(0, reach) * tensor.itemsize
+    stretches = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+    at = bisect_left(stretches, (start, start))
+    is_free = (at == 0 or stretches[at - 1][1] <= start) and (at == len(stretches) or end <= stretches[at][0])
+    if is_free:
+        stretches.insert(at, (start, end))
+    return is_free
 
 
 def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
@@ -314,10 +326,6 @@ def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
                 f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place after the "
                 "forward: call backward before the optimizer's step"
             )
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_accumulated(node: Any) -> bool:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.annotations import Spec, match, resolve
+from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention, capture
-from shardc.collective import Collective, collectives_of
+from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
 from shardc.options import Options, Zero

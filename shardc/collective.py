@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.partition import parse_part
-from shardc.sharding import DimSharding, Sharding, TensorType, num_shards
-from shardc.window import overlap_add, rows_sent, windows
+from shardc.sharding import DimSharding, Sharding, num_shards
+from shardc.window import overlap_add, windows
 
 if TYPE_CHECKING:
     from torch import fx
-
-    from shardc.program import Program
 
 Kind = Literal[
     "all_gather",
@@ -136,45 +134,6 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
 def collective_kind(node: fx.Node) -> Kind:
     """The kind of a node that is a collective."""
     return COLLECTIVES[node.target]  # type: ignore[index]
-
-
-def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """Every collective of a lowered or localized program, in program order; what is local is none."""
-    found = (node for node in program.calls if node.target in COLLECTIVES or moves_edges(node))
-    return tuple(_collective(program, node) for node in found if node.target not in (shard_slice, mask_padding))
-
-
-def moves_edges(node: fx.Node) -> bool:
-    """Whether a node takes from neighbours, or gives to them, the edges of their chunks of a cut dim."""
-    return node.target in EXCHANGES and bool(node.args[1]) and any(rows_sent(node.args[3])[0])  # type: ignore[arg-type]
-
-
-def _collective(program: Program, node: fx.Node) -> Collective:
-    moved: fx.Node = node.args[0]  # type: ignore[assignment]
-    axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
-    before, after = program.local_type(moved), program.local_type(node)
-    assert program.mesh is not None and before is not None and after is not None, node
-    if node.target in EXCHANGES:
-        kind: Kind = "collective_permute"
-        payload, wire = edge_bytes(node, before)
-    else:
-        kind, payload = collective_kind(node), max(before.nbytes, after.nbytes)
-        wire = wire_bytes(kind, payload, group_size(program.mesh, kind, node.args[1:]))
-    return Collective(
-        kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
-        payload, wire, name=node.name, node=moved.name,
-        phase=program.source(node).phase, source=program.source(node).location, cause=program.cause(node),
-    )  # fmt: skip
-
-
-def edge_bytes(node: fx.Node, before: TensorType) -> tuple[int, int]:
-    """Payload and wire bytes of an exchange with neighbours: of the rank that takes or gives most, and gives most."""
-    dim, values = node.args[2:4]
-    gives, takes = map(max, rows_sent(values))  # type: ignore[arg-type]
-    if node.target is overlap_add:
-        gives, takes = takes, gives
-    row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)
-    return max(gives, takes) * row, gives * row
 
 
 def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:

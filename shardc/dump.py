@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, collectives_of, moves_edges, reshard
+from shardc.announcement import collectives_of, is_collective
+from shardc.bucket import bucket
+from shardc.collective import COLLECTIVES, reshard
 from shardc.cost import flops_of, memory_of
 from shardc.error import ShardingError, did_you_mean
 from shardc.ops.padding import fit
@@ -75,7 +77,7 @@ def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
 
 def fallbacks_of(program: Program) -> list[fx.Node]:
     """The ops that have no rule and so run whole on every rank."""
-    ours = {*COLLECTIVES, reshard, fit}
+    ours = {*COLLECTIVES, bucket, reshard, fit}
     return [node for node in program.calls if node.target not in ours and program.is_fallback(node)]
 
 
@@ -174,7 +176,7 @@ def program_dot(program: Program) -> str:
     """The graph for graphviz: a box for each module, collectives and ops without a rule coloured."""
     called = op_names(program)
     colors = dict.fromkeys(fallbacks_of(program), FALLBACK_COLOR)
-    colors |= {node: COLLECTIVE_COLOR for node in program.calls if node.target in COLLECTIVES or moves_edges(node)}
+    colors |= {node: COLLECTIVE_COLOR for node in program.calls if node.target in COLLECTIVES or is_collective(node)}
     moved = {found.name: f"\n{bytes_text(found.wire_bytes)}" for found in collectives_of(program)}
     clusters: dict[str, list[str]] = {}
     for node in program.graph.nodes:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.bucket import bucket
 from shardc.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
 from shardc.node import is_annotation, is_getitem, operand, takes_device
 from shardc.program import Program, Value
 from shardc.sharding import TensorType
 
-MOVES = {*COLLECTIVES, *EXCHANGES, reshard}  # what they return is a runtime's
+MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, bucket, reshard}  # what they return is a runtime's
 
 
 PART_OF = {"computed": "update", **dict.fromkeys(("output", "buffer", "guard"), "forward"), "gradient": "backward"}

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, Collective, collectives_of, reshard
+from shardc.announcement import collectives_of
+from shardc.collective import COLLECTIVES, Collective, reshard
 from shardc.error import ShardingError, raise_all
 from shardc.node import is_annotation, is_getitem, op_name, operand
 from shardc.pin import Pin

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardc.collective import Collective, collectives_of
+from shardc.announcement import collectives_of
+from shardc.collective import Collective
 from shardc.mesh import Mesh
 
 if TYPE_CHECKING:

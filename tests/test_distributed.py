@@ -98,7 +98,7 @@ def run_reduce_scatter():
     for axes, dim in ((("dp",), 0), (("tp", "dp"), 2), (("dp", "tp"), 1)):
         group = comm.group(parse_parts(comm.mesh, axes))
         both = [
-            reduce_scatter(pieces[comm.position], replace(group, adds_locally=is_local), "sum", dim)
+            reduce_scatter(pieces[comm.position], replace(group, adds_locally=is_local), "sum", dim)()
             for is_local in (True, False)
         ]
         results.append(torch.equal(*both))

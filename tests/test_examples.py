@@ -14,7 +14,6 @@ from pathlib import Path
 import demo
 import gpt
 import mlp
-import moe
 import pytest
 import torch
 from demo import ALPHABET, Run, Settings, ShardedRun
@@ -44,16 +43,6 @@ def test_the_mlp_prints_its_plan_and_equals_one_device(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_the_moe_prints_what_it_sends_and_trains_as_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
-    moe.main()
-    printed = capsys.readouterr().out
-    assert sum(map(int, re.findall(r"(\d+) x all_to_all", printed))) == 4 * len(moe.moe()[0].layers)
-    losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  4 ranks (\S+)", printed)]
-    assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
 def test_hf_gpt2_has_the_same_losses_on_virtual_ranks_and_under_torchrun_with_dropout_on() -> None:
     alone = run("python", "examples/hf_gpt2.py", "--steps", "3", "--layers", "1")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
@@ -80,10 +69,7 @@ def test_two_weight_annotations_a_block_are_megatron(target: Callable[[], gpt.Ta
 @pytest.mark.slow
 def test_cut_parameters_are_gathered_and_their_gradients_reduce_scattered() -> None:
     found = collectives(gpt.gpt_fsdp, Mesh(dp=4))
-    num_parameters = len(list(gpt.gpt_fsdp()[0].parameters()))
-    kinds = Counter(each.kind for each in found)
-    assert kinds["reduce_scatter"] == num_parameters
-    assert kinds["all_gather"] >= num_parameters
+    assert Counter(each.kind for each in found) == {"all_gather": 4, "reduce_scatter": 1, "all_reduce": 2}
     assert [each.local_shape_out for each in found if each.kind == "all_reduce"] == [(), ()]  # loss, number of targets
 
 

@@ -9,7 +9,7 @@ import pytest
 from targets import convolution, mlp
 
 from shardc import Mesh, compile
-from shardc.collective import collectives_of
+from shardc.announcement import collectives_of
 from shardc.cost import flops_of, memory_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,7 +40,7 @@ def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(re
 def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
     model, args, kwargs, annotations = mlp(dropout=0.5, cast=cast)
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
-    lowered = compiled.at("fuse_collectives")
+    lowered = compiled.at("bucket_collectives")
     assert lowered.level == "lowered" and compiled.program.level == "localized"
     assert collectives_of(lowered) == compiled.collectives
     assert memory_of(lowered) == compiled.memory

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from reshard_case import Case, cases, integers
 from torch import fx
 
-from shardc.collective import COLLECTIVES, collectives_of, reshard
+from shardc.announcement import collectives_of
+from shardc.collective import COLLECTIVES, reshard
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.passes.lower_reshards import lower_reshards

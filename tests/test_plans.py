@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from gpt import DATA, GPT, Config, gpt_sequence
-from one_device import equals_one_device
 
 import shardc
 from shardc import Mesh, P
@@ -87,6 +86,16 @@ def test_sequence_parallel_equals_one_device() -> None:
     equals_one_device(compiled, *args)
 
 
+def equals_one_device(compiled: shardc.Compiled, *args: torch.Tensor) -> None:
+    """Loss and every gradient, in float64."""
+    loss, gradients = compiled.simulate(*args)
+    expected = compiled.model(*args)
+    parameters = dict(compiled.model.named_parameters())
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    for name, gradient in zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+
+
 def test_a_plain_cut_of_a_fused_weight_becomes_a_cut_of_each_block_and_the_dump_says_so() -> None:
     compiled = compile_gpt(Mesh(tp=2), {"*.attn.qkv.weight": P("tp")})
     assert str(compiled.shardings["blocks.0.attn.qkv.weight"]) == "[(_ 64@tp), _]"
@@ -103,9 +112,12 @@ def test_q_k_and_v_are_inferred_from_the_attention_output() -> None:
 def test_parameters_cut_over_the_data_axis_are_gathered_and_their_gradients_scattered(batch: int) -> None:
     compiled = compile_gpt(Mesh(dp=4), DATA | {"param:*": P("dp")}, batch=batch)
     found = collectives(compiled)
+    size = sum(4 * parameter.numel() for parameter in compiled.model.parameters())
+    for kind in ("all_gather", "reduce_scatter"):
+        assert sum(each["bytes"] for each in found if each["kind"] == kind) == size
     assert Counter(each["kind"] for each in found if each["bytes"] > 8) == {
-        "all_gather": len(list(compiled.model.parameters())),
-        "reduce_scatter": len(list(compiled.model.parameters())),
+        "all_gather": LAYERS + 2,  # embeddings, each layer, the last norm and the head
+        "reduce_scatter": 1,
     }
     small = [each for each in found if each["bytes"] <= 8]
     assert len(small) == 2, "the sum of the losses and the number of targets"

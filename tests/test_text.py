@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from shardc.collective import all_gather, all_reduce, collectives_of, shard_slice
+from shardc.announcement import collectives_of
+from shardc.collective import all_gather, all_reduce, shard_slice
 from shardc.cost import flops_of, memory_of
 from shardc.dump import json_text, program_dot, program_json
 from shardc.mesh import Mesh

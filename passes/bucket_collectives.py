@@ -1,0 +1,177 @@
+"""bucket_collectives: lowered -> lowered. Collectives of one kind over the same axes go together, over a flat buffer.
+
+::
+
+    a = all_reduce(x, ("dp",), "sum")         b = bucket("all_reduce", ("dp",), (("sum",), ("sum",)), x, y)
+    c = all_reduce(y, ("dp",), "sum")   ->    a = b[0];  c = b[1]
+
+Reductions wait for each other in the order in which their operands are made, so that the first bucket can start while
+backward still runs. Gathers of what is there from the start, as of parameters that are stored in pieces, go together
+for a layer, or for several that are together no larger than the largest. A bucket is closed before it is read, and as
+soon as it holds ``LIMIT`` bytes; what is larger alone goes alone, and needs no buffer. So a bucket holds less than
+twice the limit, and reductions that no one reads before the end are at most ``bytes / LIMIT + 1``. Invariant: every
+value lies as before.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.bucket import Member, bucket, members
+from shardc.collective import Kind
+from shardc.lifetime import split
+from shardc.node import is_getitem
+from shardc.program import Program
+
+LIMIT = 25 * 2**20  # bytes of one rank's payload, as many as DDP's
+REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
+MAX_CHAIN = 3  # ops between an input and its gather: a cast, views
+
+
+def bucket_collectives(program: Program, limit: int = LIMIT) -> Program:
+    """The program with fewer collectives."""
+    program = program.copy()
+    for found in _reductions(program, limit):
+        _join(program, found, found.nodes[-1])
+    for found in _gathers(program, limit):
+        for node in found.nodes[1:]:
+            _move_chain(found.nodes[0], node)
+        _join(program, found, found.nodes[0])
+    return program
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Collectives that go together, in program order, and how many bytes they move."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, node: fx.Node, nbytes: int) -> None:
+        """One more."""
+        self.nodes.append(node)
+        self.nbytes += nbytes
+
+
+def _reductions(program: Program, limit: int) -> list[Bucket]:
+    """Buckets of which no node is read before the last one."""
+    open_: dict[object, Bucket] = {}
+    done: list[Bucket] = []
+    backward = set(split(program).backward)
+    for node in program.graph.nodes:
+        read = set(node.all_input_nodes)
+        done += [open_.pop(key) for key, found in list(open_.items()) if not read.isdisjoint(found.nodes)]
+        part = _sent(node)
+        if part is not None and part.kind in REDUCTIONS and _nbytes(program, node) < limit:
+            key = _key(program, node, part), part.args[1], node in backward
+            found = open_.setdefault(key, Bucket())
+            found.add(node, _nbytes(program, node))
+            if found.nbytes >= limit:
+                done.append(open_.pop(key))
+    return [found for found in (*done, *open_.values()) if len(found.nodes) > 1]
+
+
+def _gathers(program: Program, limit: int) -> list[Bucket]:
+    """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
+    runs: dict[object, list[Bucket]] = {}
+    layers: dict[object, str] = {}
+    backward = set(split(program).backward)
+    for node in program.calls:
+        part = _sent(node)
+        if part is None or part.kind != "all_gather" or _chain(part.operand) is None:
+            continue
+        nbytes, key = _nbytes(program, node), (_key(program, node, part), node in backward)
+        found, layer = runs.setdefault(key, [Bucket()]), _layer(program, node)
+        if layers.get(key) != layer or found[-1].nbytes + nbytes > limit:
+            found.append(Bucket())
+        found[-1].add(node, nbytes)
+        layers[key] = layer
+    return [found for run in runs.values() for found in _merged(run, limit) if len(found.nodes) > 1]
+
+
+def _merged(run: list[Bucket], limit: int) -> list[Bucket]:
+    """Neighbours go together where they hold no more than the largest alone."""
+    size = max(found.nbytes for found in run)
+    merged = [run[0]]
+    for found in run[1:]:
+        if merged[-1].nbytes + found.nbytes <= min(size, limit):
+            merged[-1] = Bucket(merged[-1].nodes + found.nodes, merged[-1].nbytes + found.nbytes)
+        else:
+            merged.append(found)
+    return merged
+
+
+def _sent(node: fx.Node) -> Member | None:
+    """A collective by itself."""
+    parts = members(node)
+    return parts[0] if node.target is not bucket and parts else None
+
+
+def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
+    """What collectives of one bucket have in common."""
+    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
+
+
+def _nbytes(program: Program, node: fx.Node) -> int:
+    ends = program.local_type(members(node)[0].operand), program.local_type(node)
+    return max(end.nbytes for end in ends if end is not None)
+
+
+def _chain(node: fx.Node) -> list[fx.Node] | None:
+    """The ops that make a value of an input, first to last; None of what more is computed for."""
+    chain: list[fx.Node] = []
+    while node.op == "call_function":
+        if len(node.all_input_nodes) != 1 or is_getitem(node) or members(node) or len(chain) == MAX_CHAIN:
+            return None
+        chain.insert(0, node)
+        node = node.all_input_nodes[0]
+    return chain if node.op == "placeholder" else None
+
+
+def _layer(program: Program, node: fx.Node) -> str:
+    """Which layer reads it: the first user's module, up to the first number or else its first name.
+
+    Copies that are kept between steps are no layer's: all of them live together.
+    """
+    if program.source(node).phase == "update":
+        return ""
+    module = program.source(node).module or program.source(next(iter(node.users), node)).module
+    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
+    return found[0] if found else module.partition(".")[0]
+
+
+def _move_chain(before: fx.Node, node: fx.Node) -> None:
+    """What a gather takes is made before another node."""
+    for each in _chain(members(node)[0].operand) or ():
+        if before < each:
+            before.prepend(each)
+
+
+def _join(program: Program, found: Bucket, place: fx.Node) -> None:
+    """One bucket for several nodes, right before one of them; each of them picks its result."""
+    parts = [members(node)[0] for node in found.nodes]
+    args = (parts[0].kind, parts[0].args[0], tuple(part.args[1:] for part in parts))
+    types = tuple(program.type(node) for node in found.nodes)
+    shardings = tuple(program.sharding(node) for node in found.nodes)
+    name = f"{parts[0].kind}_{'_'.join(parts[0].args[0])}_bucket".replace(":", "_")
+    with program.graph.inserting_before(place):
+        joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, place, name=name)
+    program.set_sharding(joined, shardings)
+    program.set_origins(joined, tuple(program.origin(node) for node in found.nodes))
+    program.set_cause(joined, _cause([program.cause(node) for node in found.nodes]))
+    for i, node in reversed(list(enumerate(found.nodes))):
+        if node < joined:
+            joined.append(node)
+        node.target, node.args = operator.getitem, (joined, i)
+        program.set_cause(node, "")
+
+
+def _cause(causes: list[str]) -> str:
+    """Why each is there, and once each annotation that they come from."""
+    apart = [cause.split("; ") for cause in causes]
+    heads = [heads[0] for heads in apart]
+    return "; ".join([*heads, *dict.fromkeys(origin for cause in apart for origin in cause[1:])])

@@ -1,0 +1,66 @@
+"""A bucket's flat buffer: local values packed into one tensor, a collective of it, and what each makes of the result.
+
+A collective that cuts or joins a dim acts on the buffer as on rows, one for each rank of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from shardc.bucket import Member, members
+from shardc.collective import group_size
+from shardc.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """How a bucket's values lie in a buffer: ``count`` ranks in a group, ``shapes`` of the operands of one rank."""
+
+    parts: tuple[Member, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    count: int
+
+    @staticmethod
+    def of(program: Program, node: fx.Node) -> Flat:
+        """That of a bucket of a localized program."""
+        assert program.mesh is not None
+        parts = members(node)
+        shapes = tuple(program.value_type(program.value(part.operand)).shape for part in parts)
+        return Flat(parts, shapes, group_size(program.mesh, parts[0].kind, parts[0].args))
+
+    @property
+    def args(self) -> tuple[object, ...]:
+        """The arguments of the collective of the buffer."""
+        axes, *rest = self.parts[0].args
+        along = {"all_reduce": rest, "reduce_scatter": [*rest[:1], 0], "all_gather": [0]}
+        return axes, *along[self.parts[0].kind]
+
+    def pack(self, xs: Sequence[Tensor]) -> Tensor:
+        """The buffer: flat, or for a reduce_scatter a row for each rank, or for an all_gather one row."""
+        if self.parts[0].kind == "all_reduce":
+            return torch.cat([x.reshape(-1) for x in xs])
+        if self.parts[0].kind == "all_gather":
+            return torch.cat([x.reshape(1, -1) for x in xs], 1)
+        return torch.cat([self._rows(x, part.args[2]) for x, part in zip(xs, self.parts, strict=True)], 1)
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        """What each member makes; views of the buffer where they can be."""
+        rows = buffer if buffer.dim() == 2 else buffer.unsqueeze(0)
+        share = self.count if self.parts[0].kind == "reduce_scatter" else 1
+        pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
+        return [self._result(*each) for each in zip(pieces, self.parts, self.shapes, strict=True)]
+
+    def _rows(self, x: Tensor, dim: int) -> Tensor:
+        return x.unflatten(dim, (self.count, x.shape[dim] // self.count)).movedim(dim, 0).reshape(self.count, -1)
+
+    def _result(self, piece: Tensor, part: Member, shape: tuple[int, ...]) -> Tensor:
+        if part.kind == "all_gather":
+            return piece.reshape(self.count, *shape).movedim(0, part.args[1]).flatten(part.args[1], part.args[1] + 1)
+        if part.kind == "reduce_scatter":
+            shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
+        return piece.view(shape)

@@ -1,0 +1,69 @@
+"""What a program announces of its collectives: kind, axes, bytes and cause of each, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from shardc.bucket import bucket, members
+from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, wire_bytes
+from shardc.sharding import TensorType
+from shardc.window import overlap_add, rows_sent
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from shardc.program import Program
+
+
+def collectives_of(program: Program) -> tuple[Collective, ...]:
+    """Every collective of a lowered or localized program, in program order; what is local is none, a bucket is one."""
+    return tuple(_collective(program, node) for node in program.calls if is_collective(node))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node sends anything."""
+    parts = members(node)
+    return parts[0].kind not in LOCAL_KINDS if parts else moves_edges(node)
+
+
+def moves_edges(node: fx.Node) -> bool:
+    """Whether a node takes from neighbours, or gives to them, the edges of their chunks of a cut dim."""
+    return node.target in EXCHANGES and bool(node.args[1]) and any(rows_sent(node.args[3])[0])  # type: ignore[arg-type]
+
+
+def _collective(program: Program, node: fx.Node) -> Collective:
+    parts = members(node)
+    moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
+    before = _joined([program.local_type(each) for each in moved])
+    after = _joined([program.local_type(node, i) for i in range(len(moved))])
+    if node.target in EXCHANGES:
+        kind: Kind = "collective_permute"
+        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+        payload, wire = edge_bytes(node, before)
+    else:
+        assert program.mesh is not None
+        kind, axes, payload = parts[0].kind, parts[0].args[0], max(before.nbytes, after.nbytes)
+        wire = wire_bytes(kind, payload, group_size(program.mesh, kind, parts[0].args))
+    sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
+    return Collective(
+        kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
+        payload, wire, name=node.name, node=", ".join(each.name for each in moved), phase=program.source(node).phase,
+        source=", ".join(dict.fromkeys(filter(None, sources))), cause=program.cause(node),
+    )  # fmt: skip
+
+
+def _joined(types: list[TensorType | None]) -> TensorType:
+    """The type of a flat buffer of values; of one value its own."""
+    (first, *others) = (type_ for type_ in types if type_ is not None)
+    return TensorType((sum(type_.numel for type_ in (first, *others)),), first.dtype) if others else first
+
+
+def edge_bytes(node: fx.Node, before: TensorType) -> tuple[int, int]:
+    """Payload and wire bytes of an exchange with neighbours: of the rank that takes or gives most, and gives most."""
+    dim, values = node.args[2:4]
+    gives, takes = map(max, rows_sent(values))  # type: ignore[arg-type]
+    if node.target is overlap_add:
+        gives, takes = takes, gives
+    row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)
+    return max(gives, takes) * row, gives * row
