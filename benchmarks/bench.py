@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model; started processes take the path over
@@ -22,6 +23,7 @@ from measure import Steps, measure
 from network import network
 from report import markdown, write
 from row import ROWS, Row
+from trainer import Job
 from workload import SIZES
 
 from shardc.runtime.launch import Workers
@@ -30,35 +32,39 @@ from shardc.runtime.launch import Workers
 def main() -> None:
     """Run the rows that were asked for."""
     options = _parse()
-    rows = [
-        Row(plan, size, ranks, options.optimizer)
-        for size in options.sizes
-        for ranks in options.ranks
-        for plan in options.plans
-    ]
-    steps = Steps(timed=options.steps)
+    rows = list(_rows(options))
+    steps = Steps(timed=options.steps, seconds=options.row_seconds)
     found = []
-    for ranks in options.ranks:
+    for ranks in sorted({row.job.ranks for row in rows}):
         with network(options.mbit), Workers(ranks) as workers:
-            for row in (row for row in rows if row.ranks == ranks):
+            for row in (row for row in rows if row.job.ranks == ranks):
                 start = time.perf_counter()
                 found.append((row, figures(row, workers.run(measure, row, steps))))
                 took = time.perf_counter() - start
-                print(f"{row.plan}, {row.size} x{row.ranks}: {took:.0f} s", file=sys.stderr)
+                print(f"{row.plan}, {row.title}: {took:.0f} s", file=sys.stderr)
                 print(markdown(found[-1:]), file=sys.stderr)
     print(markdown(found))
     write(options.out, found)
 
 
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    """What was asked for. Where no plans were: compiled ones, which take long, at the last size on the fewest ranks."""
+    for size in options.sizes:
+        for ranks in options.ranks:
+            is_first = ranks == min(options.ranks) and size == options.sizes[-1]
+            plans = options.plans or [name for name in ROWS if "compiled" not in name or is_first]
+            yield from (Row(plan, size, Job(ranks, options.optimizer)) for plan in plans)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", nargs="+", choices=ROWS, default=[name for name in ROWS if "compiled" not in name])
+    parser.add_argument("--plans", nargs="+", choices=ROWS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--steps", type=int, default=Steps().timed, help="timed steps of everyone in a row")
-    parser.add_argument(
-        "--optimizer", choices=("fused", "foreach", "loop"), default="fused", help="AdamW's kernel, for all"
-    )
+    parser.add_argument("--row-seconds", type=float, default=15.0, help="timed steps of a row end then, after 5")
+    kernels = ("fused", "foreach", "loop")
+    parser.add_argument("--optimizer", choices=kernels, default="fused", help="AdamW's kernel, for all")
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args()

@@ -6,6 +6,7 @@ So a change of the machine's speed meets them all, and a ratio of two is of step
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -25,11 +26,15 @@ from shardc.runtime.wire import sent_bytes
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many steps everyone takes: ``warm`` ones, ``timed`` ones, and ``wire`` between readings of the counter."""
+    """How many steps everyone takes: ``warm`` ones, ``timed`` ones, and ``wire`` between readings of the counter.
+
+    Timed ones end after ``seconds`` for the row, but not before 5 were made.
+    """
 
     warm: int = 3
     timed: int = 15
     wire: int = 2
+    seconds: float = math.inf
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class Runner:
 
     def __init__(self, row: Row, name: str) -> None:
         before = live_storages()
-        self._batches = batches(SIZES[row.size])
+        self._batches = batches(SIZES[row.size], row.job.device)
         self.name, self.report = name, Report()
         dist.barrier()
         start = time.perf_counter()
@@ -133,15 +138,25 @@ def measure(row: Row, steps: Steps) -> dict[str, Report]:
         runner.report.busy.clear()
     gc.collect()
     gc.freeze()  # collections do not walk what the others hold
+    start = time.perf_counter()
     for i in range(steps.timed):
         for runner in runners[i % len(runners) :] + runners[: i % len(runners)]:  # everyone follows everyone
             runner.timed_step()
+        if i >= 4 and _all_ranks(time.perf_counter() - start > steps.seconds):
+            break
     for runner in runners:
         for _ in range(2):
             runner.count_wire(steps.wire)
         runner.count_calls()
     gc.unfreeze()
     return {runner.name: runner.report for runner in runners}
+
+
+def _all_ranks(is_late: bool) -> bool:
+    """Whether rank 0 says so."""
+    said = torch.tensor([is_late])
+    dist.broadcast(said, 0)
+    return bool(said)
 
 
 @contextmanager

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpt import DATA, MEGATRON
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from trainer import Trainer, adamw
+from trainer import Job, Trainer
 from workload import Size, batches
 
 import shardc
-from shardc import P
+from shardc import P, Zero
 
-VOCABULARY = {"tokens.weight": P("tp"), "head.weight": P("tp")}
+FSDP = DATA | {"param:*": P("dp")}
+TENSOR = MEGATRON | {"tokens.weight": P("tp"), "head.weight": P("tp")}  # the vocabulary is cut too
+SEQUENCE = TENSOR | {"module:tokens": P(None, "tp")}
+INDUCTOR = {"compile": "inductor"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user writes: the mesh's one axis, annotations, and ``parallelize``'s other options, made when needed."""
+    """What a user writes: the mesh's one axis, annotations, and ``parallelize``'s other options."""
 
     axis: str
     annotations: Mapping[str, P]
-    options: Callable[[], dict[str, Any]] = field(default=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def trainer(self, model: nn.Module, ranks: int, kernel: str, size: Size) -> Trainer:
+    def trainer(self, model: nn.Module, job: Job, size: Size) -> Trainer:
         """The model parallelized for the batches of a size."""
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(self.axis,))
-        example = tuple(batches(size)[0])
-        parallel = shardc.parallelize(model, mesh, self.annotations, args=example, **self.options())
+        example = tuple(batches(size, job.device)[0])
+        parallel = shardc.parallelize(model, job.mesh(self.axis), self.annotations, args=example, **self.options)
         announced = sum(each.wire_bytes for each in parallel.program.collectives)
-        return Trainer(parallel, adamw(parallel.parameters(), kernel), announced=announced)
+        return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced)
 
 
 PLANS = {
     "shardc dp": Plan("dp", DATA),
-    "shardc fsdp": Plan("dp", DATA | {"param:*": P("dp")}),
-    "shardc tp": Plan("tp", MEGATRON | VOCABULARY),
-    "shardc dp inductor": Plan("dp", DATA, lambda: {"compile": "inductor"}),
-    "shardc fsdp inductor": Plan("dp", DATA | {"param:*": P("dp")}, lambda: {"compile": "inductor"}),
-    "shardc tp inductor": Plan("tp", MEGATRON | VOCABULARY, lambda: {"compile": "inductor"}),
+    "shardc zero1": Plan("dp", DATA, {"zero": Zero("dp", 1)}),
+    "shardc zero2": Plan("dp", DATA, {"zero": Zero("dp", 2)}),
+    "shardc zero3": Plan("dp", DATA, {"zero": Zero("dp", 3)}),
+    "shardc fsdp, gathered once": Plan("dp", FSDP),
+    "shardc tp": Plan("tp", TENSOR),
+    "shardc tp + sequence": Plan("tp", SEQUENCE),
+    "shardc dp inductor": Plan("dp", DATA, INDUCTOR),
+    "shardc zero3 inductor": Plan("dp", DATA, {"zero": Zero("dp", 3)} | INDUCTOR),
+    "shardc tp inductor": Plan("tp", TENSOR, INDUCTOR),
 }

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from gpt import GPT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trainer import Trainer, adamw
+from trainer import Job, Trainer
 
 # By hand.
 
@@ -167,16 +166,16 @@ def own_piece(x: Tensor, dim: int) -> nn.Parameter:
     return nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
 
 
-def by_hand(model: Any, ranks: int, kernel: str) -> Trainer:
+def by_hand(model: Any, job: Job) -> Trainer:
     """Two all_reduces forward and two backward a block."""
     assert isinstance(model, GPT)
-    cut = CutGPT(model, ranks)
-    return Trainer(cut, adamw(cut.parameters(), kernel))
+    cut = CutGPT(model, job.ranks)
+    return Trainer(cut, job.adamw(cut.parameters()))
 
 
-def by_hand_compiled(model: Any, ranks: int, kernel: str) -> Trainer:
+def by_hand_compiled(model: Any, job: Job) -> Trainer:
     """The same through Inductor."""
-    trainer = by_hand(model, ranks, kernel)
+    trainer = by_hand(model, job)
     trainer.model = torch.compile(trainer.model)
     return trainer
 
@@ -184,7 +183,7 @@ def by_hand_compiled(model: Any, ranks: int, kernel: str) -> Trainer:
 # DTensor.
 
 
-def dtensor_plan(model: Any, ranks: int, kernel: str) -> Trainer:
+def dtensor_plan(model: Any, job: Job) -> Trainer:
     """``parallelize_module``, the vocabulary cut, ``loss_parallel``."""
     block_plan: dict[str, ParallelStyle] = {
         **{f"attn.{name}": ColwiseParallel() for name in "qkv"},
@@ -196,18 +195,18 @@ def dtensor_plan(model: Any, ranks: int, kernel: str) -> Trainer:
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    return _planned(model, ranks, kernel, block_plan, ends)
+    return _planned(model, job, block_plan, ends)
 
 
-def dtensor_plan_compiled(model: Any, ranks: int, kernel: str) -> Trainer:
+def dtensor_plan_compiled(model: Any, job: Job) -> Trainer:
     """The same, each block through Inductor."""
-    trainer = dtensor_plan(model, ranks, kernel)
+    trainer = dtensor_plan(model, job)
     for block in model.blocks:
         block.compile()
     return trainer
 
 
-def dtensor_sequence_plan(model: Any, ranks: int, kernel: str) -> Trainer:
+def dtensor_sequence_plan(model: Any, job: Job) -> Trainer:
     """Tensor and sequence parallel: between blocks the tokens are cut."""
     block_plan: dict[str, ParallelStyle] = {
         "norm1": SequenceParallel(),
@@ -225,23 +224,21 @@ def dtensor_sequence_plan(model: Any, ranks: int, kernel: str) -> Trainer:
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    return _planned(model, ranks, kernel, block_plan, ends)
+    return _planned(model, job, block_plan, ends)
 
 
-def _planned(
-    model: Any, ranks: int, kernel: str, block_plan: dict[str, ParallelStyle], ends: dict[str, ParallelStyle]
-) -> Trainer:
-    mesh = _mesh(ranks)
+def _planned(model: Any, job: Job, block_plan: dict[str, ParallelStyle], ends: dict[str, ParallelStyle]) -> Trainer:
+    mesh = job.mesh("tp")
     for block in model.blocks:
         parallelize_module(block, mesh, block_plan)
-        block.attn.heads //= ranks
+        block.attn.heads //= job.ranks
     parallelize_module(model, mesh, ends)
-    return Trainer(model, adamw(model.parameters(), kernel), around=loss_parallel)
+    return Trainer(model, job.adamw(model.parameters()), around=loss_parallel)
 
 
-def dtensor_weights(model: Any, ranks: int, kernel: str) -> Trainer:
+def dtensor_weights(model: Any, job: Job) -> Trainer:
     """Weights as DTensors, inputs replicated, and the plain model over them."""
-    mesh = _mesh(ranks)
+    mesh = job.mesh("tp")
     cuts = {"proj.weight": 1, "down.weight": 1, "tokens.weight": 0, "head.weight": 0}
     cuts |= {f"{name}.{kind}": 0 for name in ("q", "k", "v", "up") for kind in ("weight", "bias")}
     for name, parameter in list(model.named_parameters()):
@@ -254,7 +251,7 @@ def dtensor_weights(model: Any, ranks: int, kernel: str) -> Trainer:
         one, other = (DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (ids, targets))
         return one, other
 
-    return Trainer(model, adamw(model.parameters(), kernel), replicated, _over_dtensors)
+    return Trainer(model, job.adamw(model.parameters()), replicated, _over_dtensors)
 
 
 @contextmanager
@@ -262,7 +259,3 @@ def _over_dtensors() -> Iterator[None]:
     """Tensors that the model makes are replicated; DTensor has no rule for the fused attention of the CPU."""
     with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-def _mesh(ranks: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))

@@ -30,7 +30,7 @@ def markdown(found: Found) -> str:
 def _cells(row: Row, each: Figures) -> tuple[str, ...]:
     return (
         row.plan,
-        f"{row.size} x{row.ranks}",
+        row.title,
         each.name,
         f"{each.seconds * 1e3:.1f}",
         f"{each.busy * 1e3:.1f}",
@@ -65,7 +65,7 @@ def svg(found: Found) -> str:
     bars: list[str] = []
     y = 20
     for row, everyone in found:
-        bars.append(f'<text x="10" y="{y + 12}" font-weight="bold">{row.plan}, {row.size} x{row.ranks}</text>')
+        bars.append(f'<text x="10" y="{y + 12}" font-weight="bold">{row.plan}, {row.title}</text>')
         y += 20
         for each in everyone:
             bars.append(_bar(each, y))

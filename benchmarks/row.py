@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import peer_data
 import peer_tensor
 from ours import PLANS
-from trainer import Trainer
+from trainer import Job, Trainer
 from workload import SIZES, new_model
 
 PEERS = {
@@ -26,22 +26,28 @@ PEERS = {
 }
 ROWS = {
     "data": ("DDP", "shardc dp"),
-    "zero3": ("FSDP2", "shardc fsdp"),
+    "zero1": ("DDP + ZeroRedundancyOptimizer", "shardc zero1", "shardc zero2"),
+    "zero3": ("FSDP2", "shardc zero3", "shardc fsdp, gathered once"),
     "tensor": ("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp"),
-    "tensor-compiled": ("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor"),
+    "sequence": ("DTensor sequence plan", "shardc tp + sequence"),
     "data-compiled": ("DDP compiled", "shardc dp inductor"),
-    "zero3-compiled": ("FSDP2 compiled", "shardc fsdp inductor"),
+    "zero3-compiled": ("FSDP2 compiled", "shardc zero3 inductor"),
+    "tensor-compiled": ("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan at one size on so many ranks; ``kernel``: which AdamW all of them use."""
+    """One plan at one size by one job."""
 
     plan: str
     size: str
-    ranks: int
-    kernel: str
+    job: Job
+
+    @property
+    def title(self) -> str:
+        """``small x2``."""
+        return f"{self.size} x{self.job.ranks}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +57,5 @@ class Row:
     def trainer(self, name: str) -> Trainer:
         """One of them, on this rank."""
         size = SIZES[self.size]
-        model = new_model(size, "gpt")
-        if name in PLANS:
-            return PLANS[name].trainer(model, self.ranks, self.kernel, size)
-        return PEERS[name](model, self.ranks, self.kernel)
+        model = new_model(size, "gpt").to(self.job.device)
+        return PLANS[name].trainer(model, self.job, size) if name in PLANS else PEERS[name](model, self.job)

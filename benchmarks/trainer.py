@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """On how many ranks of which device, and which AdamW: ``fused``, ``foreach`` or ``loop``."""
+
+    ranks: int
+    kernel: str = "fused"
+    device: str = "cpu"
+
+    def mesh(self, axis: str) -> DeviceMesh:
+        """All ranks along one axis."""
+        return init_device_mesh(self.device, (self.ranks,), mesh_dim_names=(axis,))
+
+    def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        """The optimizer; DTensors and plain tensors are in groups of their own."""
+        groups: dict[bool, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        return torch.optim.AdamW([{"params": group} for group in groups.values()], **self.adamw_options)
+
+    @property
+    def adamw_options(self) -> dict[str, Any]:
+        """AdamW's arguments."""
+        return {"lr": LEARNING_RATE, "fused": self.kernel == "fused", "foreach": self.kernel == "foreach"}
+
+
 Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -33,6 +61,7 @@ class Trainer:
 
     ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward. ``after_backward``: what
     the plan does with gradients itself. ``announced``: bytes that a rank sends in a step by the plan, if it says so.
+    ``alone``: it runs on rank 0 only, with all processors.
     """
 
     model: Callable[..., Any]
@@ -41,7 +70,7 @@ class Trainer:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     after_backward: Callable[[], None] | None = None
     announced: int | None = None
-    alone: bool = field(default=False)
+    alone: bool = False
 
     def step(self, batch: Tensor) -> float:
         """One training step; the loss, of this rank's rows where ``feed`` gives no others."""
@@ -59,16 +88,3 @@ class Trainer:
             self.after_backward()
         self.optimizer.step()
         return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
-
-
-def adamw(parameters: Iterable[nn.Parameter], kernel: str) -> torch.optim.AdamW:
-    """AdamW by ``kernel``: ``fused``, ``foreach`` or ``loop``; DTensors and plain tensors in groups of their own."""
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return torch.optim.AdamW([{"params": group} for group in groups.values()], **optimizer_options(kernel))
-
-
-def optimizer_options(kernel: str) -> dict[str, Any]:
-    """AdamW's arguments."""
-    return {"lr": LEARNING_RATE, "fused": kernel == "fused", "foreach": kernel == "foreach"}

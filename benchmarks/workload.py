@@ -31,8 +31,8 @@ def new_model(size: Size, kind: str) -> nn.Module:
     return {"gpt": GPT}[kind](size.config)
 
 
-def batches(size: Size) -> list[Tensor]:
+def batches(size: Size, device: str = "cpu") -> list[Tensor]:
     """Global batches, used in turn: ``ids`` and ``targets``, stacked, each ``[batch, context]``."""
     random = torch.Generator().manual_seed(1)
     shape = (2, size.batch, size.config.context)
-    return [torch.randint(size.config.vocab, shape, generator=random) for _ in range(NUM_BATCHES)]
+    return [torch.randint(size.config.vocab, shape, generator=random).to(device) for _ in range(NUM_BATCHES)]

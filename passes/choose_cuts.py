@@ -15,11 +15,10 @@ from functools import partial
 
 from torch import fx
 
-from shardc.collective import Collective
 from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.mesh import Axes, AxisPart
 from shardc.node import is_annotation
-from shardc.program import Origin, Program, Value
+from shardc.program import Origin, Output, Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
 
@@ -28,14 +27,15 @@ from .reshard_plan import reshard_plan
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 Cuts = dict[str, DimSharding]
 Way = tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]]  # of operands and of results
+Seen = Mapping[tuple[fx.Node, Value], Sharding]  # how an op is to think that an operand lies
 FIRST = 2**63  # more bytes than anything has
 
 
-def choose_cuts(program: Program) -> Plan:
+def choose_cuts(program: Program, seen: Seen | None = None) -> Plan:
     """Let every partial sum with one user ride, then reduce at once those that meet an op they cannot pass."""
     delayed = {value for node in program.calls for value in _values_used_once(program, node)}
     while True:
-        plan = Plan(program, delayed)
+        plan = Plan(program, delayed, seen or {})
         plan.run()
         if not plan.broken:
             return plan
@@ -44,12 +44,16 @@ def choose_cuts(program: Program) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``."""
+    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``.
+
+    ``is_wish``: it is a result.
+    """
 
     factor: str
     cut: DimSharding
     rank: int
     nbytes: int
+    is_wish: bool
 
 
 def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value], Sharding]) -> list[Claim]:
@@ -61,16 +65,18 @@ def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value
             claims += _claims_of(program, rule, value, dims, lies(value))
     for index, (dims, sharding) in enumerate(zip(rule.results, program.shardings(node), strict=True)):
         if dims is not None and sharding is not None:
-            claims += _claims_of(program, rule, (node, index), dims, sharding)
+            claims += _claims_of(program, rule, (node, index), dims, sharding, is_wish=True)
     return claims
 
 
-def _claims_of(program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding) -> list[Claim]:
+def _claims_of(
+    program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding, is_wish: bool = False
+) -> list[Claim]:
     type_ = program.value_type(value)
     nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
     origins = program.origins(value[0])[value[1]]
     return [
-        Claim(factor, cut, _rank(cut.all_axes, origins), nbytes)
+        Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_wish)
         for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
     ]
 
@@ -100,17 +106,19 @@ def choices(rule: Rule, claims: list[Claim], passing: Partial) -> list[Cuts]:
     for i, claim in enumerate(claims):
         if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
             cuts = assign(rule, [*claims[:i], replace(claim, nbytes=FIRST), *claims[i + 1 :]], taken)
-            found += [cuts] * (cuts not in found and _ways(cuts) >= _ways(found[0]))
+            found += [cuts] * (cuts not in found and num_pieces(cuts) >= num_pieces(found[0]))
     return found
 
 
-def _ways(cuts: Cuts) -> int:
+def num_pieces(cuts: Cuts) -> int:
     """Into how many pieces the work is cut."""
     return math.prod(num_shards(cut.all_axes) for cut in cuts.values())
 
 
-def _collectives(have: Sharding, want: Sharding, type: TensorType) -> tuple[Collective, ...]:
-    return () if have == want else reshard_plan(have.mesh, type.shape, type.dtype, have, want)
+def move_bytes(have: Sharding, want: Sharding, type: TensorType) -> int:
+    """What a rank sends to bring a value from one sharding to another."""
+    found = () if have == want else reshard_plan(have.mesh, type.shape, type.dtype, have, want)
+    return sum(each.wire_bytes for each in found)
 
 
 def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
@@ -125,11 +133,13 @@ def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
 class Plan:
     """What was decided: for each op the shardings its operands must have and its results have.
 
-    ``delayed``: values whose partial sum rides on; every other partial value is reduced where it is made.
+    ``delayed``: values whose partial sum rides on; every other partial value is reduced where it is made. ``seen``: an
+    op that is to be cut in another way than what it takes claims its cuts as if that lay so.
     """
 
     program: Program
     delayed: set[Value]
+    seen: Seen
     wanted: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
     made: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
     wished: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
@@ -148,13 +158,13 @@ class Plan:
         rule = self.program.rule(node)
         self.wished[node] = self.program.shardings(node)
         given = self.program.operand_values(node)
-        claims = claims_on(self.program, node, rule, self.lies.__getitem__)
+        claims = claims_on(self.program, node, rule, self.seen_by(node))
         riders = self._riders(node, rule, given, claims)
         self.broken |= {
             value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
         }
         passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
-        ways = [self._way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
+        ways = [self.way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
         if is_annotation(node):
             ways = [(self.wished[node], self.wished[node])]  # as the user said, though it be a cut of one element
         self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self._cost, node))
@@ -162,7 +172,11 @@ class Plan:
             if made is not None:
                 self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
 
-    def _way(self, node: fx.Node, rule: Rule, cuts: Cuts, riders: frozenset[int], passing: Partial) -> Way:
+    def seen_by(self, node: fx.Node) -> Callable[[Value], Sharding]:
+        """How an op's operands lie as it sees them."""
+        return lambda value: self.seen.get((node, value)) or self.lies[value]
+
+    def way(self, node: fx.Node, rule: Rule, cuts: Cuts, riders: frozenset[int], passing: Partial) -> Way:
         """What operands and results must be when the factors are cut so."""
         given = self.program.operand_values(node)
         wanted = tuple(
@@ -188,11 +202,41 @@ class Plan:
             for index, (have, wish) in enumerate(zip(made, self.wished[node], strict=True))
             if have is not None and wish is not None
         ]
-        return sum(each.wire_bytes for move in moves for each in _collectives(*move))
+        return sum(move_bytes(*move) for move in moves)
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank sends for all reshards, a value being brought to each sharding once."""
+        taken = [(node, self.program.operand_values(node), self.wanted[node]) for node in self.program.calls]
+        moves = {(value, want) for _, *both in taken for value, want in zip(*both, strict=True) if value and want}
+        for output, result in zip(self.program.outputs, self.program.results, strict=True):
+            if result is not None:
+                moves.add((self.program.value(result), self.returned(output, result)))
+        reduced = [
+            move_bytes(have, self.lies[node, index], self.program.value_type((node, index)))
+            for node, made in self.made.items()
+            for index, have in enumerate(made)
+            if have is not None
+        ]
+        return sum(reduced) + sum(
+            move_bytes(self.lies[value], want, self.program.value_type(value)) for value, want in moves
+        )
+
+    def returned(self, output: Output, result: fx.Node) -> Sharding:
+        """A gradient or a buffer lies as what it belongs to, an output as the user said, else as it came to lie."""
+        inputs = self.program.named_inputs
+        for kind in ("parameter", "buffer", "input"):
+            if output.kind != "output" and (kind, output.name) in inputs:
+                return self.program.sharding(inputs[kind, output.name])
+        producer, index = self.program.value(result)
+        lies, wished = self.lies[producer, index], self.wished[producer][index]
+        assert wished is not None
+        is_placed = any(pin.kind == "output" and pin.name == output.name for pin in self.program.pins)
+        return wished if is_placed or lies.partial else lies
 
     def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
-        cut = [part for claim in claims if rule.may_cut(claim.factor, claim.cut) for part in claim.cut.all_axes]
+        allowed = [claim for claim in claims if rule.may_cut(claim.factor, claim.cut)]
 
         def nbytes(group: frozenset[int]) -> int:
             return max(self.program.value_type(value).nbytes for i, value in enumerate(given) if value and i in group)
@@ -202,6 +246,8 @@ class Plan:
             partial = partials.pop()
             if partials or not partial or any(op != "sum" for _, op in partial):
                 return False
+            of_sum = len(group) > 1  # summands are added before their sum is scattered, wherever it is wished
+            cut = [part for claim in allowed if not (of_sum and claim.is_wish) for part in claim.cut.all_axes]
             if any(part.overlaps(other) for part, _ in partial for other in cut):
                 return False
             return self._stays_small(node, nbytes(group), tuple(part for part, _ in partial))

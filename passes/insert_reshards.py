@@ -23,17 +23,18 @@ from torch import fx
 
 from shardc.collective import EXCHANGES, reshard
 from shardc.node import is_getitem, operand, operands, set_operands
-from shardc.program import Origin, Output, Program, Value
+from shardc.program import Origin, Program, Value
 from shardc.sharding import Sharding
 from shardc.window import rows_sent
 
-from .choose_cuts import Plan, choose_cuts
+from .choose_cuts import Plan
+from .choose_sides import cheapest_plan
 
 
 def insert_reshards(program: Program) -> Program:
     """The program with a reshard between every producer and consumer that differ."""
     program = program.copy(level="agreed")
-    _Rewriter(program, choose_cuts(program)).run()
+    _Rewriter(program, cheapest_plan(program)).run()
     return program
 
 
@@ -121,7 +122,7 @@ class _Rewriter:
 
     def _output(self, node: fx.Node) -> None:
         results = [
-            result and self._result(result, self._output_sharding(output, result), f"the {output.kind} {output.name}")
+            result and self._result(result, self.plan.returned(output, result), f"the {output.kind} {output.name}")
             for output, result in zip(self.program.outputs, self.program.results, strict=True)
         ]
         node.args = (tuple(results),)
@@ -135,18 +136,6 @@ class _Rewriter:
             with self.program.graph.inserting_after(held):
                 self.done[held, wanted] = self._insert(held, wanted, what)
         return self.done[held, wanted]
-
-    def _output_sharding(self, output: Output, result: fx.Node) -> Sharding:
-        """A gradient or a buffer lies as what it belongs to, an output as the user said, else as it came to lie."""
-        inputs = self.program.named_inputs
-        for kind in ("parameter", "buffer", "input"):
-            if output.kind != "output" and (kind, output.name) in inputs:
-                return self.program.sharding(inputs[kind, output.name])
-        producer, index = self.program.value(result)
-        lies, wished = self.plan.lies[producer, index], self.plan.wished[producer][index]
-        assert wished is not None
-        is_placed = any(pin.kind == "output" and pin.name == output.name for pin in self.program.pins)
-        return wished if is_placed or lies.partial else lies
 
 
 def _name(program: Program, node: fx.Node) -> str:

@@ -37,25 +37,25 @@ from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 PARAMETER_KINDS = ("parameter", "buffer")
 
 
-def propagate(program: Program) -> Program:
-    """The program with a sharding on every value."""
+def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
+    """The program with a sharding on every value. Over the axes ``first`` parameters speak first."""
     program = program.copy(level="annotated")
     assert program.mesh is not None
     pins = tuple(dict.fromkeys((*program.pins, *_annotated_values(program))))
-    state = _spread(program, program.mesh, pins)
+    state = _spread(program, program.mesh, pins, first)
     promoted = state.promoted
     if promoted:
         pins = tuple(promoted.get(pin, pin) for pin in pins)
-        state = _spread(program, program.mesh, pins)
+        state = _spread(program, program.mesh, pins, first)
     state.write()
     return replace(program, pins=pins, notes=program.notes + tuple(map(_promotion, promoted.items())))
 
 
-def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...]) -> _State:
+def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...], first: frozenset[str]) -> _State:
     state = _State(program, mesh)
     for pin in pins:
         state.close(pin)
-    ranks = _Ranks(pins)
+    ranks = Ranks(pins, first)
     for priority, rank in sorted({(pin.priority, rank) for pin in pins for rank in ranks.of(pin)}):
         state.start([pin for pin in pins if pin.priority == priority and rank in ranks.of(pin)], ranks, rank)
         state.settle(contractions=False)
@@ -63,19 +63,21 @@ def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...]) -> _State:
     return state
 
 
-class _Ranks:
+class Ranks:
     """Who speaks first about an axis: 0 inputs and values, 1 parameters, 2 a value whose axis only parameters share.
 
     Such an axis is no axis of the data: a residual that is cut along time by the axis that cuts the weights of each
     block lies so, and is gathered where they compute. A batch that is cut where it is embedded is data.
     """
 
-    def __init__(self, pins: Iterable[Pin]) -> None:
+    def __init__(self, pins: Iterable[Pin], first: frozenset[str] = frozenset()) -> None:
+        self.first = first
         axes: dict[str, set[str]] = {}
         for pin in pins:
             kind = "parameter" if pin.kind in PARAMETER_KINDS else pin.kind
             axes.setdefault(kind, set()).update(part.name for part in pin.sharding.cut_axes)
         self.model_axes = axes.get("parameter", set()) - axes.get("input", set())
+        self.contested = sorted(axes.get("parameter", set()) & axes.get("input", set()))
         self.has_data = "input" in axes
 
     def of(self, pin: Pin) -> set[int]:
@@ -84,8 +86,10 @@ class _Ranks:
 
     def rank(self, pin: Pin, dim: int) -> int:
         """That of all axes that cut a dim, together."""
+        if pin.kind in PARAMETER_KINDS:
+            return -1 if self.first & {part.name for part in pin.sharding.dims[dim].all_axes} else 1
         if pin.kind != "value":
-            return int(pin.kind in PARAMETER_KINDS)
+            return 0
         is_shared = any(part.name in self.model_axes for part in pin.sharding.dims[dim].all_axes)
         return 2 if is_shared and (self.has_data or dim) else 0
 
@@ -190,7 +194,7 @@ class _State:
         self.closed[value] = set(range(len(self.shapes[value]))) - pin.open
         self.reserved[value] = pin.sharding.cut_axes
 
-    def start(self, pins: Iterable[Pin], ranks: _Ranks, rank: int) -> None:
+    def start(self, pins: Iterable[Pin], ranks: Ranks, rank: int) -> None:
         """Set the pins' dims of a round, and queue the ops around them; ops that waited get another turn."""
         for pin in pins:
             value = self._pinned(pin)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
+from shardc.options import Zero
 from shardc.partition import P
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         default=[],
         help="may be repeated; replaces hf defaults, adds to a function's own",
     )
+    parser.add_argument(
+        "--zero",
+        metavar="AXIS=STAGE",
+        type=_zero,
+        help="store parameters cut by an axis between uses, as ZeRO does: dp=3",
+    )
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
     parser.add_argument(
         "--set",
@@ -119,6 +126,16 @@ def _mesh(text: str) -> Mesh:
         raise argparse.ArgumentTypeError(f"{text!r} has an axis twice")
     try:
         return Mesh(**{name: int(size) for name, _, size in axes})  # type: ignore[arg-type]
+    except ShardingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _zero(text: str) -> Zero:
+    axis, equals, stage = text.partition("=")
+    if not axis.isidentifier() or (equals and not stage.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=3")
+    try:
+        return Zero(axis, int(stage or 3))  # type: ignore[arg-type]
     except ShardingError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -147,6 +164,11 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     return {**target.annotations, **given}
 
 
+def _compile_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``compile`` that every command takes."""
+    return {"zero": options.zero}
+
+
 def _load(options: argparse.Namespace, device: str) -> Target:
     from shardc.target import Wish, load_target
 
@@ -165,7 +187,7 @@ def _dump(options: argparse.Namespace) -> int:
     with _progress(f"compiling for {options.mesh}"):
         compiled = compile(
             target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
-            strict=options.strict,
+            strict=options.strict, **_compile_options(options),
         )  # fmt: skip
     text = dump(compiled, options.format, options.after, options.only, options.verbose)
     _write(text, options.output)
@@ -207,6 +229,7 @@ def _verify(options: argparse.Namespace) -> int:
         args=target.args,
         kwargs=target.kwargs,
         train=options.train,
+        options=_compile_options(options),
         progress=_progress,
     )
     _write(differences_text(found), None)

@@ -59,18 +59,21 @@ def verify(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     train: bool = True,
+    options: Mapping[str, Any] | None = None,
     progress: Progress = lambda step: nullcontext(),
     watch: Watch = lambda compiled: None,
 ) -> tuple[Difference, ...]:
     """Every difference of every check. The model and its inputs are copied, never changed.
 
-    ``watch`` is given each program whose numbers are compared with those of a single device.
+    ``options``: further ones of ``compile``. ``watch`` is given each program whose numbers are compared with those of a
+    single device.
     """
     found: list[Difference] = []
     for dtype in TOLERANCES:
         own = copy.deepcopy(model).to(dtype)
         own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
-        found += _Run(own, mesh, annotations, own_args, own_kwargs, train, dtype, progress, watch).differences()
+        run = _Run(own, mesh, annotations, own_args, own_kwargs, train, options or {}, dtype, progress, watch)
+        found += run.differences()
     return tuple(found)
 
 
@@ -84,6 +87,7 @@ class _Run:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     train: bool
+    options: Mapping[str, Any]
     dtype: torch.dtype
     progress: Progress
     watch: Watch
@@ -115,7 +119,9 @@ class _Run:
 
     def _compiled(self, model: nn.Module) -> Compiled:
         with self._step("compiling"), _casting_to(self.dtype):
-            return compile(model, self.mesh, self.annotations, args=self.args, kwargs=self.kwargs, train=self.train)
+            return compile(
+                model, self.mesh, self.annotations, args=self.args, kwargs=self.kwargs, train=self.train, **self.options
+            )
 
     def _single(self, compiled: Compiled) -> Values:
         with self._step("single device"):

@@ -11,6 +11,7 @@ from gloo_pool import NUM_RANKS, GlooPool
 from measure import Report, Steps, measure
 from report import markdown, write
 from row import ROWS, Row
+from trainer import Job
 
 
 def measured(row: Row, steps: Steps) -> dict[str, Report]:
@@ -20,7 +21,7 @@ def measured(row: Row, steps: Steps) -> dict[str, Report]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tensor"])
 def test_everyone_in_a_row_trains_alike_and_is_weighed(plan: str, gloo: GlooPool, tmp_path: Path) -> None:
-    row = Row(plan, "tiny", NUM_RANKS, "fused")
+    row = Row(plan, "tiny", Job(NUM_RANKS))
     found = figures(row, gloo.run(measured, row, Steps(warm=1, timed=3, wire=1)))
     assert [each.name for each in found] == ["one device", *ROWS[plan]]
     assert max(each.loss_difference for each in found) <= 1e-5

@@ -276,3 +276,11 @@ def test_the_model_of_a_type_is_the_one_it_is_trained_as(model_type: str, name: 
 def test_an_unknown_model_type_names_near_ones() -> None:
     with pytest.raises(UsageError, match="transformers has no such model type; did you mean .*gpt2"):
         load_target("hf:gtp2", Wish(), Mesh(dp=2))
+
+
+def test_zero_is_said_by_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--zero", "dp=2", "--only", "collectives"]) == 0
+    assert "update    all_gather" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["dump", f"{FILE}:mlp", *ON_FOUR, "--zero", "dp=4"])
+    assert "say 1, 2 or 3" in capsys.readouterr().err

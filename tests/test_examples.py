@@ -14,6 +14,7 @@ from pathlib import Path
 import demo
 import gpt
 import mlp
+import moe
 import pytest
 import torch
 from demo import ALPHABET, Run, Settings, ShardedRun
@@ -40,6 +41,16 @@ def test_the_mlp_prints_its_plan_and_equals_one_device(capsys: pytest.CaptureFix
     assert "all_reduce" in printed
     differences = [float(found) for found in re.findall(r"differs from one device by (\S+)", printed)]
     assert len(differences) == 5 and max(differences) <= 1e-5
+
+
+@pytest.mark.slow
+def test_the_moe_prints_what_it_sends_and_trains_as_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    moe.main()
+    printed = capsys.readouterr().out
+    assert sum(map(int, re.findall(r"(\d+) x all_to_all", printed))) == 4 * len(moe.moe()[0].layers)
+    losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  4 ranks (\S+)", printed)]
+    assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow

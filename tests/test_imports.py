@@ -27,7 +27,12 @@ TORCH_FREE = {
     "shardc.text",
 }
 MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}
-MAY_CUT_GRAPHS = {"shardc.passes.cut_stages", "shardc.passes.verify", "shardc.runtime.schedule"}
+MAY_CUT_GRAPHS = {
+    "shardc.passes.choose_sides",
+    "shardc.passes.cut_stages",
+    "shardc.passes.verify",
+    "shardc.runtime.schedule",
+}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpt import DATA, GPT, Config, gpt_sequence
+from one_device import equals_one_device
 
 import shardc
 from shardc import Mesh, P
@@ -84,16 +85,6 @@ def test_sequence_parallel_equals_one_device() -> None:
     model, args, kwargs, annotations = gpt_sequence(Mesh(dp=2, tp=2))
     compiled = shardc.compile(model.double(), Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
     equals_one_device(compiled, *args)
-
-
-def equals_one_device(compiled: shardc.Compiled, *args: torch.Tensor) -> None:
-    """Loss and every gradient, in float64."""
-    loss, gradients = compiled.simulate(*args)
-    expected = compiled.model(*args)
-    parameters = dict(compiled.model.named_parameters())
-    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
-    for name, gradient in zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True):
-        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
 
 
 def test_a_plain_cut_of_a_fused_weight_becomes_a_cut_of_each_block_and_the_dump_says_so() -> None:
