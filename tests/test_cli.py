@@ -227,6 +227,26 @@ def test_a_difference_is_relative_to_what_is_large_and_absolute_to_what_is_small
     assert verify.difference(torch.zeros(0), torch.zeros(0)) == 0.0
 
 
+class Cancels(torch.nn.Module):
+    """A sum of large numbers near zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) - 64 * x[0, 0].detach()
+
+
+@pytest.mark.parametrize(("large", "is_excused"), [(1.0, False), (30.0, True), (3000.0, False)])
+def test_what_float32_does_to_a_tensor_on_one_device_excuses_as_much_and_never_much(
+    large: float, is_excused: bool
+) -> None:
+    x = large + torch.rand(8, 64, generator=torch.Generator().manual_seed(0))
+    found = verify.verify(Cancels(), Mesh(tp=2), {"x": P(None, "tp")}, args=(x,), train=False)
+    exact, _, rounded, _ = found
+    assert exact.tolerance == 1e-10 and exact.is_small
+    assert (1e-5 < rounded.difference <= rounded.tolerance) == rounded.is_rounding == is_excused
+    assert is_excused or rounded.tolerance == 1e-5
+    assert ("what float32 is off by on one device" in verify.differences_text(found)) == is_excused
+
+
 # Targets of transformers.
 
 

@@ -89,7 +89,8 @@ def run(case: Case) -> Result:
     except Exception as error:  # whatever stops one model, the next is tried
         return Result(str(case), "refused", f"{type(error).__name__}: {error}")
     wrong = [f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small]
-    return Result(str(case), "wrong" if wrong else "right", "; ".join(wrong[:4]), _worst(found) | _costs(seen[-1]))
+    facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
+    return Result(str(case), "wrong" if wrong else "right", "; ".join(wrong[:4]), facts)
 
 
 def _worst(found: Sequence[Difference]) -> dict[str, float]:
@@ -132,6 +133,11 @@ def main(options: argparse.Namespace) -> int:
     print_counts("zoo", results)
     without = [result for result in results if result.outcome == "right" and not result.facts["fallbacks"]]
     print(f"zoo: {len(without)} of them right with no op run whole")
+    for result in results:
+        if result.facts.get("roundings"):
+            print(
+                f"  {result.name}: {result.facts['roundings']} tensors held to four times what float32 is off by on one device"
+            )
     write_json(options.json, results)
     return exit_code(results)
 
