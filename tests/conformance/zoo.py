@@ -134,10 +134,8 @@ def main(options: argparse.Namespace) -> int:
     without = [result for result in results if result.outcome == "right" and not result.facts["fallbacks"]]
     print(f"zoo: {len(without)} of them right with no op run whole")
     for result in results:
-        if result.facts.get("roundings"):
-            print(
-                f"  {result.name}: {result.facts['roundings']} tensors held to four times what float32 is off by on one device"
-            )
+        if num := result.facts.get("roundings"):
+            print(f"  {result.name}: {num} tensors held to four times what float32 is off by on one device")
     write_json(options.json, results)
     return exit_code(results)
 
