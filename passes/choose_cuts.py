@@ -15,9 +15,10 @@ from functools import partial
 
 from torch import fx
 
+from shardc.casting import reduced_casts
 from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.mesh import Axes, AxisPart
-from shardc.node import is_annotation
+from shardc.node import is_annotation, is_cast
 from shardc.program import Origin, Output, Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
@@ -255,9 +256,14 @@ class Plan:
         return max((group for group in rule.linear if may_ride(group)), key=nbytes, default=frozenset())
 
     def _stays_small(self, node: fx.Node, nbytes: int, axes: Axes) -> bool:
-        """Whether reducing the results moves no more than reducing the operands, or is a reduce_scatter instead."""
+        """Whether reducing the results moves no more than reducing the operands, or is a reduce_scatter instead.
+
+        A gradient is cast to the dtype that it is to be reduced in, whatever that moves; no other cast widens a sum.
+        """
         wished = self.program.shardings(node)[0]
         results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
+        if is_cast(node):
+            return results <= nbytes or node in reduced_casts(self.program)
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
 
     def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shardc.collective import COLLECTIVES, EXCHANGES, all_reduce, reduce_scatter, shard_slice
-from shardc.node import operand
+from shardc.node import is_cast, operand
 from shardc.program import Program
 
 aten = torch.ops.aten
@@ -48,7 +48,8 @@ def _share_equal(program: Program) -> None:
 
 def _use(program: Program, node: fx.Node) -> str:
     """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each."""
-    is_again = program.options.zero is not None and operand(node).op == "placeholder"
+    gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
+    is_again = program.options.zero is not None and gathered.op == "placeholder"
     return program.source(node).phase if is_again else ""
 
 

@@ -14,28 +14,42 @@ every op but the reshards lies as before.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import fx
 
 from shardc.collective import reshard
 from shardc.mesh import AxisPart
+from shardc.node import is_cast, operand
 from shardc.program import Output, Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
 
 def store(program: Program) -> Program:
-    """The program with parameters stored as ``Zero`` says; the same without it."""
-    zero = program.options.zero
-    if zero is None:
+    """The program with parameters stored as ``Zero`` and cast as ``Precision`` says; the same without them."""
+    zero, precision = program.options.zero, program.options.precision
+    if zero is None and precision is None:
         return program
     assert program.mesh is not None
-    axis, program = program.mesh.axis(zero.axis), program.copy()
-    storer = _Storer(program, zero.stage)
+    axis, program = program.mesh.axis(zero.axis) if zero else None, program.copy()
+    storer = _Storer(program, zero.stage if zero else 0)
     for put, node in zip(program.inputs, program.placeholders, strict=True):
-        stored = stored_sharding(put.type, program.sharding(node), axis)
-        if put.kind == "parameter" and stored != program.sharding(node):
-            storer.store(put.name, node, stored)
+        if put.kind == "parameter":
+            lies = program.sharding(node)
+            storer.store(put.name, node, stored_sharding(put.type, lies, axis) if axis else lies)
+    _cast_at_once(program)
     return program
+
+
+def _cast_at_once(program: Program) -> None:
+    """Let gradients be cast and reduced as soon as they are made."""
+    for output, made in zip(program.outputs, program.results, strict=True):
+        chain = [made] if made is not None and output.kind == "gradient" else []
+        while chain and (is_cast(chain[-1]) or chain[-1].target is reshard):
+            chain.append(operand(chain[-1]))
+        for before, node in pairwise(reversed(chain)):
+            if before.op != "placeholder":
+                before.append(node)
 
 
 def stored_sharding(type_: TensorType, lies: Sharding, axis: AxisPart) -> Sharding:
@@ -62,26 +76,62 @@ class _Storer:
     def __init__(self, program: Program, stage: int) -> None:
         self.program, self.stage = program, stage
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
-        self.first_call = next(node for node in program.graph.nodes if node.op != "placeholder")
+        parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+        calls = (node for node in program.graph.nodes if node.op != "placeholder")
+        self.first_call = next(node for node in calls if not (is_cast(node) and operand(node) in parameters))
 
     def store(self, name: str, node: fx.Node, stored: Sharding) -> None:
-        """Let a parameter and its gradient lie otherwise than they are computed on."""
+        """Let a parameter and its gradient lie otherwise than they are computed on; a narrower copy is kept."""
         program, type_, lies = self.program, self.program.type(node), self.program.sharding(node)
-        why = f"{name} is stored as {stored.text(type_)} by zero, and computed on as {lies.text(type_)}"
-        program.set_sharding(node, stored)
+        cast = self._narrower(node)
+        if stored == lies and cast is None:
+            return
         program.computed = {**program.computed, name: lies}
+        for held in filter(None, (node, cast)):
+            program.set_sharding(held, stored)
+        if stored != lies:
+            why = f"{name} is stored as {stored.text(type_)} by zero, and computed on as {lies.text(type_)}"
+            self._store_gradient(name, stored, why)
+            kept = self._gather(cast or node, lies, why)
+        else:
+            kept = cast
+        if cast is not None and self.stage == 3:
+            kept = cast
+        if kept is not None:
+            self._keep(name, kept)
+
+    def _narrower(self, node: fx.Node) -> fx.Node | None:
+        """The cast to fewer bytes that is all that a parameter is used for, now the first call and right after it."""
+        cast = next(iter(node.users), None)
+        if cast is None or len(node.users) > 1 or not is_cast(cast) or not self._is_narrower(cast, node):
+            return None
+        self.first_call.prepend(cast)
+        return cast
+
+    def _is_narrower(self, cast: fx.Node, node: fx.Node) -> bool:
+        sizes = [self.program.type(each).nbytes for each in (cast, node)]
+        return sizes[0] < sizes[1] and self.program.sharding(cast) == self.program.sharding(node)
+
+    def _gather(self, node: fx.Node, lies: Sharding, why: str) -> fx.Node | None:
+        """Let users have a value in another sharding: all of them one, which is returned, or in each phase another."""
         users = sorted(node.users, key=self.place.__getitem__)
-        if self.stage == 3:
-            for phase in ("forward", "backward"):
-                of_phase = [user for user in users if program.source(user).phase == phase]
-                if of_phase:
-                    self._use(node, lies, of_phase, of_phase[0], why)
-        elif users:
-            kept = self._use(node, lies, users, self.first_call, why)
-            program.set_source(kept, replace(program.source(kept), phase="update"))
-            program.outputs = (*program.outputs, Output(name, "computed"))
-            program.output_node.args = ((*program.results, kept),)
-        self._store_gradient(name, stored, why)
+        if self.stage < 3:
+            first = min(self.first_call, *users, key=self.place.__getitem__) if users else node
+            return self._use(node, lies, users, first, why) if users else None
+        for phase in ("forward", "backward"):
+            of_phase = [user for user in users if self.program.source(user).phase == phase]
+            if of_phase:
+                self._use(node, lies, of_phase, of_phase[0], why)
+        return None
+
+    def _keep(self, name: str, node: fx.Node) -> None:
+        """Let a value be made in the update and be a result of the program."""
+        program = self.program
+        for made in filter(None, (node, operand(node))):
+            if made.op != "placeholder":
+                program.set_source(made, replace(program.source(made), phase="update"))
+        program.outputs = (*program.outputs, Output(name, "computed"))
+        program.output_node.args = ((*program.results, node),)
 
     def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: str) -> fx.Node:
         """Let users have a value in another sharding."""
@@ -92,15 +142,22 @@ class _Storer:
         return made
 
     def _store_gradient(self, name: str, stored: Sharding, why: str) -> None:
-        """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another."""
+        """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another.
+
+        What only casts it after the reshard does so where it is stored.
+        """
         program, results = self.program, list(self.program.results)
         for i, output in enumerate(program.outputs):
             made = results[i]
             if made is None or (output.kind, output.name) != ("gradient", name):
                 continue
-            if made.target is reshard and list(made.users) == [program.output_node] and results.count(made) == 1:
-                program.set_sharding(made, stored)
-                program.set_cause(made, f"{program.cause(made)}; {why}")
+            chain = [made]
+            while is_cast(chain[-1]):
+                chain.append(operand(chain[-1]))
+            if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
+                for each in chain:
+                    program.set_sharding(each, stored)
+                program.set_cause(chain[-1], f"{program.cause(chain[-1])}; {why}")
             else:
                 with program.graph.inserting_after(made):
                     results[i] = self._reshard(made, stored, made, why)

@@ -236,12 +236,17 @@ class Step:
     def _find_starts(self) -> Iterator[tuple[str, int]]:
         """Of parameters that are rows of what is kept of them, as they are computed on, the first row."""
         for put, node in zip(self.program.inputs, self._placeholders, strict=True):
-            if put.name in self._ends.computed and put.kind == "parameter" and put.type.shape:
+            if put.kind == "parameter" and put.type.shape and self._is_kept_as_it_is(put):
                 stored, computed = self.program.sharding(node), self.program.computed[put.name]
                 if stored.dims[1:] == computed.dims[1:]:
                     added = stored.dims[0].axes[len(computed.dims[0].axes) :]
                     index = stored.mesh.index(self.border.comm.positions[0], added)
                     yield put.name, index * stored.local_shape(put.type.shape)[0]
+
+    def _is_kept_as_it_is(self, put: Input) -> bool:
+        """Whether what is kept of a parameter is of its dtype."""
+        kept = self._results[self._ends.computed[put.name]] if put.name in self._ends.computed else None
+        return kept is not None and self.program.type(kept).dtype == put.type.dtype
 
     def _door(self, node: fx.Node, end: Input | Output) -> Door:
         sharding = self.program.sharding(node)

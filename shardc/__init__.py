@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardc.error import CaptureError, ShardingError
     from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
-    from shardc.options import Zero
+    from shardc.options import Precision, Zero
     from shardc.partition import P, blocks
     from shardc.passes.reshard_plan import reshard_plan
     from shardc.registration import register_rule
@@ -29,6 +29,7 @@ __all__ = [
     "Compiled",
     "Mesh",
     "P",
+    "Precision",
     "Sharding",
     "ShardingError",
     "Zero",
@@ -51,6 +52,7 @@ _HOMES = {
     "Compiled": "api",
     "Mesh": "mesh",
     "P": "partition",
+    "Precision": "options",
     "Sharding": "sharding",
     "ShardingError": "error",
     "Zero": "options",

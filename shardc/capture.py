@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.annotations import annotating
 from shardc.borrow import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.casting import Casting
 from shardc.convention import (
     CallingConvention,
     Leaves,
@@ -42,8 +43,9 @@ from shardc.guard import DATA_DEPENDENT, Guards
 from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.opaque import Opaque, hold_opaques
+from shardc.options import Precision
 from shardc.partition import P
-from shardc.program import Input, Output, Program, types_of
+from shardc.program import Input, Output, Program, Source, types_of
 from shardc.recurrent import plain_cells
 from shardc.refusal import Refusals, capture_error, python_effects
 from shardc.sharding import TensorType
@@ -76,6 +78,7 @@ def capture(
     train: bool = True,
     modules: Mapping[str, P] | None = None,
     differentiable: tuple[str, ...] = (),
+    precision: Precision | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)``: only shapes and dtypes of tensors are read, parameters may be on meta.
 
@@ -83,7 +86,7 @@ def capture(
     from all of them; further outputs by name in ``differentiable``. ``modules``: annotations of modules' outputs, by
     path. Raises a CaptureError that names the user's line where the model has no graph.
     """
-    joint = _Joint(model, args, kwargs, train, modules or {}, differentiable)
+    joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision)
     try:
         traced = joint.trace()
     except CaptureError:
@@ -115,10 +118,11 @@ class _Joint:
         train: bool,
         modules: Mapping[str, P],
         differentiable: tuple[str, ...],
+        precision: Precision | None,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.train, self.modules, self.differentiable = train, modules, differentiable
-        self.tangents, self.opaque = (), []
+        self.tangents, self.opaque, self.precision = (), [], precision
         self.parameters, self.buffers, self.aliases = state_names(model)
         leaves, _ = call_leaves(model.forward, args, kwargs)
         self.passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
@@ -177,21 +181,24 @@ class _Joint:
         """The traced function; what it returns is said in ``Ends``."""
         keys = [(str(entry.kind), entry.name) for entry in self.inputs]
         named = dict(zip(keys, tensors, strict=True))
-        swap(self.model, _of_kinds(named, "parameter", "buffer"), self.aliases)
-        args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(named, "input"))
+        casting = Casting(self.model, self.precision)
+        used = casting.enter(named)
+        swap(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
+        args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
         self.watch = Watch(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
         if self.guards:
             self.guards.begin(self.values)
         with self.watch, torch.set_grad_enabled(self.train):
             self.outputs, found, self.output_tree = output_leaves(self.model(*args, **kwargs))
-            tangents, gradients = self._backward(dict(found), named) if self.train else ([], [])
+            casting.check_unchanged()
+            tangents, gradients = self._backward(dict(found), used, casting) if self.train else ([], [])
             after = [held(self.model, name) if kind == "buffer" else tensor for (kind, name), tensor in named.items()]
             met = self.guards.met if self.guards else []
             ends = [*(tensor.detach() for _, tensor in found), *gradients, *(t.detach() for t in after)]
             return [*ends, *tangents, *met]
 
     def _backward(
-        self, outputs: Mapping[str, torch.Tensor], named: Mapping[tuple[str, str], torch.Tensor]
+        self, outputs: Mapping[str, torch.Tensor], used: Mapping[tuple[str, str], torch.Tensor], casting: Casting
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         names = differentiable_names(self.outputs, self.differentiable)
         with self.guards.unknown() if self.guards else contextlib.nullcontext():
@@ -201,15 +208,19 @@ class _Joint:
             Input(name, "tangent", TensorType(tuple(tangent.shape), tangent.dtype))
             for name, tangent in zip(names, tangents, strict=True)
         )
-        pairs = zip(self.inputs, named.values(), strict=True)
-        sources = [tensor for entry, tensor in pairs if entry.requires_grad]
+        wanting = [entry for entry in self.inputs if entry.requires_grad]
+        sources = [used[entry.kind, entry.name] for entry in wanting]
         if not names or not sources:
             return tangents, [None] * len(sources)
         self.watch.phase = "backward"
         with torch.autocast(self.device.type, enabled=False):
-            return tangents, torch.autograd.grad(
-                [outputs[name] for name in names], sources, tangents, allow_unused=True
-            )
+            starts = [outputs[name] for name in names]
+            gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+            return tangents, [self._left(casting, *pair) for pair in zip(wanting, gradients, strict=True)]
+
+    def _left(self, casting: Casting, entry: Input, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self.watch.latest = Source(entry.name.rpartition(".")[0], self.watch.latest.location, "backward")
+        return casting.leave(entry, gradient)
 
     def captured(self, traced: fx.GraphModule) -> Captured:
         """The traced graph as a program with its calling convention."""

@@ -28,20 +28,28 @@ ADAM_STATES = 2  # exp_avg and exp_avg_sq, of the parameter's dtype: 8 bytes a l
 def memory_of(program: Program) -> dict[str, int]:
     """Bytes on one rank by class, of an annotated program or a later one.
 
-    ``optimizer`` is Adam's state of the parameters that are trained. ``saved``: what forward made and backward uses.
+    ``parameters``: as they are stored, and what is kept of them to compute on, where it is of another dtype beside. The
+    two 4 byte states of fp32 Adam are ``optimizer``, of the parameters that are trained; the 4 byte master that ZeRO's
+    paper counts with them is a parameter here. ``saved``: what forward made and backward uses.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
     parameters = {given.name: program.local_type(node) for given, node in _inputs(program) if given.kind == "parameter"}
     kept = {output.name: program.local_type(node) for output, node in _results(program) if output.kind == "computed"}
+    apart = {name: type_ for name, type_ in parameters.items() if name not in kept or not _is_piece(type_, kept[name])}
     trained = [name for name, _ in _gradients(program) if name in parameters]
     live = list(storages(program))
     return {
-        "parameters": sum(map(_nbytes, (parameters | kept).values())),  # what is stored is a piece of what is kept
+        "parameters": sum(map(_nbytes, (*apart.values(), *kept.values()))),
         "gradients": sum(_nbytes(program.local_type(node)) for name, node in _gradients(program) if name in parameters),
         "optimizer": ADAM_STATES * sum(_nbytes(parameters[name]) for name in trained),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
         "peak": _peak(live),
     }
+
+
+def _is_piece(stored: TensorType | None, kept: TensorType | None) -> bool:
+    """Whether a parameter as it is stored shares the memory of what is kept of it."""
+    return stored is not None and kept is not None and stored.dtype == kept.dtype
 
 
 def _inputs(program: Program) -> Iterator[tuple[Input, fx.Node]]:

@@ -20,6 +20,11 @@ def is_annotation(node: fx.Node) -> bool:
     return str(node.target) == "shardc.annotate.default"
 
 
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node changes the dtype of its operand, and nothing else."""
+    return str(node.target) in ("aten._to_copy.default", "prims.convert_element_type.default")
+
+
 def op_name(target: Any) -> str:
     """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)

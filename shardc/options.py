@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.error import ShardingError
+from shardc.error import ShardingError, raise_all
 from shardc.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
 
 STAGES = (1, 2, 3)
 
@@ -33,13 +36,55 @@ class Zero:
         mesh.axis_size(self.axis)
 
 
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The model computes in ``compute``, gradients are reduced in ``reduce``, parameters stay as they are.
+
+    Floating parameters are cast before they are gathered, once after each write, and the cast copy is kept. Floating
+    inputs are cast, of the model and of each module that holds parameters of its own; buffers and outputs are not. A
+    gradient is cast to ``reduce`` before it is reduced, and arrives in ``gradients``, by default its parameter's dtype:
+    SGD takes any, Adam of torch.optim its parameter's alone. Source: Micikevicius et al. 2018; the defaults are those
+    of FSDP2's MixedPrecisionPolicy with ``cast_forward_inputs``.
+    """
+
+    compute: torch.dtype = field(default_factory=lambda: _dtype("bfloat16"))
+    reduce: torch.dtype = field(default_factory=lambda: _dtype("float32"))
+    gradients: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        given = {"compute": self.compute, "reduce": self.reduce, "gradients": self.gradients or self.reduce}
+        raise_all([_no_float(name, dtype) for name, dtype in given.items() if not is_float(dtype)])
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether it is a dtype of floating-point numbers."""
+    return type(dtype).__name__ == "dtype" and bool(dtype.is_floating_point)
+
+
+def _no_float(name: str, dtype: Any) -> ShardingError:
+    remedy = "say torch.bfloat16, torch.float16 or torch.float32"
+    return ShardingError("Precision", f"{name}={dtype!r}", "it is no floating dtype", remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a program is compiled with beside mesh and annotations."""
 
     zero: Zero | None = None
+    precision: Precision | None = None
 
     def check(self, mesh: Mesh) -> None:
-        """A ShardingError for an option that does not fit the mesh."""
+        """A ShardingError for an option that is of another type or does not fit the mesh."""
+        for name, value, wanted in (("zero", self.zero, Zero), ("precision", self.precision, Precision)):
+            if value is not None and not isinstance(value, wanted):
+                problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
+                raise ShardingError(f"option {name}", f"{name}={value!r}", problem, remedy)
         if self.zero is not None:
             self.zero.check(mesh)

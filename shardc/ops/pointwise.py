@@ -45,8 +45,18 @@ rule(aten.lift_fresh_copy.default, pointwise("0"))
 rule(aten._conj.default, pointwise("0"))
 rule(aten._neg_view.default, pointwise("0"))
 rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
-rule(aten._to_copy.default, pointwise())  # a sum of rounded numbers is not the rounded sum
-rule(torch.ops.prims.convert_element_type.default, pointwise())
+
+
+def _cast_rule(call: Call) -> Rule:
+    """A sum of rounded numbers is not the rounded sum; of numbers made wider it is the sum made wider."""
+    before, after = call.operands[0], call.result
+    assert before is not None
+    is_wider = before.dtype.is_floating_point and torch.promote_types(before.dtype, after.dtype) == after.dtype
+    return pointwise_rule(call, linear="0" if is_wider else "")
+
+
+rule(aten._to_copy.default, _cast_rule)
+rule(torch.ops.prims.convert_element_type.default, _cast_rule)
 
 
 def _division_rule(call: Call) -> Rule:

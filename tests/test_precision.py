@@ -1,0 +1,170 @@
+"""Mixed precision: fp32 masters, casts before gathers, reductions in a dtype of their own."""
+
+import pytest
+import torch
+from parallel_models import MEGATRON, MLP, TIED, TiedModel, batch, ids
+from torch import nn
+
+import shardc
+from shardc.error import CaptureError, ShardingError
+from shardc.mesh import Mesh
+from shardc.options import Precision, Zero
+from shardc.partition import P
+from shardc.runtime.simulator import interpret
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+DATA = {"x": P("dp"), "y": P("dp")}
+MESHES = {"data": (Mesh(dp=4), DATA), "data and tensor": (Mesh(dp=2, tp=2), MEGATRON)}
+STAGES = (None, 1, 2, 3)
+
+
+def zero_of(stage):
+    return None if stage is None else Zero(stage=stage)
+
+
+def moved(compiled):
+    """Each kind of collective in each phase, with the dtype that it moves."""
+    return {
+        (found.phase, found.kind, str(found.dtype)) for found in compiled.collectives if found.kind != "shard_slice"
+    }
+
+
+def by_hand(model, dtype, args):
+    """Outputs and fp32 gradients of the model cast whole to a dtype, as one does without a library."""
+    cast = type(model)().to(dtype)
+    cast.load_state_dict(model.state_dict())
+    output = cast(*(arg.to(dtype) for arg in args))
+    output.backward()
+    return output, {name: parameter.grad.float() for name, parameter in cast.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_what_is_captured_computes_the_bits_of_a_model_cast_by_hand(dtype):
+    """What runs rounds once more, between a product and its bias."""
+    model, args = MLP(), batch(0)
+    compiled = shardc.compile(model, Mesh(dp=1), DATA, args=args, precision=Precision(dtype))
+    output, gradients = by_hand(model, dtype, args)
+    captured = compiled.run(interpret, compiled.at("capture"), args, {})
+    for (loss, found), atol in ((captured, 0), (compiled.simulate(*args), 1e-2)):
+        torch.testing.assert_close(loss, output, atol=atol, rtol=0)
+        torch.testing.assert_close(found, gradients, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", MESHES)
+def test_the_casts_of_float64_to_float32_are_those_of_one_device(name, stage):
+    mesh, annotations = MESHES[name]
+    model, args = MLP().double(), [tensor.double() for tensor in batch(0)]
+    precision = Precision(FP32, reduce=FP64)
+    compiled = shardc.compile(model, mesh, annotations, args=args, zero=zero_of(stage), precision=precision)
+    loss, gradients = compiled.simulate(*args)
+    expected, wanted = compiled.run(interpret, compiled.at("canonicalize"), args, {})
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+    for each in wanted:
+        assert gradients[each].dtype == FP64
+        torch.testing.assert_close(gradients[each], wanted[each], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathers_move_what_is_computed_in_and_reductions_what_is_reduced_in(stage):
+    for reduce in (FP32, BF16):
+        precision = Precision(BF16, reduce)
+        compiled = shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=zero_of(stage), precision=precision)
+        gathers = {None: set(), 3: {("forward", "all_gather"), ("backward", "all_gather")}}
+        reduction = "all_reduce" if stage is None else "reduce_scatter"
+        assert moved(compiled) == {
+            ("forward", "all_reduce", "bfloat16"),  # the loss
+            ("backward", reduction, str(reduce).removeprefix("torch.")),
+            *((*each, "bfloat16") for each in gathers.get(stage, {("update", "all_gather")})),
+        }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_bytes_of_gathers_halve(stage):
+    def gathered(precision):
+        compiled = shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=zero_of(stage), precision=precision)
+        return sum(found.wire_bytes for found in compiled.collectives if found.kind == "all_gather")
+
+    assert 2 * gathered(Precision(BF16)) == gathered(None)
+
+
+def test_a_parameter_is_cast_once_and_the_copy_is_kept():
+    for stage in STAGES:
+        compiled = shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=zero_of(stage), precision=Precision())
+        program = compiled.program
+        kept = {
+            output.name: node
+            for output, node in zip(program.outputs, program.results, strict=True)
+            if output.kind == "computed"
+        }
+        assert kept.keys() == dict(MLP().named_parameters()).keys()
+        assert {program.type(node).dtype for node in kept.values()} == {BF16}
+        assert {len(node.users) for kind, node in program.named_inputs.items() if kind[0] == "parameter"} == {1}
+
+
+def test_gradients_arrive_in_their_parameters_dtype_or_as_said():
+    for gradients, arrives in ((None, FP32), (BF16, BF16)):
+        precision = Precision(BF16, BF16, gradients)
+        found = shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), precision=precision).simulate(*batch(0))[1]
+        assert {gradient.dtype for gradient in found.values()} == {arrives}
+
+
+def test_ties_frozen_parameters_blocks_dropout_and_buffers():
+    model, kwargs = TiedModel(), ids(0)
+    compiled = shardc.compile(model, Mesh(dp=2, tp=2), TIED, kwargs=kwargs, zero=Zero(), precision=Precision())
+    output, gradients = compiled.simulate(**kwargs)
+    expected, wanted = compiled.run(interpret, compiled.at("canonicalize"), (), kwargs)
+    assert output.logits.dtype == BF16
+    torch.testing.assert_close(output.loss, expected.loss, atol=0, rtol=1e-2)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == FP32
+        torch.testing.assert_close(gradient, wanted[name], atol=2e-2 * float(wanted[name].abs().max()), rtol=0)
+    buffers = {given.name: given.type.dtype for given in compiled.program.inputs if given.kind == "buffer"}
+    assert buffers == {"seen": FP32, "calls": torch.int64}
+
+
+class Positions(nn.Module):
+    """A floating buffer makes what is computed float32 again, and a norm of the user's own casts by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("place", torch.arange(8.0))
+
+    def forward(self, x):
+        x = self.first(x) + self.place
+        x = x.float() / x.float().square().mean(-1, keepdim=True).sqrt()
+        return self.second(x).float().square().mean()
+
+
+def test_a_module_takes_what_became_wider_on_its_way():
+    x = batch(0)[0]
+    compiled = shardc.compile(Positions(), Mesh(dp=4), {"x": P("dp")}, args=(x,), precision=Precision())
+    assert compiled.simulate(x)[0].dtype == FP32
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return (x * self.scale).sum()
+
+
+def test_a_parameter_changed_in_forward_is_named():
+    for precision in (None, Precision()):
+        with pytest.raises(CaptureError, match="parameter 'scale'(.|\n)*changes it in place"):
+            shardc.compile(Scaled(), Mesh(dp=2), {"x": P("dp")}, args=(batch(0)[0],), precision=precision)
+
+
+def test_what_is_no_floating_dtype_or_no_option_is_named():
+    with pytest.raises(ShardingError, match="compute=torch.int32(.|\n)*no floating dtype(.|\n)*say torch.bfloat16"):
+        Precision(torch.int32)
+    with pytest.raises(ShardingError, match="reduce='bf16'(.|\n)*no floating dtype"):
+        Precision(reduce="bf16")
+    with pytest.raises(ShardingError, match=r"precision=torch.bfloat16(.|\n)*say precision=shardc.Precision"):
+        shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), precision=BF16)
