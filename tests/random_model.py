@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardc import Mesh, P
+from shardc import Mesh, P, Zero
 
 SIZES = (4, 6, 8, 12)
 UNEVEN_SIZES = (1, 3, 5, 6, 10)
@@ -150,6 +151,13 @@ def annotations(draw: st.DrawFn, model: nn.Module, mesh: Mesh, x: Tensor) -> dic
         if draw(st.booleans()):
             found[f"param:{name}"] = _spec(draw, mesh, tuple(parameter.shape))
     return found
+
+
+@st.composite
+def options(draw: st.DrawFn, mesh: Mesh) -> dict[str, Any]:
+    """The further options of compile, or none."""
+    zero = st.builds(Zero, st.sampled_from(mesh.axis_names), st.sampled_from((1, 2, 3)))
+    return {"zero": draw(st.none() | zero)}
 
 
 def _spec(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_model import RandomModel, Step, annotations, meshes, models
+from random_model import RandomModel, Step, annotations, meshes, models, options
 
 import shardc
 from shardc import Mesh, P
@@ -26,17 +26,19 @@ def test_every_pass_keeps_the_values_of_a_random_model(data: st.DataObject) -> N
 
 
 def check_program(data: st.DataObject) -> None:
-    """Draw a model, a mesh and annotations, and compare with one device after every pass."""
+    """Draw a model, a mesh, annotations and options, and compare with one device after every pass."""
     model, x = data.draw(models())
     mesh = data.draw(meshes())
-    check(model, x, mesh, data.draw(annotations(model, mesh, x)))
+    check(model, x, mesh, data.draw(annotations(model, mesh, x)), **data.draw(options(mesh)))
 
 
-def check(model: RandomModel, x: torch.Tensor, mesh: shardc.Mesh, chosen: dict[str, shardc.P]) -> None:
+def check(
+    model: RandomModel, x: torch.Tensor, mesh: shardc.Mesh, chosen: dict[str, shardc.P], **options: object
+) -> None:
     """The loss and every gradient, after every pass."""
     loss = model(x)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    compiled = shardc.compile(model, mesh, chosen, args=(x,))
+    compiled = shardc.compile(model, mesh, chosen, args=(x,), **options)
     for name, program in compiled.stages.items():
         runtime = simulate if program.level == "localized" else interpret
         output, gradients = compiled.run(runtime, program, (x,), {})
