@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.collective import COLLECTIVES, all_reduce, mask_padding, reduce_scatter
+from shardc.bucket import members
 from shardc.node import is_getitem, operands
 from shardc.ops.padding import fit
 from shardc.program import Program
@@ -17,7 +17,7 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
     a reduce_scatter under stage 1 of ``Zero``; elsewhere it makes a gradient smaller, and is not put off.
     """
     zero = program.options.zero
-    kinds = (all_reduce, reduce_scatter) if zero is not None and zero.stage == 1 else (all_reduce,)
+    kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
     parameters = _gradients_of_parameters(program)
     ends: set[fx.Node] = set()  # linear ops whose value goes to gradients of parameters alone
     found: set[fx.Node] = set()
@@ -26,7 +26,8 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
         is_result = program.output_node in node.users
         if node.op != "call_function" or not users <= ends | found or (is_result and node not in parameters):
             continue
-        if node.target in kinds and node.args[2] == "sum":
+        sent = members(node)
+        if sent and all(each.kind in kinds and each.args[1] == "sum" for each in sent):
             found.add(node)
         elif _is_linear(program, node):
             ends.add(node)
@@ -44,8 +45,8 @@ def _gradients_of_parameters(program: Program) -> set[fx.Node]:
 def _is_linear(program: Program, node: fx.Node) -> bool:
     if is_getitem(node) or node.target is fit:
         return True
-    if node.target in COLLECTIVES:
-        return node.target is not mask_padding and node.args[2] not in ("max", "min")
+    if sent := members(node):
+        return all(each.kind != "mask_padding" and each.args[1] not in ("max", "min") for each in sent)
     given = frozenset(i for i, taken in enumerate(operands(node)) if taken is not None)
     return given in program.rule(node).linear
 
