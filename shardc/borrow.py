@@ -21,7 +21,7 @@ _EMPTY_CELL = CellType()
 def borrowed(model: nn.Module, train: bool) -> Iterator[None]:
     """Whatever the block does to the modules' attributes, tensors, hooks, lists and caches is undone at its end.
 
-    What their code memoizes by ``functools.cache`` is made anew, for it may hold tensors of the block.
+    What their code memoized in the block by ``functools.cache`` is forgotten, for it may hold tensors of the block.
     With ``train`` a transformers model leaves its key-value cache away: ``config.use_cache`` is off in the block.
     """
     modules = list(model.modules())
@@ -33,18 +33,17 @@ def borrowed(model: nn.Module, train: bool) -> Iterator[None]:
         if isinstance(value, (dict, list))
     ]
     configs = _caching_configs(modules) if train else []
-    forget = [cache.cache_clear for cache in _caches(modules)]
+    memoized = [(cache, cache.cache_info().misses) for cache in _caches(modules)]
     try:
-        for clear in forget:
-            clear()
         for config in configs:
             config.use_cache = False
         yield
     finally:
         for config in configs:
             config.use_cache = True
-        for clear in forget:
-            clear()
+        for cache, misses in memoized:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
         _put_back(attributes, containers)
 
 

@@ -688,8 +688,10 @@ def positions(size: int) -> Tensor:
 
 def test_what_a_model_memoizes_holds_no_tensor_of_the_trace():
     model, x = Memoizes(), torch.randn(2, 4)
-    for _ in range(2):
-        assert not assert_same(model, (x,)).convention.constants
+    assert not assert_same(model, (x,)).convention.constants
+    kept = Memoizes.bias(4)
+    assert_same(model, (x,))
+    assert Memoizes.bias(4) is kept  # what was memoized before stays
 
 
 # Constants.
