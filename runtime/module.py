@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
@@ -243,7 +244,7 @@ class ParallelModule(nn.Module):
 
 def _own_tensors(model: nn.Module, border: Border) -> dict[int, Any]:
     """A memo for deepcopy: what takes the place of each parameter and buffer, tied ones once."""
-    memo: dict[int, Any] = {}
+    memo = computed_tensors(model)
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(border.own(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():

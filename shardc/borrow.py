@@ -117,6 +117,15 @@ def plain_tensors(model: nn.Module) -> dict[int, str]:
     }
 
 
+def computed_tensors(model: nn.Module) -> dict[int, Any]:
+    """A memo for deepcopy: for tensors that modules hold and have computed, which torch does not copy, their values.
+
+    ``torch.nn.utils.weight_norm`` leaves such a weight behind, and computes it anew in each forward.
+    """
+    held_tensors = [value for module in model.modules() for value in vars(module).values()]
+    return {id(value): value.detach() for value in held_tensors if isinstance(value, torch.Tensor) and value.grad_fn}
+
+
 def follow_modules(model: nn.Module, stack: list[str]) -> None:
     """Keep in ``stack`` the paths of the modules that are running, the innermost last."""
     for path, module in model.named_modules():

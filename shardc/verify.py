@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
-from shardc.borrow import borrowed
+from shardc.borrow import borrowed, computed_tensors
 from shardc.convention import call_leaves, output_leaves, rebuild_call
 from shardc.mesh import Mesh
 from shardc.program import Program
@@ -84,7 +84,7 @@ def verify(
     found: list[Difference] = []
     exact: dict[str, Tensor] = {}
     for dtype in TOLERANCES:
-        own = copy.deepcopy(model).to(dtype)
+        own = copy.deepcopy(model, computed_tensors(model)).to(dtype)
         own_args, own_kwargs = _converted(own, args, kwargs or {}, dtype)
         run = _Run(own, mesh, annotations, own_args, own_kwargs, train, options or {}, dtype, progress, watch, exact)
         found += run.differences()
@@ -236,7 +236,7 @@ def _draws(program: Program) -> bool:
 
 def _without_random_ops(model: nn.Module) -> nn.Module:
     """A copy in the mode of evaluation, save for batch norms, which that mode would change more than in their draws."""
-    quiet = copy.deepcopy(model)
+    quiet = copy.deepcopy(model, computed_tensors(model))
     for module in quiet.modules():
         module.training = module.training and isinstance(module, BATCH_NORMS)
     return quiet

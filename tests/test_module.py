@@ -463,3 +463,13 @@ def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
     model.scale = 1.0
     torch.testing.assert_close(model(x), before)
     assert len(model._variants) == 2, "a signature that was seen is not compiled again"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_the_model_has_computed_is_no_obstacle():
+    model, x = nn.utils.weight_norm(nn.Linear(6, 4)), torch.randn(4, 6)
+    parallel = shardc.parallelize(model, Mesh(tp=2), {"weight_v": P("tp")})
+    parallel(x).sum().backward()
+    model(x).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad)
