@@ -100,7 +100,8 @@ class Part:
         graph = make_fx(self._run_flat, tracing_mode="fake")(*tensors)
         self._exchange(before)
         self._sent = before
-        self._compiled: Compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+        # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
+        self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False)
 
     def __call__(self, given: Any) -> Any:
         """Run it."""

@@ -54,26 +54,29 @@ class Guards:
     """The guards of one trace.
 
     State: ``met``, a result of each guard, as traced; ``names``, what each says; ``kept``, the opaque calls, which
-    graphs only name; ``_real``, the values of the graph's placeholders; ``_unknown``, nodes that have no value.
+    graphs only name; ``_graph``, what is traced, ``_real``, the values of its placeholders, and ``_unknown``, nodes of
+    it that have no value.
     """
 
     def __init__(self, kept: list[Opaque]) -> None:
         self.met: list[Tensor] = []
         self.names: list[str] = []
         self.kept = kept
+        self._graph = fx.Graph()
         self._real: dict[fx.Node, Tensor] = {}
         self._unknown: set[fx.Node] = set()
 
     def begin(self, values: Sequence[Tensor | None]) -> None:
         """Tell the values of the inputs of what is traced, in order; None where there is none."""
-        placeholders = [node for node in _graph().nodes if node.op == "placeholder"]
+        self._graph = _graph()
+        placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
         pairs = zip(placeholders, values, strict=True)
         self._real = {node: value for node, value in pairs if value is not None and _has_values(value)}
 
     @contextmanager
     def unknown(self) -> Iterator[None]:
         """What is made in the block has no value before the program runs."""
-        last = next(reversed(_graph().nodes))
+        last = next(reversed(self._graph.nodes))
         yield
         while (last := last.next).op != "root":
             self._unknown.add(last)
@@ -113,7 +116,9 @@ class Guards:
     def _known(self, asked: fx.Node, func: Any) -> list[fx.Node]:
         """A node and what it depends on, in order; a NoValueError where one of them has no value."""
         needed = ancestors(asked)
-        if asked.target is not func or needed & self._unknown:
+        if asked.target is not func or asked.graph is not self._graph:
+            raise NoValueError("it is part of another op")
+        if needed & self._unknown:
             raise NoValueError("it depends on a gradient that comes in later")
         if any(map(is_random, needed)):
             raise NoValueError("it depends on numbers that are drawn at random")

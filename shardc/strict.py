@@ -52,9 +52,7 @@ def _fallbacks(program: Program) -> Iterator[ShardingError]:
 
 def _is_fallback(program: Program, node: fx.Node) -> bool:
     is_ours = node.target in COLLECTIVES or node.target is reshard
-    return (
-        not is_ours and program.rule(node).is_fallback and any(size > 1 for size in program.rule(node).sizes.values())
-    )
+    return not is_ours and program.rule(node).is_fallback
 
 
 def _gathers(program: Program, asked: _Asked) -> Iterator[ShardingError]:

@@ -88,6 +88,16 @@ def test_a_program_is_compiled_for_each_finding_once(name: str) -> None:
     assert max(apart) < 1e-12
 
 
+@pytest.mark.slow
+def test_a_guard_holds_in_compiled_code() -> None:
+    model = shardc.parallelize(Rows(), MESH, {"x": P("dp")}, compile="inductor")
+    for count in (3, 5, 3):
+        x = (torch.arange(8) < count).double()
+        assert torch.equal(model(x), count * x)
+    (variants,) = model._variants.values()
+    assert len(variants.steps) == 2
+
+
 def on_gloo() -> tuple[list[int], list[float]]:
     return trained("masked_select", make_device_mesh(MESH))
 
