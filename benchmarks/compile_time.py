@@ -1,4 +1,4 @@
-"""How long compiling takes: GPT-2 small on dp=2,tp=4, and one model for 2 and for 2048 ranks.
+"""How long compiling takes, and what it makes: GPT-2 small on dp=2,tp=4, and one model for 2 and for 2048 ranks.
 
     python benchmarks/compile_time.py            # needs the hf extra
 
@@ -7,6 +7,7 @@ The two sizes of mesh are compiled in turn, so that a change in the machine's sp
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from shardc import Mesh, P
 ROUNDS = 7
 DATA = {"input_ids": P("dp"), "labels": P("dp")}
 MEGATRON = {"*.attn.c_proj.weight": P("tp"), "*.mlp.c_proj.weight": P("tp")}
+VOCABULARY = {"*.wte.weight": P("tp")}
+BATCH = {"input_ids": P(("dp", "tp")), "labels": P(("dp", "tp"))}
 
 
 def gpt2(layers: int) -> nn.Module:
@@ -42,13 +45,25 @@ def seconds_of(model: nn.Module, ranks: int) -> tuple[float, int]:
     return time.perf_counter() - start, len(found.graph.nodes)
 
 
-def main() -> None:
-    """Print both."""
-    full = compiled(gpt2(12), Mesh(dp=2, tp=4), DATA | MEGATRON, 16, 1024)
-    print(f"GPT-2 small, T=1024, B=16, dp=2,tp=4: {sum(full.seconds.values()):.1f} s to compile, of which")
+def report(name: str, annotations: Mapping[str, P]) -> None:
+    """Print what GPT-2 small costs under a plan: to compile, on the wire, and in operations done twice."""
+    begun = time.process_time()
+    mesh = Mesh(dp=2, tp=4)
+    full = compiled(gpt2(12), mesh, annotations, 16, 1024)
+    busy = time.process_time() - begun
+    print(f"GPT-2 small, T=1024, B=16, dp=2,tp=4, {name}:")
+    print(f"  {sum(full.seconds.values()):.1f} s to compile, {busy:.1f} s of them this process computed, of which")
     print("  " + ", ".join(f"{name} {took:.2f}" for name, took in full.seconds.items()))
     wire = sum(each.wire_bytes for each in full.collectives)
+    flops = json.loads(full.dump(format="json"))["flops"]
     print(f"  {len(full.collectives)} collectives, {wire / 2**20:.0f} MiB on the wire a rank, a step")
+    print(f"  {flops['per_rank'] * mesh.size / flops['whole']:.5f} times the operations of one device")
+
+
+def main() -> None:
+    """Print both."""
+    report("batch over both axes", BATCH)
+    report("batch over dp, Megatron over tp", DATA | MEGATRON | VOCABULARY)
     model = gpt2(2)
     seconds_of(model, 2)
     pairs = [(seconds_of(model, 2), seconds_of(model, 2048)) for _ in range(ROUNDS)]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING
 
 from shardc.collective import Kind, Step, steps_sharding
 from shardc.cut import split_dim
@@ -22,9 +21,6 @@ from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, 
 
 from .move_axes import Atoms, Move, Space, State
 from .search_moves import cheapest_moves
-
-if TYPE_CHECKING:
-    pass
 
 Args = tuple[object, ...]
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
+import gpt
 import pytest
 import torch
 from gpt import DATA, GPT, Config, gpt_sequence
@@ -129,6 +130,32 @@ def test_a_partial_sum_of_attention_and_mlp_is_added_before_it_is_reduced() -> N
         Parallel(), Mesh(tp=2), {"down.weight": P(None, "tp"), "out.weight": P(None, "tp")}, args=(torch.randn(4, 8),)
     )
     assert [(each.kind, each.phase) for each in compiled.collectives] == [("all_reduce", "forward")]
+
+
+class ParallelBlock(torch.nn.Module):
+    """GPT-J's: attention and MLP read one norm, and both are added to the residual."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = torch.nn.LayerNorm(config.width), gpt.Attention(config), gpt.MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.attn(h) + self.mlp(h)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused qkv", "q, k, v"])
+@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(dp=2, tp=4)], ids=["1-D", "2-D"])
+def test_parallel_attention_and_mlp_give_one_and_one_all_reduce_a_layer(mesh: Mesh, fused: bool) -> None:
+    torch.manual_seed(0)
+    config = Config(layers=LAYERS, fused=fused)
+    model = GPT(config)
+    model.blocks = torch.nn.ModuleList(ParallelBlock(config) for _ in range(LAYERS))
+    ids = torch.randint(config.vocab, (8, config.context))
+    data = DATA if "dp" in mesh.axis_names else {}
+    compiled = shardc.compile(model.double(), mesh, data | ROW, args=(ids, ids))
+    assert count_on("tp", compiled) == {("all_reduce", "forward"): LAYERS, ("all_reduce", "backward"): LAYERS}
+    equals_one_device(compiled, ids, ids)
 
 
 class GroupedQueries(torch.nn.Module):
