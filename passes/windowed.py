@@ -18,6 +18,7 @@ from .along import Windowed
 from .windowed_convolution import CONVOLUTIONS
 from .windowed_pool import POOLS
 from .windowed_resample import RESAMPLINGS
+from .windowed_scan import SCANS
 from .windowed_shift import SHIFTS
 
-WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SHIFTS
+WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS

@@ -67,16 +67,16 @@ def test_with_a_cut_sequence_they_are_added_before_one_reduce_scatter() -> None:
 
 
 def test_collectives_that_two_reshards_have_in_common_are_done_once() -> None:
-    program = compiled(lambda x: x.cumsum(0) + x.prod(), MESH, {"x": P("tp", "dp")}, x=value(8, 8))
+    program = compiled(lambda x: x.cumprod(0) + x.prod(), MESH, {"x": P("tp", "dp")}, x=value(8, 8))
     assert kinds(program.at("lower_reshards")) == ["all_gather_tp", "all_gather_tp_1", "all_gather_dp"]
     assert printed(program.at("fuse_collectives")) == block(
         """
         x: f32[8@tp, 8@dp]
         all_gather_tp: f32[8, 8@dp] = all_gather(x, ("tp",), 0)
-        cumsum: f32[8, 8@dp] = cumsum(all_gather_tp, 0)
+        cumprod: f32[8, 8@dp] = cumprod(all_gather_tp, 0)
         all_gather_dp: f32[8, 8] = all_gather(all_gather_tp, ("dp",), 1)
         prod: f32[] = prod(all_gather_dp)
-        add: f32[8, 8@dp] = add(cumsum, prod)
+        add: f32[8, 8@dp] = add(cumprod, prod)
         output: add
         """
     )

@@ -51,3 +51,57 @@ def test_experts_stay_where_they_are_when_few_tokens_would_move_and_are_gathered
         found = shardc.compile(model, mesh, annotations, args=(x, x))
         kinds.append({each.kind for each in found.collectives if each.phase == "forward"})
     assert kinds == [{"all_to_all", "all_reduce"}, {"all_gather", "all_reduce"}]
+
+
+class OneGroup(moe.MoE):
+    """Experts that give places to the tokens of all sequences together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, 1).unsqueeze(0)).view_as(x)
+
+
+@pytest.mark.parametrize("plan", ["experts", "experts beside data"])
+def test_places_among_all_tokens_take_the_totals_of_ranks_and_the_same_tokens_are_dropped(plan: str) -> None:
+    """The dispatch is then a sum over tokens, each rank's being a part: reduce_scatter there, all_gather back."""
+    mesh, annotations = PLANS[plan]
+    torch.manual_seed(0)
+    model = moe.Model(1, capacity_factor=0.6)
+    model.layers[0] = OneGroup(32, 128, 8, 0.6)
+    x, target = torch.randn(2, 8, 16, 32, dtype=torch.float64)
+    found = shardc.compile(model.double(), mesh, annotations, args=(x, target))
+    totals = [each for each in found.collectives if each.dtype == "int64"]
+    assert len(totals) == 3 and all(each.bytes <= 8 * mesh.size * 8 for each in totals)
+    along = Counter((each.kind, each.phase) for each in found.collectives if each.axes == ("ep",) and each.bytes > 4096)
+    both = [(kind, phase) for kind in ("reduce_scatter", "all_gather") for phase in ("forward", "backward")]
+    assert along == dict.fromkeys(both, 1)
+    equals_one_device(found, x, target)
+
+
+class Dense(torch.nn.Module):
+    """A layer of two linear ones beside one of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.moe = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32), moe.Model(1)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.moe(x + self.down(self.up(x).relu()), target)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_beside_tensor_parallel_beside_experts(stage: int) -> None:
+    torch.manual_seed(0)
+    mesh, model = Mesh(dp=2, tp=2, ep=2), Dense().double()
+    annotations = {"x": P(("dp", "ep")), "moe.layers.*.up": P("ep", None, "tp"), "down.weight": P(None, "tp")}
+    x, target = torch.randn(2, 8, 16, 32, dtype=torch.float64)
+    found = shardc.compile(model, mesh, annotations, args=(x, target), zero=shardc.Zero("dp", stage))
+    counts = Counter((each.kind, each.phase) for each in found.collectives if "dp" not in each.axes and each.bytes > 8)
+    assert counts["all_to_all", "forward"] == counts["all_to_all", "backward"] == 2
+    assert {str(found.shardings[f"moe.layers.0.{name}"]) for name in ("up", "down")} == {
+        "[_@ep, _@dp, _@tp]",
+        "[_@ep, _@tp, _@dp]",
+    }
+    along = {(each.kind, each.phase) for each in found.collectives if each.axes == ("dp",) and each.bytes > 8}
+    gathers = {("all_gather", phase) for phase in (["update"] if stage == 1 else ["forward", "backward"])}
+    assert along == gathers | {("reduce_scatter", "backward")}
+    equals_one_device(found, x, target)

@@ -309,3 +309,13 @@ def test_a_pad_of_one_dim_leaves_the_other_cut(mode: str, pads: tuple[int, ...])
     """An op that is taken apart along one dim is not found again along it."""
     moves = EDGES if any(pads[2:]) else ()
     check(lambda x: F.pad(x, pads, mode=mode) * 2, Mesh(x=3), HEIGHT, random(2, 3, 9, 7), moves=moves)
+
+
+@pytest.mark.parametrize(("size", "dim"), [(16, 0), (13, 0), (13, -1), (5, 1)])
+def test_a_running_sum_along_a_cut_dim_moves_a_total_of_each_rank(size: int, dim: int) -> None:
+    shape = [3, 3, 3]
+    shape[dim] = size
+    spec = P(*("x" if i == dim % 3 else None for i in range(3)))
+    found = check(lambda x: x.cumsum(dim), Mesh(x=4), spec, random(*shape), moves=["reduce_scatter"])
+    assert [each.bytes for each in found.collectives if each.phase == "forward"] == [4 * 9 * 8]
+    assert str(found.shardings["output"]) == str(found.shardings["x"])

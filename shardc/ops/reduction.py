@@ -39,8 +39,13 @@ def _reduction(
     return bind
 
 
-def along(dims: Callable[[Call], int | Sequence[int]], linear: str = "") -> Callable[[Call], Rule]:
-    """A rule for ops that keep all dims, some of them whole; these are factors, so that one sees where they are cut."""
+def along(
+    dims: Callable[[Call], int | Sequence[int]], linear: str = "", in_chunks: bool = False
+) -> Callable[[Call], Rule]:
+    """A rule for ops that keep all dims, some of them whole; these are factors, so that one sees where they are cut.
+
+    ``in_chunks``: they may be cut, since decompose takes the op apart in chunks.
+    """
 
     def bind(call: Call) -> Rule:
         shape, given = call.operand.shape, dims(call)
@@ -51,7 +56,10 @@ def along(dims: Callable[[Call], int | Sequence[int]], linear: str = "") -> Call
             return " ".join("1" if i in whole and sizes[i] != shape[i] else name for i, name in enumerate(names))
 
         specs = [", ".join(map(spec, tensors)) for tensors in (call.operands, call.results)]
-        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(names[dim] for dim in whole))
+        held = [names[dim] for dim in whole]
+        if in_chunks:
+            return make_rule(" -> ".join(specs), call, linear=linear, chunks=dict.fromkeys(held, 1))
+        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(held))
 
     return bind
 
@@ -138,7 +146,7 @@ def _histogram_rule(call: Call) -> Rule:
 
 
 rule(aten.histc.default, _histogram_rule)
-rule(aten.cumsum.default, along(_dim(1), linear="0"))
+rule(aten.cumsum.default, along(_dim(1), linear="0", in_chunks=True))
 rule(aten.cumprod.default, along(_dim(1)))
 rule(aten.logcumsumexp.default, along(_dim(1)))
 rule(aten.cummax.default, along(_dim(1)))
