@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model; started processes take the path over
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one device's threads do not spin where others compute
 
+import torch
 from figures import figures
 from measure import Steps, measure
 from network import network
@@ -53,7 +54,9 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
         for ranks in options.ranks:
             is_first = ranks == min(options.ranks) and size == options.sizes[-1]
             plans = options.plans or [name for name in ROWS if "compiled" not in name or is_first]
-            yield from (Row(plan, size, Job(ranks, options.optimizer)) for plan in plans)
+            yield from (
+                Row(plan, size, Job(ranks, options.optimizer, dtype=getattr(torch, options.dtype))) for plan in plans
+            )
 
 
 def _parse() -> argparse.Namespace:
@@ -65,6 +68,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=15.0, help="timed steps of a row end then, after 5")
     kernels = ("fused", "foreach", "loop")
     parser.add_argument("--optimizer", choices=kernels, default="fused", help="AdamW's kernel, for all")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args()

@@ -17,6 +17,7 @@ from shardc import P, Zero
 FSDP = DATA | {"param:*": P("dp")}
 TENSOR = MEGATRON | {"tokens.weight": P("tp"), "head.weight": P("tp")}  # the vocabulary is cut too
 SEQUENCE = TENSOR | {"module:tokens": P(None, "tp")}
+EXPERT = {"ids": P("ep"), "targets": P("ep"), "param:*.mlp.up": P("ep")}
 INDUCTOR = {"compile": "inductor"}
 
 
@@ -44,6 +45,7 @@ PLANS = {
     "shardc fsdp, gathered once": Plan("dp", FSDP),
     "shardc tp": Plan("tp", TENSOR),
     "shardc tp + sequence": Plan("tp", SEQUENCE),
+    "shardc ep": Plan("ep", EXPERT),
     "shardc dp inductor": Plan("dp", DATA, INDUCTOR),
     "shardc zero3 inductor": Plan("dp", DATA, {"zero": Zero("dp", 3)} | INDUCTOR),
     "shardc tp inductor": Plan("tp", TENSOR, INDUCTOR),

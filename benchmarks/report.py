@@ -53,11 +53,15 @@ def _megabytes(count: float | None) -> str:
 def write(folder: Path, found: Found) -> None:
     """``results.json`` with every sample, ``table.md`` and ``steps.svg``."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(row) | {"results": [asdict(each) for each in everyone]} for row, everyone in found]
+    rows = [{**_settings(row), "results": [asdict(each) for each in everyone]} for row, everyone in found]
     data = {"version": 1, "torch": torch.__version__, "machine": platform.machine(), "rows": rows}
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n")
     (folder / "table.md").write_text(markdown(found) + "\n")
     (folder / "steps.svg").write_text(svg(found))
+
+
+def _settings(row: Row) -> dict[str, object]:
+    return {"plan": row.plan, "size": row.size, **asdict(row.job), "dtype": str(row.job.dtype)}
 
 
 def svg(found: Found) -> str:

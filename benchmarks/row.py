@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import peer_data
+import peer_expert
 import peer_tensor
 from ours import PLANS
 from trainer import Job, Trainer
-from workload import SIZES, new_model
+from workload import SIZES, Size, new_model
 
 PEERS = {
     "one device": peer_data.one_device,
@@ -23,6 +24,7 @@ PEERS = {
     "DTensor plan compiled": peer_tensor.dtensor_plan_compiled,
     "DTensor sequence plan": peer_tensor.dtensor_sequence_plan,
     "DTensor weights": peer_tensor.dtensor_weights,
+    "experts by hand": peer_expert.by_hand,
 }
 ROWS = {
     "data": ("DDP", "shardc dp"),
@@ -30,6 +32,7 @@ ROWS = {
     "zero3": ("FSDP2", "shardc zero3", "shardc fsdp, gathered once"),
     "tensor": ("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp"),
     "sequence": ("DTensor sequence plan", "shardc tp + sequence"),
+    "expert": ("experts by hand", "shardc ep"),
     "data-compiled": ("DDP compiled", "shardc dp inductor"),
     "zero3-compiled": ("FSDP2 compiled", "shardc zero3 inductor"),
     "tensor-compiled": ("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor"),
@@ -56,6 +59,10 @@ class Row:
 
     def trainer(self, name: str) -> Trainer:
         """One of them, on this rank."""
-        size = SIZES[self.size]
-        model = new_model(size, "gpt").to(self.job.device)
-        return PLANS[name].trainer(model, self.job, size) if name in PLANS else PEERS[name](model, self.job)
+        return new_trainer(name, SIZES[self.size], self.job, has_experts=self.plan == "expert")
+
+
+def new_trainer(name: str, size: Size, job: Job, has_experts: bool = False) -> Trainer:
+    """A way to train, by its name, with a new model."""
+    model = new_model(size, has_experts).to(job.device, job.dtype)
+    return PLANS[name].trainer(model, job, size) if name in PLANS else PEERS[name](model, job)

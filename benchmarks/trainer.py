@@ -18,11 +18,12 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """On how many ranks of which device, and which AdamW: ``fused``, ``foreach`` or ``loop``."""
+    """On how many ranks of which device, in which dtype, and which AdamW: ``fused``, ``foreach`` or ``loop``."""
 
     ranks: int
     kernel: str = "fused"
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     def mesh(self, axis: str) -> DeviceMesh:
         """All ranks along one axis."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from gpt import GPT, Config
+from moe import MoE
 from torch import Tensor, nn
 
 
@@ -23,12 +24,16 @@ SIZES = {
     "medium": Size(Config(vocab=8192, context=256, layers=8, heads=8, width=512, fused=False)),  # 34 M
 }
 NUM_BATCHES = 4
+NUM_EXPERTS = 8
 
 
-def new_model(size: Size, kind: str) -> nn.Module:
-    """A model with the same weights whenever it is called; ``kind``: ``gpt``."""
+def new_model(size: Size, has_experts: bool = False) -> nn.Module:
+    """A GPT with the same weights whenever it is called; ``has_experts``: every other block has them, as in GShard."""
     torch.manual_seed(0)
-    return {"gpt": GPT}[kind](size.config)
+    model = GPT(size.config)
+    for block in list(model.blocks)[1::2] if has_experts else ():
+        block.mlp = MoE(size.config.width, 4 * size.config.width, NUM_EXPERTS, capacity_factor=1.0)
+    return model
 
 
 def batches(size: Size, device: str = "cpu") -> list[Tensor]:

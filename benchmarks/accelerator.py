@@ -1,0 +1,105 @@
+"""The benchmark on one CUDA device: what shardc costs at world size 1, and one rank of many.
+
+    python benchmarks/accelerator.py --size medium --ranks 8
+
+At world size 1 shardc through Inductor is held against ``torch.compile`` of the plain model, steps taken in turn. One
+rank of many runs with collectives that do nothing (torch's ``fake`` process group), so that its memory and the time of
+its kernels are those of a rank of the job, on a wire that costs nothing; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import torch
+import torch.distributed as dist
+from figures import ratio
+from row import new_trainer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer import Job, Trainer
+from workload import SIZES, Size, batches
+
+STUBBED = ("FSDP2", "Megatron by hand", "DTensor plan", "shardc dp", "shardc zero3", "shardc tp")
+
+
+def main() -> None:
+    """Print both sections, or that there is no device."""
+    options = _parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: this section is left out", file=sys.stderr)
+        return
+    size = SIZES[options.size]
+    _join(1)
+    print(alone(size, options.device, options.steps))
+    dist.destroy_process_group()
+    _join(options.ranks)
+    print(one_of_many(size, Job(options.ranks, device=options.device), options.steps))
+    dist.destroy_process_group()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs")
+    return parser.parse_args()
+
+
+def _join(ranks: int) -> None:
+    """Be rank 0 of a job whose other ranks are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def alone(size: Size, device: str, steps: int) -> str:
+    """World size 1: the plain model compiled, and shardc's, a step of each in turn."""
+    plain, ours = (new_trainer(name, size, Job(1, device=device)) for name in ("one device", "shardc dp inductor"))
+    plain.model = torch.compile(plain.model)
+    batch = batches(size, device)[0]
+    first = [seconds(trainer, batch) for trainer in (ours, plain)]
+    pairs = [(seconds(ours, batch), seconds(plain, batch)) for _ in range(steps + 3)][3:]
+    columns = [list(column) for column in zip(*pairs, strict=True)]
+    names = "shardc at world size 1, Inductor", "torch.compile of the plain model"
+    lines = [
+        f"{name}: {statistics.median(column) * 1e3:.2f} ms a step, the first {once:.1f} s"
+        for name, column, once in zip(names, columns, first, strict=True)
+    ]
+    return "\n".join((*lines, f"ratio {ratio(*columns)}"))
+
+
+def one_of_many(size: Size, job: Job, steps: int) -> str:
+    """One rank: milliseconds a step and peak memory of each plan."""
+    lines = ["| who | ms a step | MB peak |", "| --- | --- | --- |"]
+    batch = batches(size, job.device)[0]
+    lines += [f"| {name} | {measured(new_trainer(name, size, job), batch, steps)} |" for name in STUBBED]
+    return "\n".join(lines)
+
+
+def measured(trainer: Trainer, batch: torch.Tensor, steps: int) -> str:
+    """The median step and the most memory in one."""
+    for _ in range(3):
+        trainer.step(batch)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    median = statistics.median(seconds(trainer, batch) for _ in range(steps))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return f"{median * 1e3:.2f} | {peak / 1e6:.1f}"
+
+
+def seconds(trainer: Trainer, batch: torch.Tensor) -> float:
+    """One step, to the end of its kernels."""
+    start = time.perf_counter()
+    trainer.step(batch)  # reads the loss
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Peers that cut experts: all_to_alls by hand beside DDP, and DTensor over the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moe import MoE, top2
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from trainer import Job, Trainer, own_rows
+
+
+class Exchange(torch.autograd.Function):
+    """The i-th of equal pieces along dim 0 goes to rank i, and so do gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Those received, by sender."""
+        return exchanged(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Back to where they came from."""
+        return exchanged(grad)
+
+
+def exchanged(x: Tensor) -> Tensor:
+    """One all_to_all."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x)
+    return received
+
+
+class CutMoE(nn.Module):
+    """The experts of this rank, for the groups of all; ``[group / ranks, token, width]`` to the same."""
+
+    def __init__(self, moe: MoE, ranks: int) -> None:
+        super().__init__()
+        self.gate, self.ranks = moe.gate, ranks
+        self.experts, self.capacity_factor = len(moe.up), moe.capacity_factor
+        self.up, self.down = (
+            nn.Parameter(x.detach().chunk(ranks)[dist.get_rank()].clone()) for x in (moe.up, moe.down)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens to their experts, and back."""
+        combine = top2(self.gate(x).softmax(-1), int(2 * self.capacity_factor * x.shape[1] / self.experts))
+        sent = torch.einsum("gsec,gsm->egcm", (combine > 0).to(x.dtype), x)
+        local = Exchange.apply(sent).unflatten(0, (self.ranks, -1)).transpose(0, 1)  # [own expert, rank, group, ...]
+        done = torch.einsum("ehm,eprch->eprcm", self.down, torch.einsum("emh,eprcm->eprch", self.up, local).relu())
+        back = Exchange.apply(done.transpose(0, 1).flatten(0, 1))
+        return torch.einsum("gsec,egcm->gsm", combine, back)
+
+
+def by_hand(model: Any, job: Job) -> Trainer:
+    """DDP for all but the experts, whose gradients are of every rank's tokens already."""
+    experts: list[nn.Parameter] = []
+    for block in model.blocks:
+        if isinstance(block.mlp, MoE):
+            block.mlp = CutMoE(block.mlp, job.ranks)
+            experts += (block.mlp.up, block.mlp.down)
+    own = [name for name, parameter in model.named_parameters() if any(parameter is expert for expert in experts)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def average() -> None:
+        torch._foreach_div_([expert.grad for expert in experts if expert.grad is not None], job.ranks)
+
+    return Trainer(parallel, job.adamw(model.parameters()), own_rows, after_backward=average)
