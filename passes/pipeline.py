@@ -1,7 +1,7 @@
 """The passes, in order: read this to know the compiler. After each, the program is verified.
 
 captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards, store--> agreed
---lower_reshards, fuse_collectives, mask_padding, bucket_collectives--> lowered --localize--> localized
+--lower_reshards, fuse_collectives, mask_padding, rematerialize, bucket_collectives--> lowered --localize--> localized
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .localize import localize
 from .lower_reshards import lower_reshards
 from .mask_padding import mask_padding
 from .propagate import propagate
+from .rematerialize import rematerialize
 from .store import store
 from .verify import verify
 
@@ -36,6 +37,7 @@ PASSES: tuple[Pass, ...] = (
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
+    rematerialize,  # what is saved for backward, and what is made again
     bucket_collectives,  # several that go together as one
     localize,  # local shapes, one text for all ranks
 )

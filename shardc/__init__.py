@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardc.error import CaptureError, ShardingError
     from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
-    from shardc.options import Precision, Zero
+    from shardc.options import Precision, Remat, Zero
     from shardc.partition import P, blocks
     from shardc.passes.reshard_plan import reshard_plan
     from shardc.registration import register_rule
@@ -30,6 +30,7 @@ __all__ = [
     "Mesh",
     "P",
     "Precision",
+    "Remat",
     "Sharding",
     "ShardingError",
     "Zero",
@@ -55,6 +56,7 @@ _HOMES = {
     "Precision": "options",
     "Sharding": "sharding",
     "ShardingError": "error",
+    "Remat": "options",
     "Zero": "options",
     "blocks": "partition",
     "check_rule": "rule_check",

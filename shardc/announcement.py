@@ -32,6 +32,11 @@ def moves_edges(node: fx.Node) -> bool:
     return node.target in EXCHANGES and bool(node.args[1]) and any(rows_sent(node.args[3])[0])  # type: ignore[arg-type]
 
 
+def bytes_sent(program: Program, node: fx.Node) -> int:
+    """The bytes that one rank sends in a collective."""
+    return _collective(program, node).wire_bytes
+
+
 def _collective(program: Program, node: fx.Node) -> Collective:
     parts = members(node)
     moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]

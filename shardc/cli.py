@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.options import Zero
+from shardc.options import Remat, Zero
 from shardc.partition import P
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         type=_zero,
         help="store parameters cut by an axis between uses, as ZeRO does: dp=3",
     )
+    parser.add_argument(
+        "--remat",
+        metavar="GLOB|BYTES",
+        type=_remat,
+        help="make again in backward what is inside modules, h.*, or all but so many bytes a rank",
+    )
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
     parser.add_argument(
         "--set",
@@ -140,6 +146,13 @@ def _zero(text: str) -> Zero:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _remat(text: str) -> Remat:
+    try:
+        return Remat(budget=int(text)) if text.lstrip("-").isdigit() else Remat(text)
+    except ShardingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -166,7 +179,7 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def _compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``compile`` that every command takes."""
-    return {"zero": options.zero}
+    return {"zero": options.zero, "remat": options.remat}
 
 
 def _load(options: argparse.Namespace, device: str) -> Target:

@@ -88,8 +88,13 @@ def flops_of(program: Program, of_rank: bool = False) -> int:
     ``of_rank``: on one rank's shards; else on the types as they stand, which are global before localize.
     """
     if of_rank:
-        return sum(_node_flops(program, node, program.local_type) for node in program.calls)
+        return sum(flops_of_call(program, node) for node in program.calls)
     return sum(_node_flops(program, node, lambda node, index: program.types(node)[index]) for node in program.calls)
+
+
+def flops_of_call(program: Program, node: fx.Node) -> int:
+    """Those of one call, on one rank's shards."""
+    return _node_flops(program, node, program.local_type)
 
 
 TypeOf = Callable[[fx.Node, int], TensorType | None]

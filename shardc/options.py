@@ -74,15 +74,46 @@ def _no_float(name: str, dtype: Any) -> ShardingError:
 
 
 @dataclass(frozen=True, slots=True)
+class Remat:
+    """What backward reads of forward is made again there, just before it is read, from less that is saved.
+
+    ``blocks``: a glob over module paths, ``h.*``. Of the outermost modules that it matches the first and every
+    ``every``-th after it keep nothing but what comes in; every 2nd halves both what is gained and what is done again.
+    ``budget``: the bytes that a rank may save; what is made again is what costs least, by a minimum cut. It lives
+    until its last reader, so that far below the inputs of all blocks the peak rises again.
+    The result of a collective is saved and never asked for twice, unless ``collectives``: less memory, more wire.
+    Sources: Chen et al. 2016; Korthikanti et al. 2022.
+    """
+
+    blocks: str = ""
+    every: int = 1
+    budget: int | None = None
+    collectives: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.blocks) == (self.budget is not None):
+            what = "both blocks and budget" if self.blocks else "neither blocks nor budget"
+            raise ShardingError(
+                "Remat", what, "one of them says what is saved", "say blocks='h.*', or budget=10**9 for a gigabyte"
+            )
+        if self.every < 1:
+            raise ShardingError("Remat", f"every={self.every}", "it counts blocks from 1", "say 1 for all, 2 for half")
+        if self.budget is not None and self.budget < 0:
+            raise ShardingError("Remat", f"budget={self.budget}", "bytes are not negative", "say how many may be saved")
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What a program is compiled with beside mesh and annotations."""
 
     zero: Zero | None = None
     precision: Precision | None = None
+    remat: Remat | None = None
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError for an option that is of another type or does not fit the mesh."""
-        for name, value, wanted in (("zero", self.zero, Zero), ("precision", self.precision, Precision)):
+        given = (("zero", self.zero, Zero), ("precision", self.precision, Precision), ("remat", self.remat, Remat))
+        for name, value, wanted in given:
             if value is not None and not isinstance(value, wanted):
                 problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
                 raise ShardingError(f"option {name}", f"{name}={value!r}", problem, remedy)

@@ -300,6 +300,13 @@ class Program:
         self.set_source(node, self.source(like))
         return node
 
+    def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a call of forward again, for backward; it takes other operands in the place of those ``given``."""
+        again = self.graph.node_copy(node, lambda operand: given.get(operand, operand))
+        again.meta = dict(node.meta)
+        self.set_source(again, replace(self.source(node), phase="backward"))
+        return again
+
     def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """Insert a call whose type is found by running it on meta tensors."""
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
