@@ -192,7 +192,8 @@ class Step:
         absent = [None] * len(self.border.comm.positions)
         for i, (door, value) in enumerate(zip(self._entries, values, strict=True)):
             pieces: list[Any] = absent if value is None else door.enter(value)
-            if i in self._ends.buffers and self.runner.keeps_input(i):  # written back before the backward reads it
+            is_kept = value is not None and self.runner.keeps_input(i)
+            if is_kept and i in self._ends.buffers:  # written back before the backward reads it
                 pieces = [piece.clone() for piece in pieces]
             columns.append(pieces)
         return [list(row) for row in zip(*columns, strict=True)]

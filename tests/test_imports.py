@@ -28,10 +28,8 @@ TORCH_FREE = {
 }
 MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}
 MAY_CUT_GRAPHS = {
-MAY_CUT_GRAPHS = {
     "shardc.passes.choose_saved",
     "shardc.passes.choose_sides",
-}
     "shardc.passes.cut_stages",
     "shardc.passes.verify",
     "shardc.runtime.schedule",
