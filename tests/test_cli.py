@@ -308,10 +308,10 @@ def test_zero_is_said_by_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
-    for options in ((), ("--remat", "up"), ("--remat", "1000")):
+    for options in ((), ("--remat", "up"), ("--remat", "400")):
         assert main(["dump", f"{FILE}:mlp", *ON_FOUR, *options, "--format", "json"]) == 0
         saved.append(json.loads(capsys.readouterr().out)["memory"]["saved"])
-    assert saved[0] > saved[1] and saved[0] > 1000 >= saved[2]
+    assert saved[0] == saved[1] > 400 >= saved[2] > 0  # what comes out of the module is read by another
     with pytest.raises(SystemExit):
         main(["dump", f"{FILE}:mlp", *ON_FOUR, "--remat", "-5"])
     assert "bytes are not negative" in capsys.readouterr().err
