@@ -73,25 +73,29 @@ class Storage:
 
 
 def storages(program: Program) -> Iterator[Storage]:
-    """Every value that owns its bytes; a use of a view is a use of what it looks at."""
+    """Every value that owns its bytes; a use of a view is a use of what it looks at.
+
+    The results of an op that has several live until the last of them is picked.
+    """
     parts = split(program)
     order = [*parts.update, *parts.forward, *parts.backward]
     fwd, bwd = len(parts.update), len(order) - len(parts.backward)  # where they start
     owners = owners_of(program, order)
     last = dict.fromkeys(owners.values(), -1)
-    read: set[Value] = set()  # by the backward part
+    saved: set[Value] = set()  # read by the backward part
     for place, node in enumerate(order):
-        used = [] if is_getitem(node) else [owners[program.value(each)] for each in node.all_input_nodes]
+        read = _results(program, operand(node)) if is_getitem(node) else map(program.value, node.all_input_nodes)
+        used = [owners[value] for value in read]
         made = [owners[value] for value in _results(program, node)]
         last |= dict.fromkeys([*used, *made], place)
-        read |= set(used if place >= bwd else ())
+        saved |= set(used if place >= bwd else ())
     last |= {owners[program.value(node)]: len(order) for node in program.results if node is not None}
     born = {node: place for place, node in enumerate(order)}
     for owner, end in last.items():
         type_, start = program.local_type(*owner), born.get(owner[0], -1)
         assert type_ is not None, owner
         end = end if start >= 0 else len(order)
-        yield Storage(owner, type_.nbytes, start, end, is_saved=fwd <= start < bwd and owner in read)
+        yield Storage(owner, type_.nbytes, start, end, is_saved=fwd <= start < bwd and owner in saved)
 
 
 def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:
