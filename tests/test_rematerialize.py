@@ -97,7 +97,7 @@ def flops_in(program: Compiled, nodes: set[Any]) -> int:
 
 def test_what_is_made_again_stands_right_before_its_first_reader() -> None:
     """Nothing of one block is alive while another is run backward."""
-    program = compiled("data and tensor", BLOCKS).program
+    program = compiled("data and tensor", BLOCKS).at("rematerialize")
     backward = split(program).backward
     blocks = [
         program.source(node).module.split(".")[1] for node in backward if "blocks." in program.source(node).module
