@@ -28,6 +28,7 @@ from shardc.text import bytes_text, table
 from shardc.verify import Difference, verify
 
 from . import zoo_convolutions as zoo_convolutions
+from . import zoo_further as zoo_further
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 from .zoo_models import MODELS, Made, Sizes
 
