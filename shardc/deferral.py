@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.bucket import members
+from shardc.collective import EXCHANGES
 from shardc.node import is_getitem, operands
 from shardc.ops.padding import fit
 from shardc.program import Program
@@ -47,6 +48,8 @@ def _is_linear(program: Program, node: fx.Node) -> bool:
         return True
     if sent := members(node):
         return all(each.kind != "mask_padding" and each.args[1] not in ("max", "min") for each in sent)
+    if node.target in EXCHANGES:
+        return False  # its local types do not say its rule
     given = frozenset(i for i, taken in enumerate(operands(node)) if taken is not None)
     return given in program.rule(node).linear
 

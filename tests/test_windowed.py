@@ -319,3 +319,8 @@ def test_a_running_sum_along_a_cut_dim_moves_a_total_of_each_rank(size: int, dim
     found = check(lambda x: x.cumsum(dim), Mesh(x=4), spec, random(*shape), moves=["reduce_scatter"])
     assert [each.bytes for each in found.collectives if each.phase == "forward"] == [4 * 9 * 8]
     assert str(found.shardings["output"]) == str(found.shardings["x"])
+
+
+def test_the_gradient_of_a_parameter_may_come_through_windows() -> None:
+    check(lambda x, w: x * w.cumsum(0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
+    check(lambda x, w: x * w.roll(2, 0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
