@@ -1,35 +1,31 @@
-"""Which axes cut which factor of each op, and which partial sums ride on: decided for a program before any rewrite.
+"""How the factors of each op are cut, and which partial sums ride on: decided for a program before any rewrite.
 
-Two ideas. One axis cuts one factor of an op on all its tensors: of those that claim it, the one whose annotation comes
-first wins, then the one of more bytes (``assign``). And a partial sum rides through ops that are linear in it, for as
-long as it has one user and nothing makes it larger (``Plan``): all are let ride, those that meet an op they cannot pass
-are reduced where they are made, and so on until all that ride can.
+Of the ways to cut an op's factors (assign_cuts.py) the one that moves the fewest bytes is taken. A partial sum rides
+through ops that are linear in it, for as long as it has one user and nothing makes it larger: all are let ride, those
+that meet an op they cannot pass are reduced where they are made, and so on until all that ride can.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import fx
 
 from shardc.casting import reduced_casts
-from shardc.cut import dims_sharding, extends, factor_cuts
-from shardc.mesh import Axes, AxisPart
+from shardc.cut import dims_sharding
+from shardc.mesh import Axes
 from shardc.node import is_annotation, is_cast
-from shardc.program import Origin, Output, Program, Value
+from shardc.program import Output, Program, Value
 from shardc.rule import Dims, Rule
-from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
+from shardc.sharding import Sharding, TensorType
 
+from .assign_cuts import Claim, Cuts, Partial, choices, claims_on
 from .reshard_plan import reshard_plan
 
-Partial = tuple[tuple[AxisPart, ReduceOp], ...]
-Cuts = dict[str, DimSharding]
 Way = tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]]  # of operands and of results
 Seen = Mapping[tuple[fx.Node, Value], Sharding]  # how an op is to think that an operand lies
-FIRST = 2**63  # more bytes than anything has
 
 
 def choose_cuts(program: Program, seen: Seen | None = None) -> Plan:
@@ -43,91 +39,10 @@ def choose_cuts(program: Program, seen: Seen | None = None) -> Plan:
         delayed = delayed - plan.broken
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``.
-
-    ``is_wish``: it is a result.
-    """
-
-    factor: str
-    cut: DimSharding
-    rank: int
-    nbytes: int
-    is_wish: bool
-
-
-def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value], Sharding]) -> list[Claim]:
-    """What operands claim as they lie, and results as propagate wished; a result that the user placed, alone."""
-    is_placed = is_annotation(node)
-    claims: list[Claim] = []
-    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
-        if value is not None and dims is not None and not is_placed:
-            claims += _claims_of(program, rule, value, dims, lies(value))
-    for index, (dims, sharding) in enumerate(zip(rule.results, program.shardings(node), strict=True)):
-        if dims is not None and sharding is not None:
-            claims += _claims_of(program, rule, (node, index), dims, sharding, is_wish=True)
-    return claims
-
-
-def _claims_of(
-    program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding, is_wish: bool = False
-) -> list[Claim]:
-    type_ = program.value_type(value)
-    nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
-    origins = program.origins(value[0])[value[1]]
-    return [
-        Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_wish)
-        for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
-    ]
-
-
-def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
-    """Which axes cut which factor, when an axis may cut one factor only.
-
-    The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
-    keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
-    """
-    order = {factor: i for i, factor in enumerate(rule.sizes)}
-    cuts: Cuts = {}
-    for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
-        have = cuts.get(claim.factor, WHOLE)
-        if rule.may_cut(claim.factor, claim.cut) and extends(claim.cut, have):
-            used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
-            granted = _unused(claim.cut, used)
-            if granted != WHOLE and rule.may_cut(claim.factor, granted) and extends(granted, have):
-                cuts[claim.factor] = granted
-    return cuts
-
-
-def choices(rule: Rule, claims: list[Claim], passing: Partial) -> list[Cuts]:
-    """The cuts by the claims' own order, and those where another claim of its rank comes first."""
-    taken = tuple(part for part, _ in passing)
-    found = [assign(rule, claims, taken)]
-    for i, claim in enumerate(claims):
-        if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
-            cuts = assign(rule, [*claims[:i], replace(claim, nbytes=FIRST), *claims[i + 1 :]], taken)
-            found += [cuts] * (cuts not in found and num_pieces(cuts) >= num_pieces(found[0]))
-    return found
-
-
-def num_pieces(cuts: Cuts) -> int:
-    """Into how many pieces the work is cut."""
-    return math.prod(num_shards(cut.all_axes) for cut in cuts.values())
-
-
 def move_bytes(have: Sharding, want: Sharding, type: TensorType) -> int:
     """What a rank sends to bring a value from one sharding to another."""
     found = () if have == want else reshard_plan(have.mesh, type.shape, type.dtype, have, want)
     return sum(each.wire_bytes for each in found)
-
-
-def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
-    """The leading part of a cut whose axes are not used."""
-    free = [not any(part.overlaps(other) for other in used) for part in cut.all_axes]
-    if all(free):
-        return cut
-    return WHOLE if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
 
 @dataclass(slots=True)
@@ -296,10 +211,6 @@ class Plan:
         wished = self.program.shardings(node)[index]
         assert wished is not None
         return wished
-
-
-def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
-    return min((origins[part.name].rank for part in axes if part.name in origins), default=1)
 
 
 def _values_used_once(program: Program, node: fx.Node) -> Iterator[Value]:

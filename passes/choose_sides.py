@@ -28,8 +28,10 @@ from shardc.program import Origin, Program, Value
 from shardc.rule import Rule
 from shardc.sharding import WHOLE, Sharding
 
-from .choose_cuts import Cuts, Plan, Seen, Way, assign, choose_cuts, claims_on, move_bytes, num_pieces
-from .propagate import Ranks, propagate
+from .assign_cuts import Cuts, assign, claims_on, num_pieces
+from .choose_cuts import Plan, Seen, Way, choose_cuts, move_bytes
+from .pins import Ranks
+from .propagate import propagate
 
 DATA, PARAMETERS = "data", "parameters"  # the ends of the cut
 Facts = tuple[tuple[Sharding | None, ...], tuple[Mapping[str, Origin], ...]]  # a node's shardings, their origins

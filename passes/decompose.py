@@ -28,7 +28,7 @@ from shardc.rule import Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
-from .choose_cuts import Cuts, assign, claims_on
+from .assign_cuts import Cuts, assign, claims_on
 from .decompose_index import INDEXING, lookup_moves
 from .decompose_norm import NORMS
 from .decompose_reduce import REDUCTIONS

@@ -1,0 +1,77 @@
+"""The values whose sharding the user fixed, and who of them speaks first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from shardc.error import ShardingError, raise_all
+from shardc.node import arguments, is_annotation
+from shardc.partition import P
+from shardc.pin import Pin
+from shardc.program import Program
+
+PARAMETER_KINDS = ("parameter", "buffer")
+
+
+def annotated_values(program: Program) -> list[Pin]:
+    """A pin for every ``shardc.annotate`` in the model; those that do not fit are one ShardingError."""
+    pins: list[Pin] = []
+    errors: dict[str, ShardingError] = {}
+    for node in program.calls:
+        if is_annotation(node):
+            try:
+                pins.append(_annotated_value(program, node))
+            except ShardingError as error:
+                errors.setdefault(str(error), error)  # the gradient's would say the same
+    raise_all(list(errors.values()))
+    return pins
+
+
+def _annotated_value(program: Program, node: fx.Node) -> Pin:
+    given, shape, source = arguments(node), program.type(node).shape, program.source(node)
+    spec, who = P.parse(given["spec"], given["priority"]), f"annotate in {source.module or 'the model'}"
+    assert program.mesh is not None
+    sharding = spec.sharding(program.mesh, shape, f"{who} ({source.location})")
+    opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
+    return Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
+
+
+def promotion(pins: tuple[Pin, Pin]) -> str:
+    """What the dump says of a pin that was moved into blocks."""
+    before, after = pins
+    return (
+        f"{before.name}: {before.text} cuts each block that the model takes apart, {after.sharding}, not the whole dim"
+    )
+
+
+class Ranks:
+    """Who speaks first about an axis: 0 inputs and values, 1 parameters, 2 a value whose axis only parameters share.
+
+    Such an axis is no axis of the data: a residual that is cut along time by the axis that cuts the weights of each
+    block lies so, and is gathered where they compute. A batch that is cut where it is embedded is data.
+    """
+
+    def __init__(self, pins: Iterable[Pin], first: frozenset[str] = frozenset()) -> None:
+        self.first = first
+        axes: dict[str, set[str]] = {}
+        for pin in pins:
+            kind = "parameter" if pin.kind in PARAMETER_KINDS else pin.kind
+            axes.setdefault(kind, set()).update(part.name for part in pin.sharding.cut_axes)
+        self.model_axes = axes.get("parameter", set()) - axes.get("input", set())
+        self.contested = sorted(axes.get("parameter", set()) & axes.get("input", set()))
+        self.has_data = "input" in axes
+
+    def of(self, pin: Pin) -> set[int]:
+        """The ranks of a pin's dims."""
+        return {self.rank(pin, dim) for dim in range(len(pin.sharding.dims))} or {0}
+
+    def rank(self, pin: Pin, dim: int) -> int:
+        """That of all axes that cut a dim, together."""
+        if pin.kind in PARAMETER_KINDS:
+            return -1 if self.first & {part.name for part in pin.sharding.dims[dim].all_axes} else 1
+        if pin.kind != "value":
+            return 0
+        is_shared = any(part.name in self.model_axes for part in pin.sharding.dims[dim].all_axes)
+        return 2 if is_shared and (self.has_data or dim) else 0
