@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardc.node import arguments, operand, operands
+from shardc.ops.position import scatter_add_at
 from shardc.program import Program
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
 
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
-    """The gradient of each row, where the class is its target; pointwise, so that rows and classes may be cut."""
+    """The gradient of each row, where the class is its target; rows and classes may be cut."""
     given = arguments(node)
     x, gradient = given["self"], given["grad_output"]
     shape = program.type(x).shape
@@ -101,12 +102,8 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
     each = emit(aten.neg.default, emit(aten.mul.Tensor, weight, gradient))
-    classes = emit(aten.arange.default, shape[1])
-    if len(shape) > 2:
-        classes = emit(aten.reshape.default, classes, [shape[1], *[1] * (len(shape) - 2)])
-    is_target = emit(aten.eq.Tensor, classes, emit(aten.unsqueeze.default, safe, 1))
-    zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
-    return emit(aten.where.self, is_target, emit(aten.unsqueeze.default, each, 1), zero)
+    place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
+    return emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1)
 
 
 def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -18,7 +18,7 @@ from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
 from .comm import Comm, Results
-from .instruction import Env, Instruction, instruction, with_deaths, with_waits
+from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
@@ -63,11 +63,15 @@ class Started:
 class Executor:
     """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
 
+    ``is_eager``: its ops run; else they are recorded for a compiler, which chooses kernels itself.
+
     It holds no values: several forward runs may wait for their backward. ``deferred``: of the program's outputs, those
     gradients whose reductions may run once for several backwards.
     """
 
-    def __init__(self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
+    ) -> None:
         assert (comm is not None) == (program.level == "localized"), program.level
         self.program, self.comm = program, comm
         slots = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -77,7 +81,7 @@ class Executor:
         self._part = [PART_OF[output.kind] for output in program.outputs]
         place, parts = comm.device if comm else torch.device(device), split(program)
         update, fwd, bwd = (
-            with_waits([instruction(node, slots, place, program) for node in part])
+            with_waits(instructions(part, slots, place, program, is_eager))
             for part in (parts.update, parts.forward, parts.backward)
         )
         made = {slot for slot, _ in self._results_of("update")}

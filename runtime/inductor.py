@@ -27,7 +27,7 @@ class InductorRunner:
     """
 
     def __init__(self, program: Program, comm: Comm) -> None:
-        self._executor, self._comm = Executor(program, comm), comm
+        self._executor, self._comm = Executor(program, comm, is_eager=False), comm
         self._fwd: Part | None = None
         self._bwd: Part | None = None
 

@@ -17,11 +17,12 @@ from shardc.collective import EXCHANGES, group_size
 from shardc.error import ShardingError
 from shardc.node import operand, takes_device
 from shardc.opaque import Opaque
-from shardc.ops.contraction import dot
+from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.program import Program, op_rule
 
 from .flat import Flat
+from .kernel import biased, in_place, is_fresh
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 
@@ -71,15 +72,40 @@ class Instruction:
             yield from _slots(argument)
 
 
-def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program) -> Instruction:
-    """The instruction of a call of a program; in a localized one collectives act for real."""
+def instructions(
+    part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.device, program: Program, is_eager: bool
+) -> list[Instruction]:
+    """The calls of a part of a program; ``is_eager``: they run as they are, so that kernels are worth a choice."""
+    sums = biased(part, program) if is_eager else {}
+    inside, here = set(sums.values()), set(part) if is_eager else set()
+    return [
+        with_bias(node, sums[node], slots) if node in sums else instruction(node, slots, device, program, here)
+        for node in part
+        if node not in inside
+    ]
+
+
+def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int]) -> Instruction:
+    """A contraction and the sum of it and a bias, in one."""
+    operands = operand(product, 0), operand(product, 1), operand(node, 1)
+    direct = tuple((i, slots[each]) for i, each in enumerate(operands))
+    return Instruction(BoundDot(str(product.args[2])), (None,) * 3, {}, direct, (), slots[node], "")
+
+
+def instruction(
+    node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program, here: set[fx.Node]
+) -> Instruction:
+    """The instruction of a call; it may write over what is made ``here``. In a localized program collectives act."""
     assert node.op == "call_function" and callable(node.target), node.format_node()
+    op, given_args = in_place(node, here, program) or (node.target, node.args)
+    if op is dot:
+        op, given_args = BoundDot(str(node.args[2])), node.args[:2]
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
-    given = (*node.args, *named.values())
+    given = (*given_args, *named.values())
     args: Any = fx.map_arg(given, lambda operand: Slot(slots[operand]))  # type: ignore[arg-type,return-value]
     found = op_rule(node.target)
-    target = _with_dense(node.target) if found is not None and found.is_dense else node.target
+    target = _with_dense(op) if found is not None and found.is_dense else op
     target = _of_contiguous(target) if node.target in TAKE_CONTIGUOUS else target
     target = _with_names(target, tuple(named)) if named else target
     method = _method(program, node) if program.level == "localized" else ""
@@ -92,15 +118,8 @@ def instruction(node: fx.Node, slots: Mapping[fx.Node, int], device: torch.devic
         slots[node],
         method,
         Flat.of(program, node) if method and node.target is bucket else None,
-        node.target is bucket or (bool(members(node)) and _is_fresh(operand(node))),
+        node.target is bucket or (bool(members(node)) and is_fresh(operand(node))),
     )
-
-
-def _is_fresh(node: fx.Node) -> bool:
-    """Whether a value lies in memory of its own, which only its one user reads."""
-    returns: list[Any] = getattr(getattr(node.target, "_schema", None), "returns", [])
-    is_new = node.target is dot or (len(returns) == 1 and returns[0].alias_info is None)
-    return node.op == "call_function" and is_new and len(node.users) == 1
 
 
 def _method(program: Program, node: fx.Node) -> str:

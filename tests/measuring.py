@@ -19,7 +19,7 @@ def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
     """``saved`` and ``peak`` of a step on virtual ranks, of the rank where they are most."""
     program = compiled.program
     inputs = cut_inputs(program, compiled._inputs(program, args, kwargs, {}, 0, 0))
-    return MeasuringExecutor(program, SimulatedComm(compiled.mesh)).measure(inputs)
+    return MeasuringExecutor(program, SimulatedComm(compiled.mesh), is_eager=False).measure(inputs)
 
 
 class MeasuringExecutor(Executor):

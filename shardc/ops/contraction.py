@@ -14,6 +14,7 @@ from shardc.rule import Call, Rule, make_rule, rule
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
+Names = tuple[str, ...]
 
 
 def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
@@ -31,14 +32,69 @@ def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
     return product.reshape([sizes[name] for name in plan.product]).permute(plan.order)
 
 
+class BoundDot:
+    """``dot`` of one spec, called again and again: how operands become matrices is known from their shapes.
+
+    State: the shapes, and for them the steps of each operand and of the product. ``bias``, where it ``takes_bias``, is
+    added along the last dim, in the product's own kernel.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.plan = _plan(spec)
+        self._shapes: tuple[torch.Size, torch.Size] | None = None
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether the product's columns are the result's last dim."""
+        plan = self.plan
+        return not plan.left[0] and not plan.is_swapped and plan.order == tuple(range(len(plan.out))) and (
+            plan.right[2] == plan.out[-1:]
+        )  # fmt: skip
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The contraction."""
+        if self._shapes != (a.shape, b.shape):
+            self._bind(a.shape, b.shape)
+        left, right = _stepped(a, self._left), _stepped(b, self._right)
+        if self.plan.is_swapped:
+            left, right = right.mT, left.mT
+        product = self._multiply(left, right) if bias is None else torch.addmm(bias, left, right)
+        if self._shape is not None:
+            product = product.view(self._shape)
+        return product if self._order is None else product.permute(self._order)
+
+    def _bind(self, a: torch.Size, b: torch.Size) -> None:
+        plan, self._shapes = self.plan, (a, b)
+        sizes = dict(zip(plan.a + plan.b, a + b, strict=True))
+        self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
+        self._multiply = torch.bmm if plan.left[0] else torch.mm
+        is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
+        self._shape = None if is_matrix else [sizes[name] for name in plan.product]
+        self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
+
+
+Steps = tuple[list[int] | None, list[int] | None]  # a permutation and a shape, None where it stays as it is
+
+
+def _steps(names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, int]) -> Steps:
+    order = [names.index(name) for group in groups for name in group]
+    shape = [math.prod(sizes[name] for name in group) for group in groups][0 if groups[0] else 1 :]
+    is_matrix = [len(group) for group in groups] in ([1, 1, 1], [0, 1, 1])
+    return None if order == sorted(order) else order, None if is_matrix else shape
+
+
+def _stepped(x: Tensor, steps: Steps) -> Tensor:
+    order, shape = steps
+    if order is not None:
+        x = x.permute(order)
+    return x if shape is None else x.reshape(shape)
+
+
 def dot_type(a: TensorType, b: TensorType, spec: str) -> TensorType:
     """The type of ``dot(a, b, spec)``."""
     plan = _plan(spec)
     sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
     return TensorType(tuple(sizes[name] for name in plan.out), a.dtype)
-
-
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

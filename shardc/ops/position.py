@@ -60,7 +60,7 @@ def scatter_add_at(index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Ten
     """The sum of ``source`` at each position of ``dim`` that is here."""
     here, (local,) = _local([index], [rows])
     shape = [rows.shape[0] if i == dim else size for i, size in enumerate(source.shape)]
-    return source.new_zeros(shape).scatter_add(dim, local, _where(here, source))
+    return source.new_zeros(shape).scatter_add_(dim, local, _where(here, source))
 
 
 def scatter_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:

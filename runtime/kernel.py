@@ -1,0 +1,80 @@
+"""Which kernel runs a call: a contraction bound to its shapes, with its bias; a result in the memory of an operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.node import is_getitem, is_pointwise, operand
+from shardc.ops.contraction import BoundDot, dot
+from shardc.program import Program
+
+aten = torch.ops.aten
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+
+def biased(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
+    """Sums that add a bias to a contraction whose product no one else reads, each with the contraction."""
+    here, found = set(part), {}
+    for node in part:
+        if node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2:
+            product, bias = node.all_input_nodes
+            if product in here and product.target is dot and len(product.users) == 1:
+                if node.args == (product, bias) and _fits(program, product, bias, node):
+                    found[node] = product
+    return found
+
+
+def _fits(program: Program, product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
+    made, added = program.type(product), program.value_type(program.value(bias))
+    is_row = added.shape == made.shape[-1:] and len(made.shape) > 1 and program.type(total) == made
+    return is_row and added.dtype == made.dtype and BoundDot(str(product.args[2])).takes_bias
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a value lies in memory of its own, which only its one user reads."""
+    if len(node.users) != 1 or node.op != "call_function":
+        return False
+    if is_getitem(node):
+        made_by, index = operand(node), node.args[1]
+        twins = [user for user in made_by.users if user.args[1] == index]
+        return len(twins) == 1 and _makes(made_by.target, index)  # virtual ranks share what a bucket makes
+    return node.target is dot or _makes(node.target, 0)
+
+
+def _makes(target: Any, index: Any) -> bool:
+    """Whether an op of torch puts a result into memory of its own."""
+    if getattr(target, "namespace", "") != "aten" or target is aten._unsafe_view.default:
+        return False
+    returns = target._schema.returns
+    return index < len(returns) and str(returns[index].type) == "Tensor" and returns[index].alias_info is None
+
+
+def in_place(node: fx.Node, part: set[fx.Node], program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The op, with its arguments, that writes the result over an operand that no one reads after; None without one."""
+    twin = _twin(node.target)
+    if twin is None:
+        return None
+    orders = [node.args, (*node.args[1::-1], *node.args[2:])] if node.target in COMMUTATIVE else [node.args]
+    for args in orders:
+        first = args[0] if args else None
+        if isinstance(first, fx.Node) and first in part and is_fresh(first):
+            if program.value_type(program.value(first)) == program.type(node):
+                return twin, args
+    return None
+
+
+def _twin(target: Any) -> Callable[..., Any] | None:
+    """The form of a pointwise op that writes over its first operand."""
+    if not is_pointwise(target) or target.namespace != "aten" or target._schema.name.endswith("_"):
+        return None
+    packet = getattr(aten, f"{target._schema.name.partition('::')[2]}_", None)
+    twin = getattr(packet, target._overloadname, None)
+    return twin if twin is not None and _names(twin) == _names(target) else None
+
+
+def _names(target: Any) -> list[str]:
+    return [argument.name for argument in target._schema.arguments]

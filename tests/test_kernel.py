@@ -1,0 +1,75 @@
+"""Kernels that the executor chooses: the same values, fewer passes over memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpt import GPT, Config
+from rule_case import Draw
+from torch import Tensor, nn
+
+import shardc
+from shardc import Mesh
+from shardc.ops.contraction import BoundDot, dot
+from shardc.runtime.comm import SimulatedComm
+from shardc.runtime.executor import Executor
+from shardc.runtime.simulator import cut_inputs
+
+SPECS = [
+    "b t k, k n -> b t n", "b t k, n k -> b t n", "b t n, b t k -> n k", "b t k, b t n -> n k", "a k, k n -> n a",
+    "b h t d, b h s d -> b h t s", "b t h d, h d n -> t b n", "k, k -> ", "a, c -> c a", "k, k n -> n",
+    "e b k, e k n -> b e n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_bound_contraction_equals_its_einsum_for_every_shape_it_is_called_with(spec: str) -> None:
+    bound = BoundDot(spec)
+    for seed, size in enumerate((2, 3, 3)):
+        sizes = {name: size + i for i, name in enumerate(sorted(set(spec) - set(" ,->")))}
+        one, other = (side.split() for side in spec.partition("->")[0].split(","))
+        a, b = (Draw(seed + i).floats(*map(sizes.__getitem__, names)) for i, names in enumerate((one, other)))
+        expected = torch.einsum(spec.replace(" ", ""), a, b)
+        torch.testing.assert_close(bound(a, b), expected)
+        torch.testing.assert_close(dot(a, b, spec), expected)
+        if bound.takes_bias and a.ndim > 1:
+            bias = Draw(seed).floats(expected.shape[-1])
+            torch.testing.assert_close(bound(a, b, bias), expected + bias)
+
+
+class Chain(nn.Module):
+    """Values that are read once, twice, through a view, and saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        z = (y * 2 - x.sum()).exp().neg() + 1
+        w = z.view(-1, 4) * 3
+        return (self.down(z + w.view_as(z)) * y.sum(-1, keepdim=True)).square().sum()
+
+
+def run(program: shardc.Compiled, args: tuple[Tensor, ...], is_eager: bool, repeats: int) -> list[list[Tensor | None]]:
+    """What a program gives forward, and backward again and again."""
+    executor = Executor(program.program, SimulatedComm(program.mesh), is_eager=is_eager)
+    pieces = cut_inputs(program.program, program._inputs(program.program, args, {}, {}, 0, 0))
+    outputs, saved = executor.forward(pieces)
+    return [*outputs, *(row for _ in range(repeats) for row in executor.backward(saved, pieces, keep=True))]
+
+
+@pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
+def test_results_written_over_operands_are_those_written_apart(model: nn.Module) -> None:
+    args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
+    program = shardc.compile(model, Mesh(dp=2), {"x" if isinstance(model, Chain) else "ids": shardc.P("dp")}, args=args)
+    given = [tensor.clone() for tensor in (*args, *model.parameters())]
+    found, expected = run(program, args, True, repeats=2), run(program, args, False, repeats=2)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close([*args, *(each.detach() for each in model.parameters())], [g.detach() for g in given])
+    names = {each.target.__name__ for each in executor_of(program)._bwd if hasattr(each.target, "__name__")}
+    assert any(name.endswith("_.Tensor") for name in names), "some are written over"
+
+
+def executor_of(program: shardc.Compiled) -> Executor:
+    return Executor(program.program, SimulatedComm(program.mesh))
