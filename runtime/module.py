@@ -27,6 +27,7 @@ from .distributed import make_device_mesh
 from .executor import Executor
 from .inductor import InductorRunner
 from .open_sum import Accumulation
+from .scaling import watch_overflows
 from .step import Compilation, Runner, Step
 from .variants import Variants
 
@@ -34,6 +35,9 @@ MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
+
+
+watch_overflows()
 
 
 class CompileFn(Protocol):
@@ -182,6 +186,7 @@ class ParallelModule(nn.Module):
         compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
         self._border.agree(compiled.program)
         self._place(compiled.program)
+        self._type_gradients(compiled.program)
         return Step(
             compiled,
             self._border,
@@ -226,6 +231,21 @@ class ParallelModule(nn.Module):
                 placed = self._border.placed(tensor, sharding, f"{put.kind} {put.name!r}")
                 if placed is not tensor:
                     _become(tensor, placed)
+
+    def _type_gradients(self, program: Program) -> None:
+        """Let gradients arrive in the dtype that a program gives them, where that is not their parameter's."""
+        parameters = {name: tensor for (kind, name), tensor in self._tensors() if kind == "parameter"}
+        for output, node in zip(program.outputs, program.results, strict=True):
+            parameter = parameters.get(output.name) if output.kind == "gradient" and node is not None else None
+            if parameter is None or node is None or parameter.dtype == program.type(node).dtype:
+                continue
+            if not hasattr(parameter, "grad_dtype"):
+                raise ShardingError(
+                    "Precision", f"gradients={program.type(node).dtype}",
+                    f"torch {torch.__version__} has gradients in their parameter's dtype alone",
+                    "leave gradients= out, or use torch 2.13",
+                )  # fmt: skip
+            parameter.grad_dtype = program.type(node).dtype
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Parameters and buffers by kind and name, tied ones under each of their names."""

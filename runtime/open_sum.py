@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,9 +114,9 @@ class OpenGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type, sums: OpenSums, place: int, like: Tensor) -> OpenGradient:
-        """``like``: a tensor of the piece's shape, dtype and device."""
-        made: OpenGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(cls: type, sums: OpenSums, place: int, like: Tensor, dtype: torch.dtype) -> OpenGradient:
+        """``like``: a tensor of the piece's shape and device."""
+        made: OpenGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.sums, made.place = sums, place
         return made
 
@@ -126,7 +127,7 @@ class OpenGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an op on what the gradients are when their sums are closed."""
         if func in (aten.detach.default, aten.alias.default):
-            return OpenGradient(args[0].sums, args[0].place, args[0])
+            return OpenGradient(args[0].sums, args[0].place, args[0], args[0].dtype)
         if func is aten.add_.Tensor and _is_joined(*args[:2]):
             args[0].sums = args[1].sums
             return args[0]
@@ -137,9 +138,11 @@ class OpenGradient(Tensor):
 
 
 def open_gradient(sums: OpenSums, index: int, parameter: Tensor) -> DTensor:
-    """The gradient of a parameter, which lies as the parameter does."""
-    assert isinstance(parameter, DTensor), type(parameter)
-    return DTensor(OpenGradient(sums, index, parameter._local_tensor), parameter._spec, requires_grad=False)
+    """The gradient of a parameter, which lies as the parameter does, in the dtype of its gradients."""
+    assert isinstance(parameter, DTensor) and parameter._spec.tensor_meta is not None, type(parameter)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    spec = replace(parameter._spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
+    return DTensor(OpenGradient(sums, index, parameter._local_tensor, dtype), spec, requires_grad=False)
 
 
 def open_sums_of(parameters: Sequence[Tensor], close: Close) -> OpenSums | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
 from shardc.error import ShardingError
+from shardc.lifetime import is_row_of_kept
 from shardc.program import Input, Output, Program
 
 from .border import Border, Door
@@ -237,17 +238,12 @@ class Step:
     def _find_starts(self) -> Iterator[tuple[str, int]]:
         """Of parameters that are rows of what is kept of them, as they are computed on, the first row."""
         for put, node in zip(self.program.inputs, self._placeholders, strict=True):
-            if put.kind == "parameter" and put.type.shape and self._is_kept_as_it_is(put):
+            kept = self._results[self._ends.computed[put.name]] if put.name in self._ends.computed else None
+            if put.kind == "parameter" and kept is not None and is_row_of_kept(self.program, put.name, node, kept):
                 stored, computed = self.program.sharding(node), self.program.computed[put.name]
-                if stored.dims[1:] == computed.dims[1:]:
-                    added = stored.dims[0].axes[len(computed.dims[0].axes) :]
-                    index = stored.mesh.index(self.border.comm.positions[0], added)
-                    yield put.name, index * stored.local_shape(put.type.shape)[0]
-
-    def _is_kept_as_it_is(self, put: Input) -> bool:
-        """Whether what is kept of a parameter is of its dtype."""
-        kept = self._results[self._ends.computed[put.name]] if put.name in self._ends.computed else None
-        return kept is not None and self.program.type(kept).dtype == put.type.dtype
+                added = stored.dims[0].axes[len(computed.dims[0].axes) :]
+                index = stored.mesh.index(self.border.comm.positions[0], added)
+                yield put.name, index * stored.local_shape(put.type.shape)[0]
 
     def _door(self, node: fx.Node, end: Input | Output) -> Door:
         sharding = self.program.sharding(node)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from shardc.lifetime import Storage, storages
+from shardc.lifetime import Storage, is_row_of_kept, storages
 from shardc.ops.contraction import dot
 from shardc.program import Input, Output, Program
 from shardc.sharding import TensorType
@@ -28,28 +28,34 @@ ADAM_STATES = 2  # exp_avg and exp_avg_sq, of the parameter's dtype: 8 bytes a l
 def memory_of(program: Program) -> dict[str, int]:
     """Bytes on one rank by class, of an annotated program or a later one.
 
-    ``parameters``: as they are stored, and what is kept of them to compute on, where it is of another dtype beside. The
-    two 4 byte states of fp32 Adam are ``optimizer``, of the parameters that are trained; the 4 byte master that ZeRO's
-    paper counts with them is a parameter here. ``saved``: what forward made and backward uses.
+    ``parameters``: as they are stored, and what is kept of them to compute on, shared bytes once. Of fp32 Adam two
+    4 byte states are ``optimizer``; the 4 byte master that ZeRO's paper counts with them is a parameter here.
+    ``gradients``: as they are before an optimizer's step; under stage 1 of ``Zero`` whole, since after the last
+    backward alone they are summed over ranks. ``saved``: what forward made and backward uses.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
-    parameters = {given.name: program.local_type(node) for given, node in _inputs(program) if given.kind == "parameter"}
-    kept = {output.name: program.local_type(node) for output, node in _results(program) if output.kind == "computed"}
-    apart = {name: type_ for name, type_ in parameters.items() if name not in kept or not _is_piece(type_, kept[name])}
-    trained = [name for name, _ in _gradients(program) if name in parameters]
+    parameters = {given.name: node for given, node in _inputs(program) if given.kind == "parameter"}
+    kept = {output.name: node for output, node in _results(program) if output.kind == "computed"}
+    rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
+    apart = [node for name, node in parameters.items() if name not in rows]
+    gradients = {name: node for name, node in _gradients(program) if name in parameters}
     live = list(storages(program))
     return {
-        "parameters": sum(map(_nbytes, (*apart.values(), *kept.values()))),
-        "gradients": sum(_nbytes(program.local_type(node)) for name, node in _gradients(program) if name in parameters),
-        "optimizer": ADAM_STATES * sum(_nbytes(parameters[name]) for name in trained),
+        "parameters": sum(_nbytes(program.local_type(node)) for node in (*apart, *kept.values())),
+        "gradients": sum(_nbytes(_gradient_type(program, *each)) for each in gradients.items()),
+        "optimizer": ADAM_STATES * sum(_nbytes(program.local_type(parameters[name])) for name in gradients),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
         "peak": _peak(live),
     }
 
 
-def _is_piece(stored: TensorType | None, kept: TensorType | None) -> bool:
-    """Whether a parameter as it is stored shares the memory of what is kept of it."""
-    return stored is not None and kept is not None and stored.dtype == kept.dtype
+def _gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:
+    """One rank's part of a parameter's gradient between backwards."""
+    zero = program.options.zero
+    if zero is None or zero.stage != 1 or name not in program.computed:
+        return program.local_type(node)
+    shape = program.computed[name].local_shape(program.global_type(node).shape)
+    return TensorType(shape, program.type(node).dtype)
 
 
 def _inputs(program: Program) -> Iterator[tuple[Input, fx.Node]]:

@@ -21,6 +21,12 @@ MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, bucket, reshard}  # what they retur
 PART_OF = {"computed": "update", **dict.fromkeys(("output", "buffer", "guard"), "forward"), "gradient": "backward"}
 
 
+def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:
+    """Whether a parameter as it is stored shares the memory of what is kept of it: it is rows of that."""
+    is_same = program.type(stored).dtype == program.type(kept).dtype and bool(program.type(stored).shape)
+    return is_same and program.sharding(stored).dims[1:] == program.computed[name].dims[1:]
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A program's calls as they run: what ``computed`` results need; what outputs and buffers need beside; the rest.

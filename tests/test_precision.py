@@ -4,12 +4,14 @@ import pytest
 import torch
 from parallel_models import MEGATRON, MLP, TIED, TiedModel, batch, ids
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardc
 from shardc.error import CaptureError, ShardingError
 from shardc.mesh import Mesh
 from shardc.options import Precision, Zero
 from shardc.partition import P
+from shardc.runtime.distributed import make_device_mesh
 from shardc.runtime.simulator import interpret
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -168,3 +170,120 @@ def test_what_is_no_floating_dtype_or_no_option_is_named():
         Precision(reduce="bf16")
     with pytest.raises(ShardingError, match=r"precision=torch.bfloat16(.|\n)*say precision=shardc.Precision"):
         shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), precision=BF16)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def other_bytes(traffic, compiled):
+    """Bytes counted in a step, and those announced, of the kinds where they differ."""
+    announced = {}
+    for found in compiled.collectives:
+        announced[found.kind] = announced.get(found.kind, 0) + found.wire_bytes
+    return {kind: (traffic.bytes[kind], count) for kind, count in announced.items() if traffic.bytes[kind] != count}
+
+
+def train(stage, compute, reduce, dtype):
+    """Twenty steps beside one device under the same precision: losses of both, and bytes that were not announced."""
+    torch.manual_seed(0)
+    model, precision = MLP().to(dtype), Precision(compute, reduce)
+    alone = shardc.parallelize(model, Mesh(dp=1), DATA, precision=precision)
+    parallel = shardc.parallelize(model, make_device_mesh(Mesh(dp=4)), DATA, zero=zero_of(stage), precision=precision)
+    steppers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (alone, parallel)]
+    traffic, losses, unannounced = parallel._border.comm.traffic[0], [], {}
+    for step in range(20):
+        args = [tensor.to(dtype) for tensor in batch(step % 4)]
+        for each, stepper in zip((alone, parallel), steppers, strict=True):
+            traffic.clear()
+            loss = each(*args)
+            loss.backward()
+            losses.append(float(loss))
+            stepper.step()
+            stepper.zero_grad()
+        if step > 2:
+            unannounced |= other_bytes(traffic, parallel.program)
+    assert {parameter.dtype for parameter in parallel.parameters()} == {dtype}
+    return losses[::2], losses[1::2], unannounced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("compute", "reduce", "dtype", "rtol"), [(BF16, FP32, FP32, 1e-2), (FP32, FP64, FP64, 1e-5)])
+def test_twenty_steps_are_those_of_one_device(gloo, stage, compute, reduce, dtype, rtol):
+    for alone, parallel, unannounced in gloo.run(train, stage, compute, reduce, dtype):
+        torch.testing.assert_close(torch.tensor(parallel), torch.tensor(alone), atol=0, rtol=rtol)
+        assert alone[-1] < 0.9 * alone[0]
+        assert not unannounced
+
+
+class Gain(nn.Module):
+    """The first parameter lies whole on every rank; the gradient of each element of the second is that input's sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.gain = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return ((x * self.gain).sum(-1) + self.shift).float().sum()
+
+
+SCALED = {
+    "dp": (Mesh(dp=4), {"x": P("dp")}, None),
+    "tp": (Mesh(tp=4), {"gain": P("tp")}, None),
+    **{f"zero {stage}": (Mesh(dp=4), {"x": P("dp")}, Zero(stage=stage)) for stage in (1, 2, 3)},
+}
+
+
+def run_scaled(mesh, annotations, zero):
+    """A step whose gradient overflows in one element, a step that does not: scales, norms and parameters."""
+    precision = Precision(torch.float16, torch.float16)
+    parallel = shardc.parallelize(Gain(), make_device_mesh(mesh), annotations, zero=zero, precision=precision)
+    stepper = torch.optim.AdamW(parallel.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    found = []
+    for largest in (60000.0, 1.0):
+        x = torch.ones(4, 8)
+        x[:, 7] = largest
+        scaler.scale(parallel(x)).backward()
+        overflows = not bool(parallel.gain.grad._local_tensor.isfinite().all())
+        scaler.unscale_(stepper)
+        norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+        found.append((overflows, scaler.get_scale(), float(whole(norm)), float(whole(parallel.gain.detach())[0])))
+    return found
+
+
+@pytest.mark.parametrize("plan", SCALED)
+def test_an_overflow_on_one_rank_makes_all_skip_the_step(gloo, plan):
+    ranks = gloo.run(run_scaled, *SCALED[plan])
+    assert sum(first[0] for first, _ in ranks) == (4 if plan == "dp" else 1)  # the ranks whose piece is not finite
+    for (_, scale, _, gain), (is_infinite, later, norm, moved) in ranks:
+        assert (scale, gain) == (128.0, 0.0)
+        assert (is_infinite, later, norm) == (False, 128.0, 12.0)  # of nine elements of 4
+        assert moved == pytest.approx(-0.5, rel=1e-3)
+
+
+def run_narrow_gradients():
+    """Gradients that arrive in bf16, by an optimizer that takes them."""
+    parallel = shardc.parallelize(
+        MLP(), make_device_mesh(Mesh(dp=4)), DATA, zero=Zero(stage=2), precision=Precision(BF16, BF16, BF16)
+    )
+    stepper = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(10):
+        for _ in range(2):
+            loss = parallel(*batch(0))
+            loss.backward()
+        assert {parameter.grad.dtype for parameter in parallel.parameters()} == {BF16}
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_gradients_may_arrive_narrow(gloo):
+    for losses in gloo.run(run_narrow_gradients):
+        assert losses[-1] < 0.5 * losses[0]

@@ -89,11 +89,12 @@ def test_strict_allows_what_zero_gathers(stage):
     shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=Zero(stage=stage), strict=True)
 
 
-@pytest.mark.parametrize(("stage", "parameters"), [(1, 280), (2, 280), (3, 70)])
-def test_memory_counts_what_is_kept_between_steps(stage, parameters):
+@pytest.mark.parametrize(("stage", "parameters", "gradients"), [(1, 280, 280), (2, 280, 70), (3, 70, 70)])
+def test_memory_counts_what_is_kept_between_steps(stage, parameters, gradients):
     """280 numbers in all: 8 to 16 to 8, with biases; optimizer state is that of a piece."""
     memory = shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=Zero(stage=stage)).memory
-    assert (memory["parameters"], memory["optimizer"]) == (4 * parameters, 2 * 4 * 70)
+    found = memory["parameters"], memory["gradients"], memory["optimizer"]
+    assert found == (4 * parameters, 4 * gradients, 2 * 4 * 70)
 
 
 class Lamb(torch.optim.Optimizer):

@@ -1,0 +1,34 @@
+"""GradScaler over DTensors: an overflow in any gradient on any rank is seen by all ranks, which then all skip a step.
+
+DTensor's own handler of the check asks as many ranks as the first gradient needs: where that one is replicated, no rank
+hears of an overflow in another rank's piece of a later one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def watch_overflows() -> None:
+    """Let the check of gradients ask all ranks over which one of them is cut."""
+    DTensor._op_dispatcher._custom_op_handlers[CHECK] = _check_and_unscale
+
+
+def _check_and_unscale(op_call: Any, args: Any, kwargs: Any) -> None:
+    """Unscale every gradient in place; ``found`` is 1 on every rank if any is not finite on one."""
+    gradients: list[DTensor] = args[0]
+    found: Tensor = args[1]
+    op_call([gradient._local_tensor for gradient in gradients], found, args[2], **kwargs)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
+        lies = [gradient.placements for gradient in gradients if gradient.device_mesh == mesh]
+        asked: list[Placement] = [
+            Replicate() if all(each.is_replicate() for each in axis) else Partial("max")
+            for axis in zip(*lies, strict=True)
+        ]
+        found.copy_(DTensor.from_local(found, mesh, asked, run_check=False).full_tensor())
