@@ -26,14 +26,13 @@ from shardc.runtime.wire import sent_bytes
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many steps everyone takes: ``warm`` ones, ``timed`` ones, and ``wire`` between readings of the counter.
+    """How many steps everyone takes: ``warm`` ones, then ``timed`` ones.
 
-    Timed ones end after ``seconds`` for the row, but not before 5 were made.
+    Those end after ``seconds`` for the row, but not before 5 were made. Four more are for what is not timed.
     """
 
-    warm: int = 3
+    warm: int = 2
     timed: int = 15
-    wire: int = 2
     seconds: float = math.inf
 
 
@@ -72,6 +71,7 @@ class Runner:
         self.step()
         self.report.first_seconds = time.perf_counter() - start
         self.report.announced = self.trainer.announced
+        self._between = 0  # bytes that live between steps
         if self.takes_part:
             self._weigh(before)
 
@@ -90,32 +90,31 @@ class Runner:
         self.report.seconds.append(time.perf_counter() - start)
         self.report.busy.append(time.process_time() - busy)
 
-    def count_wire(self, steps: int) -> None:
-        """What all ranks send in so many steps."""
+    def counted_step(self) -> None:
+        """One step between two readings of what all ranks have sent."""
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
-        for _ in range(steps):
-            self.step()
+        self.step()
         dist.barrier()
         after = sent_bytes()
         dist.barrier()
         if before is not None and after is not None:
-            self.report.wire.append((after - before) // steps)
+            self.report.wire.append(after - before)
 
-    def count_calls(self) -> None:
-        """Collectives and the peak of memory, in one step under the profiler."""
+    def profiled_step(self) -> None:
+        """One step for the number of collectives and the peak of memory."""
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            self.step()
+            self.counted_step()
         events = profiled.profiler.kineto_results.events()
-        self.report.collectives = sum(event.name().startswith("c10d::") for event in events)
-        live = 0
-        for event in sorted(
-            (event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()
-        ):
-            live += event.nbytes()
-            self.report.peak = max(self.report.peak, self._between + live)
+        calls = (event.name() for event in events if event.name().startswith("c10d::"))
+        self.report.collectives = sum(name != "c10d::barrier" for name in calls)
+        live = self._between
+        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        for _, change in sorted(changes):
+            live += change
+            self.report.peak = max(self.report.peak, live)
 
     def _weigh(self, before: dict[int, int]) -> None:
         """Live bytes of ours: before gradients are dropped, and after."""
@@ -145,9 +144,8 @@ def measure(row: Row, steps: Steps) -> dict[str, Report]:
         if i >= 4 and _all_ranks(time.perf_counter() - start > steps.seconds):
             break
     for runner in runners:
-        for _ in range(2):
-            runner.count_wire(steps.wire)
-        runner.count_calls()
+        runner.counted_step()
+        runner.profiled_step()
     gc.unfreeze()
     return {runner.name: runner.report for runner in runners}
 

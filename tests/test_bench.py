@@ -7,28 +7,24 @@ from pathlib import Path
 
 import pytest
 from figures import Figures, figures, ratio
-from gloo_pool import NUM_RANKS, GlooPool
-from measure import Report, Steps, measure
+from measure import Steps, measure
 from report import markdown, write
 from row import ROWS, Row
 from trainer import Job
 
-
-def measured(row: Row, steps: Steps) -> dict[str, Report]:
-    return measure(row, steps)
+from shardc.runtime.launch import launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tensor"])
-def test_everyone_in_a_row_trains_alike_and_is_weighed(plan: str, gloo: GlooPool, tmp_path: Path) -> None:
-    row = Row(plan, "tiny", Job(NUM_RANKS))
-    found = figures(row, gloo.run(measured, row, Steps(warm=1, timed=3, wire=1)))
-    assert [each.name for each in found] == ["one device", *ROWS[plan]]
+def test_everyone_in_a_row_trains_alike_and_is_weighed(tmp_path: Path) -> None:
+    row = Row("data", "tiny", Job(2))
+    found = figures(row, launch(measure, 2, row, Steps(warm=1, timed=3), private_network=True))
+    assert [each.name for each in found] == ["one device", *ROWS["data"]]
     assert max(each.loss_difference for each in found) <= 1e-5
     for each in found[1:]:
         check(each)
     write(tmp_path, [(row, found)])
-    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["results"][1]["name"] == ROWS[plan][0]
+    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["results"][1]["name"] == ROWS["data"][0]
     assert len(markdown([(row, found)]).splitlines()) == 2 + len(found)
 
 
