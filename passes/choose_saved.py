@@ -33,7 +33,8 @@ SLANT = 0.1  # how much dearer the first byte saved is than the last: it is held
 WINDOW = 8  # calls on each side of a narrow place that are no narrower
 UNIT = 1024  # capacities are whole numbers of 1/1024 byte
 LOW, HIGH = -10.0, 24.0  # prices, as powers of 2: bytes moved that saving one less is worth
-HALVINGS = 14
+HALVINGS = 12
+LUMPS = 3  # values that are tried to be held
 
 
 def within_budget(program: Program, parts: Parts, remat: Remat, twins: Collection[fx.Node]) -> set[Value]:
@@ -92,16 +93,52 @@ class _Chooser:
         yield set()
 
     def cheapest(self, budget: int) -> set[Value]:
-        """What is saved at the least price at which it meets the budget, which the highest does."""
-        low, high, found = LOW, HIGH, self.saved(HIGH)
+        """What is saved at the least price at which it meets the budget, and what of a lesser price still fits.
+
+        A large value that all but fits is done without at the cost of little, so it is tried to hold it instead.
+        """
+        found, wished = self._met(budget)
+        missing = wished - found
+        for _ in range(LUMPS if missing else 0):
+            self.held = {*self.held, max(missing, key=self._nbytes)}
+            if self.bytes_of(self.saved(HIGH)) > budget:
+                break
+            other, wished = self._met(budget)
+            found = min(found, other, key=self._work)
+            missing = wished - other or missing
+        return found
+
+    def _met(self, budget: int) -> tuple[set[Value], set[Value]]:
+        """What is saved within a budget, and what is at a price little less."""
+        low, high, found, wished = LOW, HIGH, self.saved(HIGH), self.saved(LOW)
         for _ in range(HALVINGS):
             price = (low + high) / 2
             saved = self.saved(price)
             if self.bytes_of(saved) <= budget:
                 high, found = price, saved
             else:
-                low = price
-        return found
+                low, wished = price, saved
+        for value in sorted(wished - found, key=lambda value: -self.place[value[0]]):
+            more = self._closed({*found, value})[0]
+            found = more if self.bytes_of(more) <= budget else found
+        return found, wished
+
+    def _work(self, saved: Collection[Value]) -> int:
+        return sum(map(self.costs.__getitem__, self._closed(saved)[1]))
+
+    def _closed(self, saved: Collection[Value]) -> tuple[set[Value], set[fx.Node]]:
+        """Those of ``saved`` that backward or what it makes again reads; and the calls that it makes again."""
+        needed: set[Value] = set()
+        again: set[fx.Node] = set()
+        stack = list(self.read)
+        while stack:
+            value = stack.pop()
+            if value in saved:
+                needed.add(value)
+            elif value[0] not in again:
+                again.add(value[0])
+                stack += self._operands(value[0])
+        return needed, again
 
     def saved(self, price: float) -> set[Value]:
         """What is saved where a byte costs 2 to the power of ``price``."""
