@@ -39,7 +39,7 @@ def localize(program: Program) -> Program:
         else:
             _localize_arguments(program, node, call)
     for node, part, before, after in uneven:
-        _fit(program, node, part, before, after)
+        _fit(program, node, members(node)[part.index], before, after)  # of which an operand may be cut short by now
     return program
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 
 from shardc.collective import Kind, Step, steps_sharding
-from shardc.cut import split_dim
+from shardc.cut import split_dim, without_idle
 from shardc.mesh import Axes, AxisPart, merge_parts, part_ends, split_parts
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 
@@ -38,6 +38,9 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
     fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
     split = _split_uneven(src, dst, type.shape, fine)
     if split:
+        filled = replace(dst, dims=tuple(without_idle(*cut)[0] for cut in zip(dst.dims, type.shape, strict=True)))
+        if filled not in (src, dst):
+            return (*plan_reshard(src, filled, type), *_idle_slices(filled, dst, type))
         stops = [_whole_at(src, split), _whole_at(dst, split)]
         ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
         return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
@@ -123,6 +126,14 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
         for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
         if cuts[0] != cuts[1] and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
     }
+
+
+def _idle_slices(filled: Sharding, dst: Sharding, type: TensorType) -> Iterator[Step]:
+    """Local slices along which all but the first ranks are left with nothing."""
+    for dim, size in enumerate(type.shape):
+        filled = filled.with_dim(dim, dst.dims[dim])
+        if idle := without_idle(dst.dims[dim], size)[1]:
+            yield Step("shard_slice", (tuple(map(dst.mesh.print_part, idle)), dim), filled, type.shape)
 
 
 def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardc.mesh import Axes, merge_parts
+from shardc.mesh import Axes, AxisPart, merge_parts
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 from shardc.spec import Dims
 
@@ -124,3 +124,29 @@ def extends(longer: DimSharding, shorter: DimSharding) -> bool:
     if shorter.minor or len(longer.all_axes) <= len(shorter.all_axes):
         return shorter in (longer, WHOLE)
     return longer.axes[: len(shorter.axes)] == shorter.axes
+
+
+def without_idle(cut: DimSharding, size: int) -> tuple[DimSharding, Axes]:
+    """A cut without the parts along which only the first ranks hold anything, and these.
+
+    4 elements over 16 ranks of ``w`` lie on the first 4: they are cut by its minor 4, and its major 4 are idle.
+    """
+    busy: list[AxisPart] = []
+    for i, part in enumerate(cut.axes):
+        if 0 < size <= part.size and part.size % size == 0 and not cut.minor:
+            rest = [part.major(part.size // size)] if part.size > size or size == 1 else []
+            busy += [part.minor(size)] if size > 1 else []
+            return DimSharding(merge_parts(busy)), (*rest, *cut.axes[i + 1 :])
+        busy.append(part)
+        size = ceil_div(size, part.size)
+    return cut, ()
+
+
+def lies_alike(one: Sharding, other: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether every rank that holds anything holds the same under both."""
+
+    def busy(sharding: Sharding) -> list[tuple[DimSharding, frozenset[AxisPart]]]:
+        found = (without_idle(cut, size) for cut, size in zip(sharding.dims, shape, strict=True))
+        return [(cut, frozenset(idle)) for cut, idle in found]
+
+    return one.partial == other.partial and busy(one) == busy(other)

@@ -157,9 +157,10 @@ class Program:
             return type_
         return TensorType(sharding.local_shape(type_.shape), type_.dtype)
 
-    def global_type(self, node: fx.Node) -> TensorType:
-        """The type of the whole value of which a node of a localized program holds a part."""
-        producer, index = self.value(node)
+    def global_type(self, node: fx.Node, index: int = 0) -> TensorType:
+        """The type of the whole value of which a node of a localized program holds a part, in its result ``index``."""
+        producer, picked = self.value(node)
+        index = index if producer is node else picked
         found: tuple[TensorType, ...] = producer.meta.get("global_types") or self.types(producer)  # type: ignore[assignment]
         return found[index]
 

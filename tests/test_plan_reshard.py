@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take, uneven_cases
 
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding
+from shardc.cut import lies_alike
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
@@ -89,7 +90,7 @@ def test_each_step_says_the_sharding_that_its_collective_leaves(case: Case) -> N
     before = case.src
     for step in plan_reshard(case.src, case.dst, case.type)[:-1]:
         if step.kind != "view":
-            assert step.sharding == steps_sharding(before, step.kind, step.args)
+            assert lies_alike(step.sharding, steps_sharding(before, step.kind, step.args), step.shape)
         before = step.sharding
 
 
