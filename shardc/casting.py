@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,18 +20,23 @@ Key = tuple[str, str]  # kind and name of an input of the program
 class Casting:
     """The casts of one traced call; without a ``Precision`` there are none.
 
+    The parameters of a norm that keeps running statistics stay as these are: torch's kernels want them of one dtype,
+    and take a narrower input beside.
+
     State: ``casts``, the cast copy of each parameter and input that was cast.
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None) -> None:
         self.precision, self.casts = precision, dict[Key, torch.Tensor]()
+        self.uncast = {name for name, _ in _parameters_beside_statistics(model)}
         for module in model.modules() if precision else ():
             if any(parameter is not None for parameter in module._parameters.values()):
                 module.register_forward_pre_hook(self._cast_arguments, with_kwargs=True)
 
     def enter(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """The same tensors, parameters and inputs as they are computed on."""
-        cast = {key: self._cast(tensor) for key, tensor in named.items() if key[0] in ("parameter", "input")}
+        may_cast = (key for key in named if key[0] in ("parameter", "input") and key[1] not in self.uncast)
+        cast = {key: self._cast(named[key]) for key in may_cast}
         self.casts = {key: tensor for key, tensor in cast.items() if tensor is not named[key]}
         return {**named, **self.casts}
 
@@ -60,6 +65,12 @@ class Casting:
         new = [self._cast(leaf) for _, leaf in leaves]
         is_same = all(one is other for one, (_, other) in zip(new, leaves, strict=True))
         return None if is_same else rebuild(tree, new)
+
+
+def _parameters_beside_statistics(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "running_mean", None), torch.Tensor):
+            yield from module.named_parameters(path, recurse=False)
 
 
 def reduced_casts(program: Program) -> set[fx.Node]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.options import Remat, Zero
+from shardc.options import Precision, Remat, Zero
 from shardc.partition import P
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ TARGET is path.py:function or package.module:function, returning (model, args[, 
 that takes mesh is given it. Or it is hf:MODEL_TYPE, transformers' default config of that type with random weights.
 SPEC has an entry for each dim: an axis, - whole, ? open, dp+tp several axes, blocks(3,tp), a trailing ... all open.
 """
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"
 
 
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
     dump.add_argument("--only", choices=("collectives",), default="", help="leave out all else")
     dump.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
+    dump.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
     dump.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
     dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
     _command(commands, "verify", "hold the sharded program against a single device, and against the eager model")
@@ -182,6 +184,14 @@ def _compile_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"zero": options.zero, "remat": options.remat}
 
 
+def _precision(name: str | None) -> Precision | None:
+    if name is None:
+        return None
+    import torch
+
+    return Precision(getattr(torch, DTYPES[name]))
+
+
 def _load(options: argparse.Namespace, device: str) -> Target:
     from shardc.target import Wish, load_target
 
@@ -200,7 +210,7 @@ def _dump(options: argparse.Namespace) -> int:
     with _progress(f"compiling for {options.mesh}"):
         compiled = compile(
             target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
-            strict=options.strict, **_compile_options(options),
+            strict=options.strict, precision=_precision(options.precision), **_compile_options(options),
         )  # fmt: skip
     text = dump(compiled, options.format, options.after, options.only, options.verbose)
     _write(text, options.output)

@@ -48,7 +48,8 @@ class Precision:
     """The model computes in ``compute``, gradients are reduced in ``reduce``, parameters stay as they are.
 
     Floating parameters are cast before they are gathered, once after each write, and the cast copy is kept. Floating
-    inputs are cast, of the model and of each module that holds parameters of its own; buffers and outputs are not. A
+    inputs are cast, of the model and of each module that holds parameters of its own; buffers and outputs are not, nor
+    the parameters of a batch norm, which go with its running statistics. A
     gradient is cast to ``reduce`` before it is reduced, and arrives in ``gradients``, by default its parameter's dtype:
     SGD takes any, Adam of torch.optim its parameter's alone. Source: Micikevicius et al. 2018; the defaults are those
     of FSDP2's MixedPrecisionPolicy with ``cast_forward_inputs``.

@@ -146,6 +146,30 @@ def test_a_module_takes_what_became_wider_on_its_way():
     assert compiled.simulate(x)[0].dtype == FP32
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.norm(self.first(x)))).float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_a_batch_norm_keeps_its_parameters_beside_its_running_statistics(stage):
+    model, x = Normed(), batch(0, rows=16)[0]
+    compiled = shardc.compile(model, Mesh(dp=4), {"x": P("dp")}, args=(x,), zero=zero_of(stage), precision=Precision())
+    loss, gradients = compiled.simulate(x)
+    expected = Normed()
+    expected.load_state_dict(model.state_dict())
+    wanted = expected(x)
+    torch.testing.assert_close(loss, wanted.detach(), atol=0, rtol=1e-2)
+    assert {gradient.dtype for gradient in gradients.values()} == {FP32}
+    program = compiled.program
+    ends = zip(program.outputs, program.results, strict=True)
+    assert {program.type(node).dtype for output, node in ends if output.name == "norm.running_mean"} == {FP32}
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -272,7 +296,7 @@ def run_narrow_gradients():
         MLP(), make_device_mesh(Mesh(dp=4)), DATA, zero=Zero(stage=2), precision=Precision(BF16, BF16, BF16)
     )
     stepper = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    losses, evaluated = [], []
     for _ in range(10):
         for _ in range(2):
             loss = parallel(*batch(0))
@@ -281,9 +305,12 @@ def run_narrow_gradients():
         stepper.step()
         stepper.zero_grad()
         losses.append(float(loss))
-    return losses
+        with torch.no_grad():
+            evaluated.append(float(parallel(*batch(0))))
+    return losses, evaluated
 
 
 def test_gradients_may_arrive_narrow(gloo):
-    for losses in gloo.run(run_narrow_gradients):
+    for losses, evaluated in gloo.run(run_narrow_gradients):
         assert losses[-1] < 0.5 * losses[0]
+        assert evaluated[:-1] == losses[1:]
