@@ -14,15 +14,16 @@ dims of further ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace as replaced
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.node import arguments, operand, operands
+from shardc.node import arguments, operand
 from shardc.ops.embedding import lookup_rows, scatter_rows
+from shardc.ops.position import scatter_add_at
 from shardc.program import Program, Value
 from shardc.rule import Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
@@ -199,27 +200,13 @@ def _log_softmax_backward(emit: Emitter) -> fx.Node:
 
 def _one_a_row(emit: Emitter, gradient: fx.Node) -> fx.Node | None:
     """What stands in each row, of the gradient of a cross entropy: at the target's position alone it is not zero."""
-    if gradient.target is not aten.where.self:
+    if gradient.target is not scatter_add_at:
         return None
-    is_target, each, zero = (gradient.args[i] for i in range(3))
-    assert isinstance(is_target, fx.Node) and isinstance(each, fx.Node) and isinstance(zero, fx.Node)
-    if is_target.target is not aten.eq.Tensor or zero.target is not aten.scalar_tensor.default or zero.args[0] != 0:
-        return None
-    shape = emit.shape(gradient)
+    shape, each, rows = emit.shape(gradient), operand(gradient, 1), operand(gradient, 2)
     dim = emit.given["dim"] % len(shape)
-    rows = tuple(1 if i == dim else size for i, size in enumerate(shape))
-    classes, target = operands(is_target)
-    is_one = target is not None and emit.shape(target) == emit.shape(each) == rows
-    return each if is_one and classes is not None and _counts(emit, classes, shape, dim) else None
-
-
-def _counts(emit: Emitter, classes: fx.Node, shape: Sequence[int], dim: int) -> bool:
-    """Whether a value, broadcast to a shape, counts from 0 along a dim."""
-    spread = [1] * (len(shape) - len(emit.shape(classes))) + [*emit.shape(classes)]
-    while classes.target is aten.reshape.default:
-        classes = operand(classes)
-    is_along = spread == [size if i == dim else 1 for i, size in enumerate(shape)]
-    return is_along and classes.target is aten.arange.default and len(classes.args) == 1
+    is_one = emit.shape(each) == tuple(1 if i == dim else size for i, size in enumerate(shape))
+    is_all = rows.target is aten.arange.default and len(rows.args) == 1
+    return each if is_one and is_all and gradient.args[3] == dim else None
 
 
 def _softmax_backward(emit: Emitter) -> fx.Node:

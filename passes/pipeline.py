@@ -20,6 +20,7 @@ from .keep_dims import keep_dims
 from .localize import localize
 from .lower_reshards import lower_reshards
 from .mask_padding import mask_padding
+from .overlap_collectives import overlap_collectives
 from .propagate import propagate
 from .rematerialize import rematerialize
 from .store import store
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
     rematerialize,  # what is saved for backward, and what is made again
     bucket_collectives,  # several that go together as one
+    overlap_collectives,  # work between a collective and its first reader
     localize,  # local shapes, one text for all ranks
 )
 

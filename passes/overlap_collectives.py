@@ -1,0 +1,83 @@
+"""overlap_collectives: lowered -> lowered. Work that can wait stands between a collective and the first that reads it.
+
+::
+
+    x = dot(dy, w)                                x = dot(dy, w)
+    g = dot(dy, a)                     ->         r = all_reduce(x, ("tp",), "sum")
+    r = all_reduce(x, ("tp",), "sum")             g = dot(dy, a)
+    z = relu(r)                                   z = relu(r)
+
+The executor starts a collective where it stands and waits at its first reader. In backward, what no such reader needs,
+as gradients of weights, is put off until something waits: then all that was put off is done, so nothing is kept longer
+than from one collective to the next. What a bucket holds is picked where it is read. Invariant: the order alone
+changes, and that of collectives is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from shardc.bucket import bucket, members
+from shardc.collective import LOCAL_KINDS
+from shardc.lifetime import split
+from shardc.node import is_getitem, operand
+from shardc.program import Program
+
+
+def overlap_collectives(program: Program) -> Program:
+    """The program in another order."""
+    program = program.copy()
+    backward = split(program).backward
+    order = _put_off(backward)
+    if order != list(backward):
+        for node in order:  # nothing before backward reads what it makes
+            program.output_node.prepend(node)
+    for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
+        _first_reader(program, node).prepend(node)
+    return program
+
+
+def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
+    """The order in which what no collective needs is done while one is under way."""
+    waited = [node for node in part if _is_sent(node) and _readers(node, set(part))]
+    urgent = _needed_by(waited, set(part))
+    order: list[fx.Node] = []
+    later: list[fx.Node] = []
+    started: set[fx.Node] = set()
+    for node in part:
+        if node not in urgent:
+            later.append(node)
+            continue
+        if not started.isdisjoint(node.all_input_nodes) or not set(later).isdisjoint(node.all_input_nodes):
+            order += later
+            later, started = [], set()
+        order.append(node)
+        started |= {node} if node in waited else set()
+    return order + later
+
+
+def _is_sent(node: fx.Node) -> bool:
+    return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))
+
+
+def _readers(node: fx.Node, part: set[fx.Node]) -> list[fx.Node]:
+    return [user for user in node.users if user in part]
+
+
+def _needed_by(ends: Iterable[fx.Node], part: set[fx.Node]) -> set[fx.Node]:
+    """What collectives are made of, and they themselves; of an op with several results, all that pick one."""
+    needed: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in needed and node in part:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return needed
+
+
+def _first_reader(program: Program, node: fx.Node) -> fx.Node:
+    """Where a value is read first; the end of the program if it is but returned."""
+    return min(node.users, default=program.output_node)
