@@ -17,6 +17,7 @@ from shardc import Mesh, P
 from shardc.announcement import collectives_of
 from shardc.passes.bucket_collectives import bucket_collectives
 from shardc.passes.localize import localize
+from shardc.passes.overlap_collectives import overlap_collectives
 from shardc.passes.verify import verify
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.simulator import simulate
@@ -70,11 +71,16 @@ def gpt(annotations: dict[str, P], mesh: Mesh, **sizes: int) -> shardc.Compiled:
 
 def with_limit(program: shardc.Compiled, limit: int) -> shardc.Compiled:
     """The same, in buckets of another size."""
-    bucketed = bucket_collectives(program.at("mask_padding"), limit)
-    verify(bucketed)
-    local = localize(bucketed)
-    verify(local)
-    return replace(program, program=local, stages={**program.stages, "bucket_collectives": bucketed, "localize": local})
+    stages = dict(program.stages)
+    last = bucket_collectives(program.at("rematerialize"), limit)
+    for name, run in (
+        ("bucket_collectives", None),
+        ("overlap_collectives", overlap_collectives),
+        ("localize", localize),
+    ):
+        last = stages[name] = run(last) if run else last
+        verify(last)
+    return replace(program, program=last, stages=stages)
 
 
 @pytest.mark.parametrize("limit", [1, 30_000, 100_000, 25 * 2**20])
