@@ -23,7 +23,7 @@ def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
 
 
 class MeasuringExecutor(Executor):
-    """``given``: by rank the inputs; ``held``: the outputs once they are there; ``peak``: bytes."""
+    """``given``: by rank the inputs, and what is kept of them; ``held``: the outputs; ``peak``: bytes."""
 
     given: list[list[Tensor]]
     held: Sequence[Values]
@@ -33,7 +33,10 @@ class MeasuringExecutor(Executor):
         self.given = [[value for value in values if value is not None] for values in inputs]
         self.held = [()] * len(inputs)
         self.peak = [0] * len(inputs)
-        self.held, saved = self.forward(inputs)
+        computed = self.update(inputs)
+        for given, values in zip(self.given, computed, strict=True):
+            given += [value for value in values if value is not None]
+        self.held, saved = self.forward(inputs, computed)
         kept = [self._made(i, tensors) for i, tensors in enumerate(saved.tensors)]
         self.backward(saved, inputs)
         return {"saved": max(kept), "peak": max(self.peak)}

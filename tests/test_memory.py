@@ -11,7 +11,7 @@ from measuring import measured
 from targets import convolution, mlp
 from torch import fx
 
-from shardc import Mesh, P, compile
+from shardc import Mesh, P, Precision, Remat, Zero, compile
 from shardc.cost import memory_of
 from shardc.program import Input, Output, Program
 from shardc.sharding import TensorType
@@ -54,6 +54,17 @@ def test_outputs_images_and_uneven_pieces_are_announced_too(target: Any, mesh: M
     model, args, kwargs, annotations = target()
     compiled = compile(model, mesh, annotations, args=args, kwargs=kwargs)
     found, wanted = measured(compiled, *args, **kwargs), announced(compiled.memory)
+    assert is_within_a_percent(found, wanted), (found, wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
+    """Under tensor parallelism, in bfloat16."""
+    annotations = gpt.DATA | gpt.MEGATRON
+    model, args, _, _ = gpt._target(gpt.Config(layers=1), annotations)
+    options: dict[str, Any] = {"zero": Zero(stage=stage), "precision": Precision(), "remat": Remat("blocks.*")}
+    compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, **options)
+    found, wanted = measured(compiled, *args), announced(compiled.memory)
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
