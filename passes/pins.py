@@ -9,7 +9,7 @@ from torch import fx
 from shardc.error import ShardingError, raise_all
 from shardc.node import arguments, is_annotation
 from shardc.partition import P
-from shardc.pin import Pin
+from shardc.pin import DATA, PARAMETER, PARAMETER_FIRST, YIELDING, Pin
 from shardc.program import Program
 
 PARAMETER_KINDS = ("parameter", "buffer")
@@ -47,10 +47,11 @@ def promotion(pins: tuple[Pin, Pin]) -> str:
 
 
 class Ranks:
-    """Who speaks first about an axis: 0 inputs and values, 1 parameters, 2 a value whose axis only parameters share.
+    """Who speaks first about an axis: inputs and values, then parameters, then a value that yields to them.
 
-    Such an axis is no axis of the data: a residual that is cut along time by the axis that cuts the weights of each
-    block lies so, and is gathered where they compute. A batch that is cut where it is embedded is data.
+    A value yields over an axis that only parameters have beside it, which is no axis of the data: a residual that is
+    cut along time, by the axis that cuts the weights of each block, is gathered where these compute. A batch that is
+    cut where it is embedded is data. Over the axes ``first`` parameters come before all.
     """
 
     def __init__(self, pins: Iterable[Pin], first: frozenset[str] = frozenset()) -> None:
@@ -65,13 +66,14 @@ class Ranks:
 
     def of(self, pin: Pin) -> set[int]:
         """The ranks of a pin's dims."""
-        return {self.rank(pin, dim) for dim in range(len(pin.sharding.dims))} or {0}
+        return {self.rank(pin, dim) for dim in range(len(pin.sharding.dims))} or {DATA}
 
     def rank(self, pin: Pin, dim: int) -> int:
         """That of all axes that cut a dim, together."""
         if pin.kind in PARAMETER_KINDS:
-            return -1 if self.first & {part.name for part in pin.sharding.dims[dim].all_axes} else 1
+            is_first = self.first & {part.name for part in pin.sharding.dims[dim].all_axes}
+            return PARAMETER_FIRST if is_first else PARAMETER
         if pin.kind != "value":
-            return 0
+            return DATA
         is_shared = any(part.name in self.model_axes for part in pin.sharding.dims[dim].all_axes)
-        return 2 if is_shared and (self.has_data or dim) else 0
+        return YIELDING if is_shared and (self.has_data or dim) else DATA

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from shardc.sharding import Sharding
 
+PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # who speaks first about an axis: passes/pins.py says why
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:

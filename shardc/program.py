@@ -41,7 +41,7 @@ class Source:
 class Origin:
     """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
 
-    ``rank`` is 0 for an annotated input or value, 1 for a parameter; on conflict the lower wins.
+    ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
     """
 
     annotation: str

@@ -6,7 +6,9 @@ that is not *requested*; it is requested where
 - it ends in what the user placed: an annotated value, module output or program output, or the gradient or the new value
   of an annotated parameter, buffer or input, in the dims that it changes; or
 - it gathers an annotated parameter or buffer over axes that cut dim 0, the batch, of an annotated input: weights that
-  are stored in pieces between uses, as FSDP does; or it gathers what ``Zero`` stores.
+  are stored in pieces between uses, as FSDP does; or it gathers what ``Zero`` stores; or
+- it brings data that an annotation cuts over an axis to where annotated weights are cut over it and computed with, or
+  brings it back: sequence parallelism, and experts.
 
 Reductions, reduce_scatter among them, and exchanges of edges are what cut contractions and windows cost; they never
 offend.
@@ -22,7 +24,7 @@ from shardc.announcement import collectives_of
 from shardc.collective import COLLECTIVES, Collective, reshard
 from shardc.error import ShardingError, raise_all
 from shardc.node import is_annotation, is_getitem, op_name, operand
-from shardc.pin import Pin
+from shardc.pin import PARAMETER, PARAMETER_FIRST, YIELDING, Pin
 from shardc.program import Program, Value
 from shardc.text import type_text
 
@@ -63,7 +65,7 @@ def _gathers(program: Program, asked: _Asked) -> Iterator[ShardingError]:
         users = list(_users(program, node))
         if users and all(user.op != "output" and _is_fallback(program, user) for user in users):
             continue  # said of the fallback
-        if not asked.for_store(node) and not asked.for_users(node, users):
+        if not (asked.for_store(node) or asked.for_users(node, users) or asked.for_weights(node, users)):
             yield _unrequested(program, node, found[node.name])
 
 
@@ -139,6 +141,20 @@ class _Asked:
                 pins.append(self.values.get(user) if is_annotation(user) else None)
         dims = {dim for dim in node.args[2:] if isinstance(dim, int)}
         return bool(pins) and all(pin is not None and not dims & pin.open for pin in pins)
+
+    def for_weights(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
+        """Whether data yields to weights over the axes, or the weights' side gives it back (ranks: passes/pins.py)."""
+        axes = [axis.partition(":")[0] for axis in node.args[1]]  # type: ignore[union-attr]
+        calls = [user for user in users if user.op == "call_function"]
+        return bool(axes) and all(self._yields(operand(node), calls, axis) for axis in axes)
+
+    def _yields(self, moved: fx.Node, users: Sequence[fx.Node], axis: str) -> bool:
+        came = self.program.origin(moved).get(axis)
+        if came is None or came.rank == PARAMETER:
+            return False
+        ranks = [{found[axis].rank for found in self.program.origins(user) if axis in found} for user in users]
+        to = PARAMETER if came.rank == YIELDING else PARAMETER_FIRST
+        return came.rank == PARAMETER_FIRST or (bool(ranks) and all(to in each for each in ranks))
 
 
 def _ends(node: fx.Node) -> Iterator[fx.Node]:

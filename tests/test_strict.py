@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gpt
+import moe
 import pytest
 import torch
 from parallel_models import FSDP, MEGATRON, MLP, batch
@@ -64,6 +66,22 @@ def test_the_usual_plans_are_strict(annotations: dict[str, P]) -> None:
     model = shardc.parallelize(MLP(), MESH, annotations, strict=True)
     model(*batch(0)).backward()
     model(*batch(0, rows=8)).backward()
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh"), [(gpt.gpt_sequence(MESH), MESH), (moe.moe(), Mesh(ep=4))], ids=["sequence parallel", "experts"]
+)
+def test_data_that_comes_to_annotated_weights_is_asked_for(target: gpt.Target, mesh: Mesh) -> None:
+    model, args, _, annotations = target
+    assert {"all_gather", "all_to_all"} & kinds(shardc.compile(model, mesh, annotations, args=args, strict=True))
+
+
+def test_weights_that_come_to_annotated_data_are_not() -> None:
+    """Time cut from the input on, over the axis of the weights: these are gathered, which no one said."""
+    model, args, _, _ = gpt.gpt()
+    annotations = {"ids": P(None, "tp"), "targets": P(None, "tp"), "*.mlp.down.weight": P(None, "tp")}
+    with pytest.raises(ShardingError, match="down"):
+        shardc.compile(model, Mesh(tp=2), annotations, args=args, strict=True)
 
 
 def sorts(self: Any, x: Tensor) -> Tensor:
