@@ -1,4 +1,7 @@
-"""Means and losses as sums and divisions: a sum over cut rows is a partial sum, a mean is not."""
+"""Means and losses as sums and divisions: a sum over cut rows is a partial sum, a mean is not.
+
+Numbers of 2 bytes are summed and divided in float32, as torch does inside a mean: their sum may be none of theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ aten = torch.ops.aten
 Results = fx.Node | tuple[fx.Node | None, ...] | None  # what stands for a node; None leaves it
 Rewrite = Callable[[Program, fx.Node], Results]
 
+NARROW = (torch.bfloat16, torch.float16)
 EACH, MEAN, SUM = 0, 1, 2  # torch's numbers for a loss's reduction
 
 
@@ -26,9 +30,21 @@ def _mean(program: Program, node: fx.Node) -> Results:
     source, given = operand(node), arguments(node)
     dims = given.get("dim") or list(range(len(program.type(source).shape)))
     keep, dtype = bool(given.get("keepdim")), program.type(node).dtype
-    total = program.emit(aten.sum.dim_IntList, source, dims, keep, like=node, dtype=dtype)
+    total = program.emit(aten.sum.dim_IntList, source, dims, keep, like=node, dtype=_wide(dtype))
     count = program.type(source).numel // max(1, program.type(total).numel)
-    return program.emit(aten.div.Tensor, total, count, like=node)
+    return _cast(program, program.emit(aten.div.Tensor, total, count, like=node), node)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in NARROW else dtype
+
+
+def _cast(program: Program, made: fx.Node, node: fx.Node) -> fx.Node:
+    """What was made in the dtype of a node."""
+    dtype = program.types(node)[0].dtype  # type: ignore[union-attr]
+    if program.type(made).dtype == dtype:
+        return made
+    return program.emit(aten._to_copy.default, made, like=node, dtype=dtype)
 
 
 def _mean_loss(program: Program, node: fx.Node) -> Results:
@@ -36,6 +52,8 @@ def _mean_loss(program: Program, node: fx.Node) -> Results:
     given = arguments(node)
     if given["reduction"] != MEAN:
         return None
+    if program.type(node).dtype in NARROW and "grad_output" not in given:
+        return _summed_loss(program, node)
     shapes = [program.type(each).shape for each in operands(node) if each is not None]
     count, given["reduction"] = math.prod(torch.broadcast_shapes(*shapes)), SUM
     if "grad_output" in given:
@@ -52,8 +70,16 @@ def _summed_loss(program: Program, node: fx.Node) -> Results:
         return None
     each = program.emit(node.target, *given.values(), like=node)
     shape = program.type(each).shape
-    total = program.emit(aten.sum.dim_IntList, each, list(range(len(shape))), like=node)
-    return program.emit(aten.div.Tensor, total, math.prod(shape), like=node) if reduction == MEAN else total
+    dims, wide = list(range(len(shape))), _wide(program.type(each).dtype)
+    total = program.emit(aten.sum.dim_IntList, each, dims, like=node, **_in(wide, each, program))
+    if reduction == MEAN:
+        total = program.emit(aten.div.Tensor, total, math.prod(shape), like=node)
+    return _cast(program, total, node)
+
+
+def _in(dtype: torch.dtype, source: fx.Node, program: Program) -> dict[str, torch.dtype]:
+    """The argument of a sum that it is to be of another dtype than what it adds."""
+    return {} if program.type(source).dtype == dtype else {"dtype": dtype}
 
 
 def _row_loss_backward(program: Program, node: fx.Node) -> Results:
@@ -83,11 +109,12 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     kept = emit(aten.where.self, counted, picked, zero)
     losses = emit(aten.neg.default, emit(aten.mul.Tensor, kept, weight))
     rows = list(range(len(program.type(safe).shape)))
-    count = emit(aten.sum.dim_IntList, weight, rows)
+    wide = _in(_wide(program.type(x).dtype), x, program)
+    count = emit(aten.sum.dim_IntList, weight, rows, **wide)
     if reduction == EACH:
         return losses, count
-    total = emit(aten.sum.dim_IntList, losses, rows)
-    return (emit(aten.div.Tensor, total, count) if reduction == MEAN else total), count
+    total = emit(aten.sum.dim_IntList, losses, rows, **wide)
+    return _cast(program, emit(aten.div.Tensor, total, count) if reduction == MEAN else total, node), count
 
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:

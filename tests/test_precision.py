@@ -75,7 +75,7 @@ def test_gathers_move_what_is_computed_in_and_reductions_what_is_reduced_in(stag
         gathers = {None: set(), 3: {("forward", "all_gather"), ("backward", "all_gather")}}
         reduction = "all_reduce" if stage is None else "reduce_scatter"
         assert moved(compiled) == {
-            ("forward", "all_reduce", "bfloat16"),  # the loss
+            ("forward", "all_reduce", "float32"),  # the loss, summed wide
             ("backward", reduction, str(reduce).removeprefix("torch.")),
             *((*each, "bfloat16") for each in gathers.get(stage, {("update", "all_gather")})),
         }
@@ -168,6 +168,33 @@ def test_a_batch_norm_keeps_its_parameters_beside_its_running_statistics(stage):
     program = compiled.program
     ends = zip(program.outputs, program.results, strict=True)
     assert {program.type(node).dtype for output, node in ends if output.name == "norm.running_mean"} == {FP32}
+
+
+class Losses(nn.Module):
+    """Sums beyond what float16 has, of which only the means are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x, y):
+        x = (x.abs() + 10) * self.scale
+        rows, targets = x.repeat(2048, 1), y.argmax(-1).repeat(2048)
+        losses = (
+            rows.mean(),
+            nn.functional.mse_loss(rows, -rows),
+            nn.functional.binary_cross_entropy_with_logits(rows, rows * 0),
+            nn.functional.cross_entropy(rows * 16, targets),
+        )
+        return sum(loss.float() for loss in losses)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_means_are_those_of_float32_though_sums_overflow(dtype):
+    args = batch(0)
+    compiled = shardc.compile(Losses(), Mesh(dp=4), DATA, args=args, precision=Precision(dtype))
+    loss = compiled.simulate(*args)[0]
+    torch.testing.assert_close(loss, Losses()(*args).detach(), atol=0, rtol=1e-2)
 
 
 class Scaled(nn.Module):
