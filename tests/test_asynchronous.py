@@ -1,0 +1,95 @@
+"""On gloo a collective is under way while the executor computes, and buckets arrive as on virtual ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.mesh import Mesh
+from shardc.ops.contraction import BoundDot
+from shardc.partition import P
+from shardc.runtime.comm import Results, Tensors
+from shardc.runtime.distributed import TorchComm, make_device_mesh
+from shardc.runtime.executor import Executor
+from shardc.runtime.piece import shard
+from shardc.runtime.simulator import cut_inputs, simulate
+
+PLANS = {
+    "tensor parallel": (Mesh(tp=4), {"*.down.weight": P(None, "tp")}),
+    "stored in pieces": (Mesh(dp=4), {"x": P("dp"), "param:*": P("dp")}),
+    "both": (Mesh(dp=2, tp=2), {"x": P("dp"), "*.down.weight": P(None, "tp")}),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(), Layer(), Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+class NotingComm(TorchComm):
+    """Notes when a collective starts and when it is waited for."""
+
+    notes: list[str]
+
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
+        self.notes.append("start")
+        finish = super().start(kind, xs, *args, is_own=is_own)
+
+        def noting() -> Tensors:
+            self.notes.append("wait")
+            return finish()
+
+        return noting
+
+
+def run_noting(mesh: Mesh, annotations: dict[str, P]) -> tuple[list[str], bool]:
+    """What went on in backward, in order; and whether all results are those of virtual ranks."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    compiled = shardc.compile(Layers(), mesh, annotations, args=(x,))
+    program, values = compiled.program, compiled._inputs(compiled.program, (x,), {}, {}, 0, 0)
+    comm = NotingComm(make_device_mesh(mesh))
+    comm.notes = []
+    call = BoundDot.__call__
+
+    def noted(self: BoundDot, *operands: Tensor) -> Tensor:
+        comm.notes.append("dot")
+        return call(self, *operands)
+
+    pieces, executor = [cut_inputs(program, values)[comm.position]], Executor(program, comm)
+    outputs, saved = executor.forward(pieces)
+    comm.notes.clear()
+    BoundDot.__call__ = noted  # type: ignore[method-assign]
+    try:
+        gradients = executor.backward(saved, pieces)
+    finally:
+        BoundDot.__call__ = call  # type: ignore[method-assign]
+    found = [a if a is not None else b for a, b in zip(outputs[0], gradients[0], strict=True)]
+    ends = zip(found, simulate(program, values), program.results, strict=True)
+    pairs = [(a, shard(b, program.sharding(node), comm.position)) for a, b, node in ends if b is not None and node]
+    return comm.notes, all(a is not None and torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+
+def test_contractions_run_while_a_collective_is_under_way(gloo: Any) -> None:
+    for name, (mesh, chosen) in PLANS.items():
+        for notes, is_right in gloo.run(run_noting, mesh, chosen):
+            assert is_right, name
+            assert notes.count("start") == notes.count("wait"), "every collective is waited for"
+            meanwhile = "".join({"start": "<", "wait": ">", "dot": "."}[note] for note in notes)
+            assert "tp" not in mesh.axis_names or "<.." in meanwhile, meanwhile
