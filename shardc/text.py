@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from shardc.program import Program
     from shardc.sharding import Sharding, TensorType
 
+_IS_ORIGIN = re.compile(r"\w+ from ").match
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory")  # the same all over a program
 
 
@@ -127,7 +129,7 @@ def _collective_remarks(program: Program) -> dict[fx.Node, str]:
     remarks = {}
     for node in program.calls:
         parts = [by_name[node.name]] if node.name in by_name else []
-        parts += [f"because {program.cause(node)}"] if program.cause(node) else []
+        parts += [f"because {_shortened(program.cause(node), '; ')}"] if program.cause(node) else []
         if parts:
             remarks[node] = ", ".join(parts)
     return remarks
@@ -167,13 +169,22 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
             f"{c.dtype}{list(c.local_shape_in)}",
             f"{c.dtype}{list(c.local_shape_out)}",
             c.wire_bytes,
-            c.source,
-            c.cause,
+            _shortened(c.source, ", "),
+            _shortened(c.cause, "; "),
         )
         for c in collectives
     ]
     header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
+
+
+def _shortened(text: str, separator: str) -> str:
+    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
+    parts = text.split(separator)
+    said = [part for part in parts if not _IS_ORIGIN(part)]
+    if len(said) <= 2:
+        return text
+    return separator.join([said[0], f"and {len(said) - 1} more", *filter(_IS_ORIGIN, parts)])
 
 
 def _by_kind(collectives: Sequence[Collective]) -> str:
