@@ -29,8 +29,8 @@ class Ratio:
 class Figures:
     """One way to train in one row. Bytes are a rank's: of ``wire`` the mean, of memory the most.
 
-    ``seconds``: of a step, of its slowest rank. ``busy``: computed by all ranks in a step; unlike seconds it does not
-    depend on what else the machine does. ``loss_difference``: the largest to one device's.
+    ``seconds``: of a step, of its slowest rank. ``busy``: computed by all ranks in a step; unlike seconds it hardly
+    depends on what else the machine does. ``loss_difference``: the largest to one device's.
     """
 
     name: str
@@ -46,6 +46,11 @@ class Figures:
     peak: int
     loss_difference: float
     samples: tuple[float, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is shardc."""
+        return self.name.startswith("shardc")
 
 
 def figures(row: Row, ranks: Sequence[dict[str, Report]]) -> list[Figures]:

@@ -15,19 +15,19 @@ from row import Row
 
 Found = Sequence[tuple[Row, list[Figures]]]
 HEADER = (
-    "plan", "size", "who", "ms a step", "ms busy", "to one device", "to the best peer", "first step s", "MB sent",
-    "announced", "calls", "MB kept", "MB peak", "loss off by",
+    "plan", "size", "who", "ms a step", "ms busy", "to one device", "to the best peer", "busy to peer", "first step s",
+    "MB sent", "announced", "calls", "MB kept", "MB peak", "loss off by",
 )  # fmt: skip
 
 
 def markdown(found: Found) -> str:
     """A line for everyone in every row."""
     lines = [HEADER, tuple("-" * 3 for _ in HEADER)]
-    lines += [_cells(row, each) for row, everyone in found for each in everyone]
+    lines += [_cells(row, each, everyone) for row, everyone in found for each in everyone]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cells(row: Row, each: Figures) -> tuple[str, ...]:
+def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, ...]:
     return (
         row.plan,
         row.title,
@@ -36,6 +36,7 @@ def _cells(row: Row, each: Figures) -> tuple[str, ...]:
         f"{each.busy * 1e3:.1f}",
         f"{each.to_device.value:.2f}",
         str(each.to_peer or ""),
+        f"{each.busy / min(peer.busy for peer in everyone[1:] if not peer.is_ours):.2f}" if each.is_ours else "",
         f"{each.first_seconds:.1f}",
         _megabytes(each.wire),
         _megabytes(each.announced),
@@ -81,7 +82,7 @@ def svg(found: Found) -> str:
 
 
 def _bar(each: Figures, y: int, left: int = 230, unit: int = 100) -> str:
-    color = "#c33" if each.name.startswith("shardc") else "#579"
+    color = "#c33" if each.is_ours else "#579"
     found = each.to_device
     value, low, high = (left + unit * min(x, 5) for x in (found.value, found.low, found.high))
     return (
