@@ -30,12 +30,13 @@ def _mean(program: Program, node: fx.Node) -> Results:
     source, given = operand(node), arguments(node)
     dims = given.get("dim") or list(range(len(program.type(source).shape)))
     keep, dtype = bool(given.get("keepdim")), program.type(node).dtype
-    total = program.emit(aten.sum.dim_IntList, source, dims, keep, like=node, dtype=_wide(dtype))
+    total = program.emit(aten.sum.dim_IntList, source, dims, keep, like=node, dtype=wide_dtype(dtype))
     count = program.type(source).numel // max(1, program.type(total).numel)
     return _cast(program, program.emit(aten.div.Tensor, total, count, like=node), node)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a dtype are summed in."""
     return torch.float32 if dtype in NARROW else dtype
 
 
@@ -70,7 +71,7 @@ def _summed_loss(program: Program, node: fx.Node) -> Results:
         return None
     each = program.emit(node.target, *given.values(), like=node)
     shape = program.type(each).shape
-    dims, wide = list(range(len(shape))), _wide(program.type(each).dtype)
+    dims, wide = list(range(len(shape))), wide_dtype(program.type(each).dtype)
     total = program.emit(aten.sum.dim_IntList, each, dims, like=node, **_in(wide, each, program))
     if reduction == MEAN:
         total = program.emit(aten.div.Tensor, total, math.prod(shape), like=node)
@@ -109,7 +110,7 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     kept = emit(aten.where.self, counted, picked, zero)
     losses = emit(aten.neg.default, emit(aten.mul.Tensor, kept, weight))
     rows = list(range(len(program.type(safe).shape)))
-    wide = _in(_wide(program.type(x).dtype), x, program)
+    wide = _in(wide_dtype(program.type(x).dtype), x, program)
     count = emit(aten.sum.dim_IntList, weight, rows, **wide)
     if reduction == EACH:
         return losses, count

@@ -1,5 +1,7 @@
 """Mixed precision: fp32 masters, casts before gathers, reductions in a dtype of their own."""
 
+import math
+
 import pytest
 import torch
 from parallel_models import MEGATRON, MLP, TIED, TiedModel, batch, ids
@@ -195,6 +197,26 @@ def test_means_are_those_of_float32_though_sums_overflow(dtype):
     compiled = shardc.compile(Losses(), Mesh(dp=4), DATA, args=args, precision=Precision(dtype))
     loss = compiled.simulate(*args)[0]
     torch.testing.assert_close(loss, Losses()(*args).detach(), atol=0, rtol=1e-2)
+
+
+class Head(nn.Module):
+    """A cut vocabulary of more words than float16 has a number for, all as likely."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 1 << 17, bias=False)
+        nn.init.constant_(self.head.weight, 0.125)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def test_the_softmax_of_a_cut_vocabulary_is_summed_wide():
+    args = (batch(0)[0], torch.arange(4))
+    cut = {"head.weight": P("tp")}
+    compiled = shardc.compile(Head(), Mesh(tp=4), cut, args=args, train=False, precision=Precision(torch.float16))
+    assert not any(found.kind == "all_gather" for found in compiled.collectives)
+    assert float(compiled.simulate(*args)[0]) == pytest.approx(math.log(1 << 17), rel=1e-3)
 
 
 class Scaled(nn.Module):
