@@ -21,7 +21,7 @@ from shardc.sharding import TensorType
 
 from .plan_reshard import plan_reshard
 
-FUNCTIONS = {kind: function for function, kind in COLLECTIVES.items()} | {"view": torch.ops.aten.view.default}
+FUNCTIONS = {kind: function for function, kind in COLLECTIVES.items()} | {"view": torch.ops.aten.reshape.default}
 
 
 def lower_reshards(program: Program) -> Program:

@@ -47,7 +47,7 @@ from shardc.options import Precision
 from shardc.partition import P
 from shardc.program import Input, Output, Program, Source, types_of
 from shardc.recurrent import plain_cells
-from shardc.refusal import Refusals, capture_error, python_effects
+from shardc.refusal import Refusals, capture_error, is_lookup_by_value, python_effects
 from shardc.sharding import TensorType
 from shardc.traced import PlainDropout
 from shardc.tree import Tree
@@ -91,8 +91,10 @@ def capture(
         traced = joint.trace()
     except CaptureError:
         raise
-    except (RuntimeError, TypeError, ArithmeticError) as error:
-        raise capture_error(error) from error
+    except Exception as error:
+        if isinstance(error, (RuntimeError, TypeError, ArithmeticError)) or is_lookup_by_value(error):
+            raise capture_error(error) from error
+        raise
     return joint.captured(traced)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardc.borrow import state_names
-from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.error import CaptureError, ShardingError, did_you_mean, raise_all
 from shardc.frozen import frozen
 from shardc.sharding import TensorType
 from shardc.tree import LEAF, Tree, flatten, rebuild
@@ -217,6 +217,10 @@ def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], 
     leaves, tree = flatten(output)
     if tree == LEAF:
         leaves = [("output", output)]
+    for name, value in leaves:
+        if isinstance(value, Iterator):
+            problem = f"it is a {type(value).__name__}, which would run on after the program"
+            raise CaptureError(f"output {name!r}", problem, "return a list or a tuple")
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
     return tuple((name, leaf_of(value)) for name, value in leaves), tensors, tree
 

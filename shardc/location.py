@@ -1,4 +1,4 @@
-"""The user's lines: which frame of a stack is neither torch's, nor ours, nor of the standard library."""
+"""The user's lines: which frame of a stack is neither torch's, nor ours, nor of the standard library or NumPy."""
 
 from __future__ import annotations
 
@@ -43,5 +43,6 @@ def failing_line(error: BaseException) -> str:
 @cache
 def _is_users(filename: str) -> bool:
     standard = filename.startswith((sysconfig.get_paths()["stdlib"], *_GENERATED)) and "site-packages" not in filename
+    standard |= f"site-packages{os.sep}numpy{os.sep}" in filename
     homes = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
     return not standard and not filename.startswith(tuple(home + os.sep for home in homes))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from shardc.error import CaptureError
-from shardc.guard import NoValueError
+from shardc.guard import DATA_DEPENDENT, NoValueError
 from shardc.location import failing_line, is_users_line
 
 
@@ -43,8 +43,12 @@ class Refusals(TorchFunctionMode):
             return None
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
+        if (kwargs or {}).get("generator") is not None:
+            raise Unfit(*_GENERATOR)
         before, self._reads = self._reads, func in _READS and is_users_line(sys._getframe())
         try:
+            if func is Tensor.__format__ and self._reads and not args[0].ndim:
+                return _formatted(*args)
             return func(*args, **(kwargs or {}))
         finally:
             self._reads = before
@@ -54,6 +58,20 @@ class Refusals(TorchFunctionMode):
         return is_number if self._reads is None else self._reads
 
 
+def _formatted(number: Tensor, spec: str) -> str:
+    """As eagerly, by its value; one without a known value and a form may be part of a message: as a tensor prints."""
+    try:
+        return format(number.item(), spec)
+    except DATA_DEPENDENT:
+        if spec:
+            raise
+        return str(number)
+
+
+_GENERATOR = (
+    "a generator of the model's own would draw the same numbers in every step, on every rank",
+    "leave generator= out: what is drawn depends on seed, step and the index of the element alone",
+)
 _NUMPY = (
     "NumPy reads the values of a tensor, which are unknown during capture",
     "compute it with torch, or outside of the model",
@@ -137,8 +155,28 @@ def capture_error(error: Exception) -> CaptureError:
             f"the shape of a result depends on the values of a tensor{reason}",
             "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
         )
+    if is_lookup_by_value(error):
+        return CaptureError(
+            where,
+            "what is looked up depends on the value of a tensor, which is unknown during capture",
+            "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model",
+        )
+    if any(said in str(error) for said in _NO_DATA):
+        return CaptureError(
+            where,
+            "the values of a tensor are read, which are unknown during capture",
+            "compute it with torch: torch.stack, not torch.tensor, of numbers; store and print outside of the model",
+        )
     return CaptureError(
         where,
         f"{type(error).__name__}: {error}",
         "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
     )
+
+
+_NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid python storage")
+
+
+def is_lookup_by_value(error: Exception) -> bool:
+    """Whether a name or a key was not found that was made of a traced tensor."""
+    return isinstance(error, (LookupError, AttributeError)) and "FunctionalTensor(" in str(error)

@@ -119,10 +119,29 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -
     return places
 
 
+def _view_as_complex(x: Tensor) -> Tensor:
+    """Its kernel asks how the pairs lie in memory, which no program says."""
+    return torch.complex(x.select(-1, 0), x.select(-1, 1))
+
+
+def _gradient_of_none(gradient: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The gradient of a mean over no elements, where torch's own trace divides by their number."""
+    return NotImplemented if x.numel() else torch.zeros_like(x)
+
+
 TRACED_AS: dict[Any, Any] = {
     getattr(aten.random, "from"): _random_from,  # fx cannot print it: "from" is a word of Python's
     aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
+    aten.view_as_complex.default: _view_as_complex,
+    **dict.fromkeys(
+        (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+        ),
+        _gradient_of_none,
+    ),
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
 }

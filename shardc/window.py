@@ -141,6 +141,10 @@ def windows(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], fi
     import torch
 
     window = Windows(*values)
+    if not window.length:
+        return x.new_full(
+            [window.count * window.size if i == dim % x.dim() else n for i, n in enumerate(x.shape)], fill
+        )
     elements, there = _elements(window, x.device)
     taken = x.index_select(dim, elements)
     there = there.view([-1 if i == dim % x.dim() else 1 for i in range(x.dim())])
@@ -150,8 +154,10 @@ def windows(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], fi
 def overlap_add(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...]) -> Any:
     """The adjoint of ``windows``: ``length`` elements, each the sum of what the windows have for it."""
     window = Windows(*values)
-    elements, there = _elements(window, x.device)
     shape = [window.length if i == dim % x.dim() else size for i, size in enumerate(x.shape)]
+    if not window.length:
+        return x.new_zeros(shape)
+    elements, there = _elements(window, x.device)
     there = there.view([-1 if i == dim % x.dim() else 1 for i in range(x.dim())])
     return x.new_zeros(shape).index_add(dim, elements, x.masked_fill(~there, 0))
 

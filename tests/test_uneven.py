@@ -105,6 +105,26 @@ def test_dims_of_no_or_one_element_may_be_cut(shape: tuple[int, int]) -> None:
             close(found[f"xs.{i}"], gradient)
 
 
+OF_NONE: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor without elements, with gradients
+    "cat": lambda x: torch.cat([x.cos(), x], 0).sum() + torch.cat([x.cos(), x], 1).sum(),
+    "pad": lambda x: F.pad(x.cos(), (0, 0, 1, 2), value=3.0).sum() + F.pad(x.cos(), (2, 1), value=3.0).sum(),
+    "glu": lambda x: F.glu(torch.cat([x, x.cos()]), 0).sum(),
+    "mse_loss": lambda x: F.mse_loss(x.cos(), x.sin()),
+    "huber_loss": lambda x: F.huber_loss(x.cos(), x.sin()),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x.cos(), x.sin()),
+}
+
+
+@pytest.mark.parametrize("name", OF_NONE)
+def test_an_op_of_no_elements_equals_one_device(name: str) -> None:
+    for shape in ((0, 4), (4, 0)):
+        x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        for spec in (P("a"), P(None, "a")):
+            found, gradients = shardc.compile(Apply(OF_NONE[name]), Mesh(a=3), {"xs.0": spec}, args=(x,)).simulate(x)
+            close(found, OF_NONE[name](x).detach())
+            close(gradients["xs.0"], torch.zeros_like(x))
+
+
 GPTS = {
     "batch of 5 on 4": (Config(layers=1, width=16), 5, Mesh(dp=4), DATA),
     "vocabulary of 257 on 4": (Config(vocab=257, layers=1, width=16), 3, Mesh(tp=4), {"head.weight": P("tp")}),

@@ -102,9 +102,9 @@ def _select_scatter_rule(call: Call) -> Rule:
 
 
 def _piece_specs(whole: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[str, str]:
-    """The specs of a dim and of its pieces; pieces of different sizes leave it whole."""
+    """The specs of a dim and of its pieces; pieces of different sizes, or of none, leave it whole."""
     names = dim_names(len(whole))
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) == 1 and sizes[0]:
         return spec_with(names, dim, "(blk d)"), spec_with(names, dim, "d")
     return spec_with(names, dim, CHUNKS), spec_with(names, dim, CHUNKS)
 
