@@ -118,7 +118,7 @@ def instruction(
         slots[node],
         method,
         Flat.of(program, node) if method and node.target is bucket else None,
-        node.target is bucket or (bool(members(node)) and is_fresh(operand(node))),
+        node.target is bucket or (bool(members(node)) and operand(node) in here and is_fresh(operand(node))),
     )
 
 

@@ -308,7 +308,8 @@ def _apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
 
 def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
     """Note the stretch of memory that a tensor lies in, unless part of it is taken: then it is not free."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
     start = tensor.data_ptr()
     end = start + max(0, reach) * tensor.itemsize
     stretches = taken.setdefault(tensor.untyped_storage().data_ptr(), [])

@@ -93,3 +93,23 @@ def test_contractions_run_while_a_collective_is_under_way(gloo: Any) -> None:
             assert notes.count("start") == notes.count("wait"), "every collective is waited for"
             meanwhile = "".join({"start": "<", "wait": ">", "dot": "."}[note] for note in notes)
             assert "tp" not in mesh.axis_names or "<.." in meanwhile, meanwhile
+
+
+class Saved(nn.Module):
+    """A sum that forward makes of its shards and backward alone reduces."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.exp(w * x.sum()).sum()
+
+
+def run_backward_twice(mesh: Mesh) -> bool:
+    """Whether a second backward through one forward gives what the first gave."""
+    x, w = torch.randn(8, generator=torch.Generator().manual_seed(0)), torch.ones(4, requires_grad=True)
+    model = shardc.parallelize(Saved(), make_device_mesh(mesh), {"x": P("tp")})
+    loss = model(x, w)
+    first, second = (torch.autograd.grad(loss, w, retain_graph=True)[0] for _ in range(2))
+    return torch.equal(first, second)
+
+
+def test_a_second_backward_finds_what_was_saved_as_it_was(gloo: Any) -> None:
+    assert all(gloo.run(run_backward_twice, Mesh(tp=4)))
