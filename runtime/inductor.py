@@ -20,6 +20,10 @@ from .executor import Executor, Saved, Sums, Values
 Compiled = Callable[..., Sequence[Tensor]]
 
 
+# Random bits wrap modulo 2**64; what Inductor propagates as an index does not.
+OPTIONS: dict[str, Any] = {"constant_and_index_propagation": False}
+
+
 class InductorRunner:
     """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
 
@@ -101,7 +105,7 @@ class Part:
         self._exchange(before)
         self._sent = before
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
-        self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False)
+        self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=OPTIONS)
 
     def __call__(self, given: Any) -> Any:
         """Run it."""

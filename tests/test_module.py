@@ -446,6 +446,23 @@ def test_inductor_runs_both_parts_on_two_ranks():
         assert counted == 4 * announced > 0
 
 
+@pytest.mark.slow
+def test_inductor_draws_the_same_dropout() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(x)
+
+    compiled, eager = (
+        shardc.parallelize(Dropped(), Mesh(dp=2), {"x": P("dp")}, compile=how) for how in ("inductor", "eager")
+    )
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(8, 16)), eager(torch.ones(8, 16)))
+
+
 def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
