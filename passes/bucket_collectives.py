@@ -8,9 +8,9 @@
 Reductions wait for each other in the order in which their operands are made, so that the first bucket can start while
 backward still runs. Gathers of what is there from the start, as of parameters that are stored in pieces, go together
 for a layer, or for several that are together no larger than the largest. A bucket is closed before it is read, and as
-soon as it holds ``LIMIT`` bytes; what is larger alone goes alone, and needs no buffer. So a bucket holds less than
-twice the limit, and reductions that no one reads before the end are at most ``bytes / LIMIT + 1``. Invariant: every
-value lies as before.
+soon as it holds its share of at most ``LIMIT`` bytes; what is larger alone goes alone, and needs no buffer. So a bucket
+holds less than twice the limit, and reductions that no one reads before the end are at most ``bytes / LIMIT``, rounded
+up, and one. Invariant: every value lies as before.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardc.node import is_getitem
 from shardc.program import Program
 
 LIMIT = 25 * 2**20  # bytes of one rank's payload, as many as DDP's
+SMALL = 2**20  # below it a bucket is not worth a start of its own
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
 MAX_CHAIN = 3  # ops between an input and its gather: a cast, views
 
@@ -61,18 +62,40 @@ def _reductions(program: Program, limit: int) -> list[Bucket]:
     """Buckets of which no node is read before the last one."""
     open_: dict[object, Bucket] = {}
     done: list[Bucket] = []
-    backward = set(split(program).backward)
+    keys = _reduction_keys(program, limit)
+    full = {key: _full(sum(_nbytes(program, node) for node in nodes), limit) for key, nodes in _inverse(keys).items()}
     for node in program.graph.nodes:
         read = set(node.all_input_nodes)
         done += [open_.pop(key) for key, found in list(open_.items()) if not read.isdisjoint(found.nodes)]
-        part = _sent(node)
-        if part is not None and part.kind in REDUCTIONS and _nbytes(program, node) < limit:
-            key = _key(program, node, part), part.args[1], node in backward
-            found = open_.setdefault(key, Bucket())
+        if node in keys:
+            found = open_.setdefault(keys[node], Bucket())
             found.add(node, _nbytes(program, node))
-            if found.nbytes >= limit:
-                done.append(open_.pop(key))
+            if found.nbytes >= full[keys[node]]:
+                done.append(open_.pop(keys[node]))
     return [found for found in (*done, *open_.values()) if len(found.nodes) > 1]
+
+
+def _reduction_keys(program: Program, limit: int) -> dict[fx.Node, object]:
+    """The reductions that are smaller than a bucket, each with what those of one bucket have in common."""
+    backward = set(split(program).backward)
+    sent = [(node, part) for node in program.calls if (part := _sent(node)) is not None and part.kind in REDUCTIONS]
+    return {
+        node: (_key(program, node, part), part.args[1], node in backward)
+        for node, part in sent
+        if _nbytes(program, node) < limit
+    }
+
+
+def _inverse(keys: dict[fx.Node, object]) -> dict[object, list[fx.Node]]:
+    found: dict[object, list[fx.Node]] = {}
+    for node, key in keys.items():
+        found.setdefault(key, []).append(node)
+    return found
+
+
+def _full(total: int, limit: int) -> float:
+    """When a bucket is closed: all are of one size, one more than there need be, so that the first can start early."""
+    return max(min(limit, SMALL), total / (-(-total // limit) + 1)) if total else limit
 
 
 def _gathers(program: Program, limit: int) -> list[Bucket]:
