@@ -298,7 +298,8 @@ def test_a_unet_over_cut_places_moves_edges_and_sums_alone(mesh: Mesh, spec: P) 
 def test_a_group_norm_over_what_it_averages_reduces_two_sums_a_group(spec: P) -> None:
     x, weight, bias = random(3, 8, 5, 6), random(8), random(8)
     compiled = check(lambda x, w, b: F.group_norm(x, 2, w, b), Mesh(x=4), spec, x, weight, bias)
-    assert all(each.bytes <= 2 * 8 * 8 for each in compiled.collectives)
+    moved = [each.bytes for each in compiled.collectives]  # of x 5760 bytes; gradients of rows and channels go together
+    assert sum(moved) <= 8 * 8 * 8, moved
     check(lambda x: F.group_norm(x, 4), Mesh(x=4), spec, x)
     check(lambda x: F.group_norm(x.transpose(2, 3) * 2, 4), Mesh(x=4), spec, x)
 
