@@ -15,6 +15,9 @@ Names = Mapping[str, Mapping[str, str]]
 
 def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
     """The (kind, name) of every value that a pattern names, each once; of outputs the pattern itself."""
+    if not isinstance(pattern, str):
+        problem, remedy = "a pattern is a string, a glob over names", "write for example '*.weight'"
+        raise ShardingError(f"annotation {pattern!r}", f"of type {type(pattern).__name__}", problem, remedy)
     prefix, colon, rest = pattern.partition(":")
     if not colon:
         return [(kind, name) for kind in KINDS for name in glob(pattern, names.get(kind, {}))]

@@ -51,6 +51,10 @@ ANNOTATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "  it has no such axis\n"
         "  did you mean tp?",
     ),
+    "a pattern that is no string": (
+        lambda: {3: P()},
+        "annotation 3: of type int\n  a pattern is a string, a glob over names\n  write for example '*.weight'",
+    ),
     "an axis unlike all others": (
         lambda: {"input:x": P("model")},
         "input 'x': P('model') on shape [4, 8], dim 0: the mesh is Mesh(dp=2, tp=4)\n"
