@@ -243,7 +243,7 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     "no such pass": (
         lambda compiled: compiled.at("propagte"),
         "pass 'propagte': the passes are capture, canonicalize, keep_dims, propagate, decompose, insert_reshards, "
-        "lower_reshards, fuse_collectives, mask_padding, rematerialize, bucket_collectives, "
+        "store, lower_reshards, fuse_collectives, mask_padding, rematerialize, bucket_collectives, "
         "overlap_collectives, localize\n"
         "  there is no such pass\n"
         "  did you mean propagate?",
