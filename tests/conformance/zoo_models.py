@@ -212,7 +212,8 @@ def masked(at: Sizes) -> Inputs:
 
 @model
 def bert(at: Sizes) -> Made:
-    weights = BERT | {"cls.predictions.decoder.weight": ROWS}
+    head = {"cls.predictions.transform.dense.weight": COLUMNS, "cls.predictions.decoder.weight": ROWS}
+    weights = BERT | head
     return hf.BertForMaskedLM(hf.BertConfig(**common(at))), masked(at), weights
 
 
