@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .optimizer_steps import watch_steps
+from .optimizer_steps import StepWatcher
 
 Parameters = Mapping[str, Tensor]
 Pieces = list[Tensor]  # one for each rank that lives in this process
 Made = dict[str, Pieces]  # by the parameter's name
 
 
-class Copies:
+class Copies(StepWatcher):
     """What is made of stored parameters.
 
     State: ``_made``; ``_written`` and ``_read``, versions of the parameters and of their gradients when it was known to
@@ -29,18 +28,17 @@ class Copies:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._made: Made = {}
         self._written: tuple[Any, ...] = ()
         self._read: tuple[Any, ...] = ()
-        self._parameters: list[weakref.ref[Tensor]] = []
-        watch_steps(self)
 
     def get(self, parameters: Parameters, starts: Mapping[str, int], make: Callable[[Made], Made]) -> Made:
         """The pieces of these parameters; ``make`` is called for them if need be, and writes into those it is given.
 
         ``starts``: the row from which on what is made of a parameter is the parameter's own piece; they share memory.
         """
-        self._parameters = [weakref.ref(tensor) for tensor in parameters.values()]
+        self.watch(parameters.values())
         is_known = parameters.keys() <= self._made.keys() and self._written == self._versions()
         if not is_known or self._read != self._gradients():
             self._made |= {name: list(map(_dense, pieces)) for name, pieces in make(self._made).items()}
@@ -61,10 +59,6 @@ class Copies:
     def note_step(self) -> None:
         """An optimizer has written parameters."""
         self.forget()
-
-    def watched(self) -> list[Tensor]:
-        """The parameters."""
-        return [tensor for tensor in (reference() for reference in self._parameters) if tensor is not None]
 
     def _versions(self) -> tuple[Any, ...]:
         return tuple((t._version, _piece(t)._version, _piece(t).data_ptr()) for t in self.watched())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,8 +66,7 @@ class Executor:
 
     ``is_eager``: its ops run; else they are recorded for a compiler, which chooses kernels itself.
 
-    It holds no values: several forward runs may wait for their backward. ``deferred``: of the program's outputs, those
-    gradients whose reductions may run once for several backwards.
+    It holds no values: several forward runs may wait for their backward.
     """
 
     def __init__(
@@ -90,11 +90,34 @@ class Executor:
         self._fwd = with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")})
         results = {slot for slot, _ in self._results_of("backward")}
         self._bwd = with_deaths(bwd, results)
-        late = {slots[node] for node in deferrable(program)} if comm else set()
-        early, closing = ([each for each in bwd if (each.result in late) == is_late] for is_late in (False, True))
-        self._open = {slot for each in closing for slot in each.reads} - late
-        self._early, self._closing = with_deaths(early, self._open | results), with_deaths(closing, results)
-        self.deferred = frozenset(i for slot, i in self._results_of("backward") if slot in late)
+
+    @cached_property
+    def deferred(self) -> frozenset[int]:
+        """Of the program's outputs, those gradients whose reductions may run once for several backwards."""
+        return frozenset(i for slot, i in self._results_of("backward") if slot in self._late)
+
+    @cached_property
+    def _late(self) -> set[int]:
+        """The slots of what may wait."""
+        late = deferrable(self.program) if self.comm else ()
+        return {slot for slot, node in enumerate(self.program.graph.nodes) if node in late}
+
+    @cached_property
+    def _open(self) -> set[int]:
+        """The slots of what may be added up until then."""
+        return {slot for each in self._bwd if each.result in self._late for slot in each.reads} - self._late
+
+    @cached_property
+    def _early(self) -> list[Instruction]:
+        """The backward part without what may wait."""
+        results = {slot for slot, _ in self._results_of("backward")}
+        return with_deaths([each for each in self._bwd if each.result not in self._late], self._open | results)
+
+    @cached_property
+    def _closing(self) -> list[Instruction]:
+        """What may wait of the backward part."""
+        results = {slot for slot, _ in self._results_of("backward")}
+        return with_deaths([each for each in self._bwd if each.result in self._late], results)
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
         """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.

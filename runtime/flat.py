@@ -16,6 +16,8 @@ from shardc.bucket import Member, members
 from shardc.collective import group_size
 from shardc.program import Program
 
+from .functional import join, split
+
 
 @dataclass(frozen=True, slots=True)
 class Flat:
@@ -46,7 +48,8 @@ class Flat:
             return torch.cat([x.reshape(-1) for x in xs])
         if self.parts[0].kind == "all_gather":
             return torch.cat([x.reshape(1, -1) for x in xs], 1)
-        return torch.cat([self._rows(x, part.args[2]) for x, part in zip(xs, self.parts, strict=True)], 1)
+        pairs = zip(xs, self.parts, strict=True)
+        return torch.cat([split(x, self.count, part.args[2]).flatten(1) for x, part in pairs], 1)
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """What each member makes; views of the buffer where they can be."""
@@ -55,12 +58,9 @@ class Flat:
         pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
         return [self._result(*each) for each in zip(pieces, self.parts, self.shapes, strict=True)]
 
-    def _rows(self, x: Tensor, dim: int) -> Tensor:
-        return x.unflatten(dim, (self.count, x.shape[dim] // self.count)).movedim(dim, 0).reshape(self.count, -1)
-
     def _result(self, piece: Tensor, part: Member, shape: tuple[int, ...]) -> Tensor:
         if part.kind == "all_gather":
-            return piece.reshape(self.count, *shape).movedim(0, part.args[1]).flatten(part.args[1], part.args[1] + 1)
+            return join(piece.reshape(self.count, *shape), part.args[1])
         if part.kind == "reduce_scatter":
             shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
         return piece.view(shape)

@@ -48,7 +48,7 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
 def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
     """The pieces of all ranks, joined along ``dim``: one copy, none where ``dim`` leads."""
     started = c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    return lambda: _join(_arrange(c10d.wait_tensor(started).view(group.size, *x.shape), group.order), dim)
+    return lambda: join(_arrange(c10d.wait_tensor(started).view(group.size, *x.shape), group.order), dim)
 
 
 def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
@@ -60,7 +60,7 @@ def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish
 
 def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
     """Our piece along ``dim`` of the reduction over all ranks."""
-    pieces = _arrange(_split(x, group.size, dim), group.inverse)
+    pieces = _arrange(split(x, group.size, dim), group.inverse)
     if group.adds_locally:
         received = _exchange(pieces, group)
         return lambda: LOCAL[op](_arrange(received(), group.order))
@@ -70,8 +70,8 @@ def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
 
 def all_to_all(x: Tensor, group: Group, src_dim: int, dst_dim: int) -> Finish:
     """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
-    received = _exchange(_arrange(_split(x, group.size, dst_dim), group.inverse), group)
-    return lambda: _join(_arrange(received(), group.order), src_dim)
+    received = _exchange(_arrange(split(x, group.size, dst_dim), group.inverse), group)
+    return lambda: join(_arrange(received(), group.order), src_dim)
 
 
 def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
@@ -124,11 +124,11 @@ def _arrange(pieces: Tensor, order: tuple[int, ...]) -> Tensor:
     return torch.stack([pieces[i] for i in order])
 
 
-def _split(x: Tensor, count: int, dim: int) -> Tensor:
+def split(x: Tensor, count: int, dim: int) -> Tensor:
     """Equal pieces along ``dim``, stacked; a copy unless ``dim`` leads."""
     return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0).contiguous()
 
 
-def _join(pieces: Tensor, dim: int) -> Tensor:
+def join(pieces: Tensor, dim: int) -> Tensor:
     """Stacked pieces joined along ``dim``; a copy unless ``dim`` leads."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)

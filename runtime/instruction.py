@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shardc.bucket import bucket, members
 from shardc.collective import EXCHANGES, group_size
@@ -22,6 +21,7 @@ from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.program import Program, op_rule
 
 from .flat import Flat
+from .functional import is_traced
 from .kernel import biased, in_place, is_fresh
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
@@ -143,7 +143,7 @@ def _foreign(target: Callable[..., Any], place: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args = pytree.tree_map_only(Tensor, Tensor.contiguous, args)
-        if next(runs) or _get_current_dispatch_mode() is not None:
+        if next(runs) or is_traced():
             return target(*args, **kwargs)
         before = torch.get_rng_state()
         result = target(*args, **kwargs)

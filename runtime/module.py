@@ -27,8 +27,9 @@ from .distributed import make_device_mesh
 from .executor import Executor
 from .inductor import InductorRunner
 from .open_sum import Accumulation
+from .runner import Runner
 from .scaling import watch_overflows
-from .step import Compilation, Runner, Step
+from .step import Compilation, Step
 from .variants import Variants
 
 MAX_PROGRAMS = 16

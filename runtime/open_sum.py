@@ -18,28 +18,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .executor import Sums
-from .optimizer_steps import watch_steps
+from .optimizer_steps import StepWatcher
 
 aten = torch.ops.aten
 Close = Callable[[Sums], Mapping[int, Tensor]]
 
 
-class Accumulation:
+class Accumulation(StepWatcher):
     """How many backwards there are before a gradient is read.
 
     State: ``_count`` of them since gradients were cleared or stepped; ``_expected``, how many there were last time.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._count = self._expected = 0
-        self._parameters: list[weakref.ref[Tensor]] = []
-        watch_steps(self)
 
     def may_wait(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the sums of the backward that begins may stay open, for another may follow before they are read."""
         if any(parameter.grad is None for parameter in parameters):
             self._count = 0
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.watch(parameters)
         self._count += 1
         return not self._count == self._expected == 1
 
@@ -50,10 +49,6 @@ class Accumulation:
     def note_step(self) -> None:
         """The next backward is the first again."""
         self._count = 0
-
-    def watched(self) -> list[Tensor]:
-        """The parameters."""
-        return [tensor for tensor in (reference() for reference in self._parameters) if tensor is not None]
 
 
 class OpenSums:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
-class Watcher(Protocol):
-    """Is told of steps of the optimizers that hold one of its parameters."""
+class StepWatcher:
+    """Is told of steps of the optimizers that hold one of the parameters that it watches, for as long as it lives.
 
-    def watched(self) -> Iterable[Tensor]: ...
-    def note_step(self) -> None: ...
+    State: ``_watched``, the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[weakref.ref[Tensor]] = []
+        _watchers.add(self)
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these, and no others."""
+        self._watched = [weakref.ref(parameter) for parameter in parameters]
+
+    def watched(self) -> list[Tensor]:
+        """Those of the parameters that are alive."""
+        return [tensor for tensor in (reference() for reference in self._watched) if tensor is not None]
+
+    def note_step(self) -> None:
+        """An optimizer has written parameters."""
+        raise NotImplementedError
 
 
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-
-
-def watch_steps(watcher: Watcher) -> None:
-    """Tell it, for as long as it lives."""
-    _watchers.add(watcher)
+_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 
 
 def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

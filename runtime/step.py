@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -21,9 +20,12 @@ from shardc.program import Input, Output, Program
 
 from .border import Border, Door
 from .copies import Copies, Made
+from .ends import Ends
 from .executor import Saved, Sums, Values
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
+from .runner import Runner
+from .stretch import apart
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
 
@@ -35,24 +37,6 @@ class Compilation(Protocol):
     def program(self) -> Program: ...
     @property
     def convention(self) -> CallingConvention: ...
-
-
-class Runner(Protocol):
-    """What runs the parts of a program: the executor, or compiled code."""
-
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]: ...
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Saved]: ...
-    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
-    def accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool = False
-    ) -> tuple[list[list[Tensor | None]], Sums]: ...
-    def close(self, sums: Sums) -> list[list[Tensor | None]]: ...
-    @property
-    def deferred(self) -> frozenset[int]: ...
-    def keeps_input(self, index: int) -> bool: ...
-    def keeps_output(self, index: int) -> bool: ...
 
 
 class Step:
@@ -67,10 +51,10 @@ class Step:
         accumulation: Accumulation | None = None,
     ) -> None:
         self.compiled, self.border, self.runner = compiled, border, runner
-        self.copies, self.accumulation = copies, accumulation
-        self.program = compiled.program
+        self.program, self.accumulation = compiled.program, accumulation
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
+        self.copies = copies if self._ends.computed else None
         self._is_plain = {i: self._comes_back_plain(i) for i in self._ends.outputs}
         self._entries = [self._door(*pair) for pair in zip(self._placeholders, self.program.inputs, strict=True)]
         ends = zip(self._results, self.program.outputs, strict=True)
@@ -122,7 +106,7 @@ class Step:
                 opened = OpenSums(sums, self._close, list(waiting.values()), before)
             else:
                 results = self.runner.backward(saved, tangents, keep)
-        columns = list(zip(*(_apart(*pair) for pair in zip(results, tangents, strict=True)), strict=True))
+        columns = list(zip(*(apart(*pair) for pair in zip(results, tangents, strict=True)), strict=True))
         found: list[Tensor | None] = [None] * len(is_plain)
         for put, i in self._ends.gradients.items():
             if i in waiting:
@@ -136,22 +120,26 @@ class Step:
 
         ``values`` and the ``nodes`` of autograd where their gradients go are parallel to the program's inputs.
         """
-        if self.accumulation is None or not self.runner.deferred:
+        if self.accumulation is None or not self._deferred:
             return {}
-        places = {put: i for put, i in self._ends.gradients.items() if i in self.runner.deferred}
-        parameters = {i: values[put] for put, i in places.items()}
-        if not all(map(_is_accumulated, (nodes[put] for put in places))):
+        if not all(map(_is_accumulated, (nodes[put] for put in self._deferred))):
             return {}
+        parameters = {i: values[put] for put, i in self._deferred.items()}
         found: dict[int, Tensor] = {i: each for i, each in parameters.items() if isinstance(each, DTensor)}
         is_all = len(found) == len(parameters)
         return found if is_all and self.accumulation.may_wait(list(found.values())) else {}
+
+    @cached_property
+    def _deferred(self) -> dict[int, int]:
+        """For an input whose gradient's reduction may run once for several backwards, that output."""
+        return {put: i for put, i in self._ends.gradients.items() if i in self.runner.deferred}
 
     def _close(self, sums: Sums) -> dict[int, Tensor]:
         """Run the reductions that waited: the pieces of gradients by index of the program's outputs."""
         assert self.accumulation is not None
         self.accumulation.note_read()
         with torch.no_grad(), self._as_compiled():
-            columns = list(zip(*(_apart(row, ()) for row in self.runner.close(sums)), strict=True))
+            columns = list(zip(*(apart(row, ()) for row in self.runner.close(sums)), strict=True))
         return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
 
     def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:
@@ -163,9 +151,9 @@ class Step:
 
     def _computed(self, values: Values, inputs: Sequence[Values]) -> list[list[Tensor | None]] | None:
         """For each rank the parameters that are kept as they are computed on, parallel to the program's outputs."""
-        places = self._ends.computed
-        if not places or self.copies is None:
+        if self.copies is None:
             return None
+        places = self._ends.computed
 
         def make(into: Made) -> Made:
             made = self.runner.update(inputs, self._rows(into))
@@ -260,64 +248,8 @@ class Step:
         return asked or node is None or not self.program.type(node).shape
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Which inputs and outputs of a program belong together, by index.
-
-    ``outputs``: the model's. ``tangents``: by the output's name, an input. ``buffers`` and ``gradients``: for an input
-    the output that is its new value, or its gradient. ``computed``: by the parameter's name, an output.
-    """
-
-    outputs: tuple[int, ...]
-    tangents: Mapping[str, int]
-    buffers: Mapping[int, int]
-    gradients: Mapping[int, int]
-    computed: Mapping[str, int]
-
-    @staticmethod
-    def of(program: Program) -> Ends:
-        """Those of a program, whose gradients follow the inputs that require them."""
-        inputs, outputs = list(enumerate(program.inputs)), list(enumerate(program.outputs))
-        gradients = [i for i, output in outputs if output.kind == "gradient"]
-        wanting = [put for put, given in inputs if given.requires_grad] if gradients else []
-        assert [program.inputs[put].name for put in wanting] == [program.outputs[i].name for i in gradients]
-        named = {given.name: put for put, given in inputs if given.kind == "buffer"}
-        return Ends(
-            tuple(i for i, output in outputs if output.kind == "output"),
-            {given.name: put for put, given in inputs if given.kind == "tangent"},
-            {named[output.name]: i for i, output in outputs if output.kind == "buffer"},
-            dict(zip(wanting, gradients, strict=True)),
-            {output.name: i for i, output in outputs if output.kind == "computed"},
-        )
-
-
 def _present(pieces: Sequence[Tensor | None]) -> list[Tensor]:
     return [piece for piece in pieces if piece is not None]
-
-
-def _apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
-    """Gradients each in memory of its own: torch adds to them and scales them in place."""
-    taken: dict[int, list[tuple[int, int]]] = {}  # stretches by storage, in order: a bucket holds many gradients
-    for tangent in _present(tangents):
-        _take(tangent, taken)
-    return [
-        gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=torch.preserve_format)
-        for gradient in gradients
-    ]
-
-
-def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
-    """Note the stretch of memory that a tensor lies in, unless part of it is taken: then it is not free."""
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
-    start = tensor.data_ptr()
-    end = start + max(0, reach) * tensor.itemsize
-    stretches = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
-    at = bisect_left(stretches, (start, start))
-    is_free = (at == 0 or stretches[at - 1][1] <= start) and (at == len(stretches) or end <= stretches[at][0])
-    if is_free:
-        stretches.insert(at, (start, end))
-    return is_free
 
 
 def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:

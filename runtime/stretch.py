@@ -1,0 +1,35 @@
+"""Stretches of memory: gradients that lie each in one of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from torch import Tensor, preserve_format
+
+from .executor import Values
+
+
+def apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
+    """Gradients each in memory of its own: torch adds to them and scales them in place."""
+    taken: dict[int, list[tuple[int, int]]] = {}  # stretches by storage, in order: a bucket holds many gradients
+    for tangent in tangents:
+        if tangent is not None:
+            _take(tangent, taken)
+    return [
+        gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=preserve_format)
+        for gradient in gradients
+    ]
+
+
+def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
+    """Note the stretch of memory that a tensor lies in, unless part of it is taken: then it is not free."""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
+    start = tensor.data_ptr()
+    end = start + max(0, reach) * tensor.itemsize
+    stretches = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+    at = bisect_left(stretches, (start, start))
+    is_free = (at == 0 or stretches[at - 1][1] <= start) and (at == len(stretches) or end <= stretches[at][0])
+    if is_free:
+        stretches.insert(at, (start, end))
+    return is_free
