@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments
+from shardc.node import arguments, is_random
 from shardc.ops.random import seeded
 from shardc.program import Program
 
@@ -25,7 +25,7 @@ def draw_random(program: Program) -> None:
     """Replace every random op."""
     ordinals: Counter[str] = Counter()
     for node in list(program.calls):
-        if not _is_random(node):
+        if not _draws(node):
             continue
         module = program.source(node).module
         ordinals[module] += 1
@@ -37,11 +37,9 @@ def draw_random(program: Program) -> None:
                 _seed(program, node, draw)
 
 
-def _is_random(node: fx.Node) -> bool:
+def _draws(node: fx.Node) -> bool:
     """Whether an op draws; attention with a dropout of zero does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0))
+    return is_random(node) and (not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0)))
 
 
 def _substitute(program: Program, node: fx.Node, drawn: Drawn) -> None:

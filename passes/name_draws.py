@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments
+from shardc.node import ancestors, arguments
 from shardc.ops.creation import unwritten
 from shardc.program import Program
 
@@ -42,8 +42,10 @@ def name_draws(program: Program) -> Program:
     program.remove_dead()
     named: set[fx.Node] = set()
     for output, result in zip(program.outputs, program.results, strict=True):
-        for each in _ancestors(result, named):
+        fresh = ancestors(result) - named if result is not None else set()
+        for each in fresh:
             program.set_source(each, replace(program.source(each), module=output.name))
+        named |= fresh
     return program
 
 
@@ -68,16 +70,3 @@ def _forget(program: Program, node: fx.Node) -> None:
 def _unwritten(program: Program, node: fx.Node) -> fx.Node:
     type_ = program.type(node)
     return program.insert(unwritten, (list(type_.shape), type_.dtype), type_, node)
-
-
-def _ancestors(node: fx.Node | None, seen: set[fx.Node]) -> list[fx.Node]:
-    """The node and all that it depends on, but for those that were seen, which grow by them."""
-    found: list[fx.Node] = []
-    todo = [node] if node is not None else []
-    while todo:
-        each = todo.pop()
-        if each not in seen:
-            seen.add(each)
-            found.append(each)
-            todo += each.all_input_nodes
-    return found

@@ -15,14 +15,14 @@ changes, and that of collectives is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from shardc.bucket import bucket, members
 from shardc.collective import LOCAL_KINDS
 from shardc.lifetime import split
-from shardc.node import is_getitem, operand
+from shardc.node import ancestors, is_getitem, operand
 from shardc.program import Program
 
 
@@ -41,41 +41,25 @@ def overlap_collectives(program: Program) -> Program:
 
 def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
     """The order in which what no collective needs is done while one is under way."""
-    waited = [node for node in part if _is_sent(node) and _readers(node, set(part))]
-    urgent = _needed_by(waited, set(part))
+    within = set(part)
+    waited = {node for node in part if _is_sent(node) and not within.isdisjoint(node.users)}
+    urgent = ancestors(*waited)
     order: list[fx.Node] = []
     later: list[fx.Node] = []
-    started: set[fx.Node] = set()
+    pending: set[fx.Node] = set()  # what is put off, and collectives under way
     for node in part:
-        if node not in urgent:
-            later.append(node)
-            continue
-        if not started.isdisjoint(node.all_input_nodes) or not set(later).isdisjoint(node.all_input_nodes):
+        is_urgent = node in urgent
+        if is_urgent and not pending.isdisjoint(node.all_input_nodes):
             order += later
-            later, started = [], set()
-        order.append(node)
-        started |= {node} if node in waited else set()
+            later, pending = [], set()
+        (order if is_urgent else later).append(node)
+        if node in waited or not is_urgent:
+            pending.add(node)
     return order + later
 
 
 def _is_sent(node: fx.Node) -> bool:
     return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))
-
-
-def _readers(node: fx.Node, part: set[fx.Node]) -> list[fx.Node]:
-    return [user for user in node.users if user in part]
-
-
-def _needed_by(ends: Iterable[fx.Node], part: set[fx.Node]) -> set[fx.Node]:
-    """What collectives are made of, and they themselves; of an op with several results, all that pick one."""
-    needed: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in needed and node in part:
-            needed.add(node)
-            stack += node.all_input_nodes
-    return needed
 
 
 def _first_reader(program: Program, node: fx.Node) -> fx.Node:

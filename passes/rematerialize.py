@@ -21,7 +21,7 @@ from torch import fx
 from shardc.announcement import is_collective
 from shardc.error import ShardingError, did_you_mean
 from shardc.lifetime import Parts, split
-from shardc.node import is_getitem
+from shardc.node import is_getitem, reached
 from shardc.options import Remat
 from shardc.program import Program, Value
 
@@ -90,13 +90,8 @@ def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
     for node in parts.forward:
         if (twin := known.get(_key(node, same))) is not None:
             same[node] = twin
-    found: dict[fx.Node, fx.Node] = {}
-    stack = [node for node in same if is_collective(node)]
-    while stack:
-        node = stack.pop()
-        found[node] = same[node]
-        stack += [operand for operand in node.all_input_nodes if operand in same]
-    return found
+    needed = reached(filter(is_collective, same), lambda node: same.keys() & node.all_input_nodes)
+    return {node: twin for node, twin in same.items() if node in needed}
 
 
 def _key(node: fx.Node, given: dict[fx.Node, fx.Node]) -> object:
@@ -123,16 +118,14 @@ class _Maker:
 
     def _missing(self, reader: fx.Node) -> set[fx.Node]:
         """The calls of forward that must be made again before a call, and are not yet."""
-        missing: set[fx.Node] = set()
-        stack = [reader]
-        while stack:
-            node = stack.pop()
+
+        def missing(node: fx.Node) -> Iterator[fx.Node]:
             for operand in node.all_input_nodes:
                 is_wanted = is_getitem(node) or self.program.value(operand) in self.forgotten
-                if is_wanted and operand in self.forward and operand not in self.made and operand not in missing:
-                    missing.add(operand)
-                    stack.append(operand)
-        return missing
+                if is_wanted and operand in self.forward and operand not in self.made:
+                    yield operand
+
+        return reached([reader], missing) - {reader}
 
     def _make(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         twin = self.twins.get(node)

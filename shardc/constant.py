@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from shardc.node import is_pointwise
+from shardc.node import ancestors, is_pointwise, is_random
 
 aten = torch.ops.aten
 
@@ -29,22 +29,6 @@ def known_number(asked: fx.Node, root: nn.Module) -> Any:
         if node in needed:
             values[node] = _evaluate(node, root, values)
     return values[asked]
-
-
-def ancestors(asked: fx.Node) -> set[fx.Node]:
-    """The node and all that it depends on."""
-    found = {asked}
-    todo = [asked]
-    while todo:
-        operands = [operand for operand in todo.pop().all_input_nodes if operand not in found]
-        found.update(operands)
-        todo += operands
-    return found
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _evaluate(node: fx.Node, root: nn.Module, values: Mapping[fx.Node, Any]) -> Any:

@@ -6,7 +6,7 @@ from torch import fx
 
 from shardc.bucket import members
 from shardc.collective import EXCHANGES
-from shardc.node import is_getitem, operands
+from shardc.node import descendants, is_getitem, operands
 from shardc.ops.padding import fit
 from shardc.program import Program
 
@@ -32,7 +32,7 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
             found.add(node)
         elif _is_linear(program, node):
             ends.add(node)
-    return frozenset(_closed(found))
+    return frozenset(_closed(program, found))
 
 
 def _gradients_of_parameters(program: Program) -> set[fx.Node]:
@@ -54,24 +54,12 @@ def _is_linear(program: Program, node: fx.Node) -> bool:
     return given in program.rule(node).linear
 
 
-def _closed(reductions: set[fx.Node]) -> set[fx.Node]:
+def _closed(program: Program, reductions: set[fx.Node]) -> set[fx.Node]:
     """The reductions and what follows, without those that something else is joined to on the way."""
     while True:
-        reached = {node: {node, *_following(node)} for node in reductions}
+        reached = {node: descendants(node) - {program.output_node} for node in reductions}
         closed = set().union(*reached.values())
         open_ends = {each for each in closed - reductions if not set(each.all_input_nodes) <= closed}
         if not open_ends:
             return closed
         reductions = {node for node in reductions if not reached[node] & open_ends}
-
-
-def _following(node: fx.Node) -> set[fx.Node]:
-    """Every call that uses a node, directly or not."""
-    found: set[fx.Node] = set()
-    stack = list(node.users)
-    while stack:
-        user = stack.pop()
-        if user.op == "call_function" and user not in found:
-            found.add(user)
-            stack.extend(user.users)
-    return found

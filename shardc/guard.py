@@ -22,9 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.constant import ancestors, is_random
 from shardc.error import CaptureError
-from shardc.node import op_name
+from shardc.node import ancestors, is_random, op_name
 from shardc.opaque import Opaque, flat_call
 from shardc.ops.linalg import STEADY
 from shardc.program import types_of

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardc.error import CaptureError
-from shardc.node import is_getitem, op_name
+from shardc.node import is_getitem, op_name, reached
 from shardc.opaque import Opaque
 from shardc.program import Input, Output, Program, Source, Types, types_of
 from shardc.sharding import TensorType
@@ -210,14 +210,8 @@ def _stands_for(node: fx.Node) -> fx.Node:
 
 def _live(results: Iterable[fx.Node | None]) -> set[fx.Node]:
     """The nodes that a result needs, identities apart."""
-    live: set[fx.Node] = set()
-    todo = [node for node in results if node is not None]
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += map(_stands_for, node.all_input_nodes)
-    return live
+    ends = (node for node in results if node is not None)
+    return reached(ends, lambda node: map(_stands_for, node.all_input_nodes))
 
 
 def _check_may_change(given: Input, after: Types) -> None:

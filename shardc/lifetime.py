@@ -11,7 +11,7 @@ from torch import fx
 
 from shardc.bucket import bucket
 from shardc.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
-from shardc.node import is_annotation, is_getitem, operand, takes_device
+from shardc.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program import Program, Value
 from shardc.sharding import TensorType
 
@@ -53,13 +53,7 @@ def split(program: Program) -> Parts:
 
 def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
-    stack = [node for node, output in ends if node is not None and PART_OF[output.kind] == part]
-    needed: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = ancestors(*(node for node, output in ends if node is not None and PART_OF[output.kind] == part))
     return needed | {node for node in program.graph.nodes if is_getitem(node) and operand(node) in needed}
 
 

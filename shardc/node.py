@@ -1,9 +1,9 @@
-"""The arguments of an fx call: its tensors in schema order, its values by name. No facts about values live here."""
+"""An fx node: what it calls, its arguments, what it depends on. No facts about values live here."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ def op_name(target: Any) -> str:
 def is_pointwise(target: Any) -> bool:
     """Whether torch says that an op makes each element of one element of each operand."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def takes_device(target: Any) -> bool:
@@ -84,6 +89,27 @@ def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
         elif key in kwargs:
             kwargs[key] = fresh
     node.args, node.kwargs = tuple(args), kwargs
+
+
+def ancestors(*ends: fx.Node) -> set[fx.Node]:
+    """These nodes and all that they depend on."""
+    return reached(ends, lambda node: node.all_input_nodes)
+
+
+def descendants(*starts: fx.Node) -> set[fx.Node]:
+    """These nodes and all that depends on them, which may be the output node too."""
+    return reached(starts, lambda node: node.users)
+
+
+def reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """These nodes and all that steps from them lead to; one step leads from a node to others."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        fresh = [node for node in step(todo.pop()) if node not in found]
+        found.update(fresh)
+        todo += fresh
+    return found
 
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[int | str, Any]]:

@@ -22,6 +22,7 @@ from shardc.constant import known_number
 from shardc.error import CaptureError
 from shardc.joint import Ends, assemble, traced_types
 from shardc.location import failing_line
+from shardc.node import ancestors
 from shardc.program import Input, Output, Program
 from shardc.sharding import TensorType
 from shardc.traced import TRACED_AS
@@ -92,7 +93,7 @@ class Record:
     def number(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an op says of the value of a tensor, or None where that depends on chance."""
         node = self._call(op, args, kwargs)
-        needed = {node, *_ancestors(node)}
+        needed = ancestors(node)
         is_settled = not any(self.writes.get(self.memory.get(each), needed) - needed for each in needed)
         with _disable_current_modes():
             root: Any = SimpleNamespace(**self.constants)
@@ -205,16 +206,6 @@ def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.
 def _place(tensor: Tensor) -> Place:
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        fresh = set(todo.pop().all_input_nodes) - found
-        found |= fresh
-        todo += fresh
-    return found
 
 
 def _item(several: Any, index: int) -> Any:
