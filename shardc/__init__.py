@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardc.annotations import annotate
     from shardc.api import Compiled, compile, parallelize
+    from shardc.chain import balance
     from shardc.collective import Collective
     from shardc.error import CaptureError, ShardingError
     from shardc.init_parameters import init_parameters
@@ -35,6 +36,7 @@ __all__ = [
     "ShardingError",
     "Zero",
     "annotate",
+    "balance",
     "blocks",
     "check_rule",
     "compile",
@@ -58,6 +60,7 @@ _HOMES = {
     "ShardingError": "error",
     "Remat": "options",
     "Zero": "options",
+    "balance": "chain",
     "blocks": "partition",
     "check_rule": "rule_check",
     "register_rule": "registration",
