@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardc.registration import register_rule
     from shardc.rule_check import check_rule
     from shardc.runtime.border import shard_batch
+    from shardc.schedule_order import schedule
     from shardc.sharding import Sharding
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "parallelize",
     "register_rule",
     "reshard_plan",
+    "schedule",
     "shard_batch",
 ]
 
@@ -67,6 +69,7 @@ _HOMES = {
     "compile": "api",
     "init_parameters": "init_parameters",
     "parallelize": "api",
+    "schedule": "schedule_order",
     "shard_batch": "runtime.border",
 }
 

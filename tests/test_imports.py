@@ -16,6 +16,7 @@ FRONT_DOORS = {"shardc", "shardc.__main__", "shardc.api", "shardc.cli", "shardc.
 TORCH_FREE = {
     "shardc",
     "shardc.__main__",
+    "shardc.action",
     "shardc.annotations",
     "shardc.chain",
     "shardc.cli",
@@ -25,7 +26,11 @@ TORCH_FREE = {
     "shardc.mesh",
     "shardc.min_max",
     "shardc.rule",
+    "shardc.schedule_messages",
+    "shardc.schedule_order",
+    "shardc.schedule_text",
     "shardc.sharding",
+    "shardc.stage_cost",
     "shardc.text",
 }
 MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}

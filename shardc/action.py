@@ -1,0 +1,165 @@
+"""What each rank of a pipeline does, in order: actions, the edges that messages go over, and a schedule of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from shardc.stage_cost import Costs
+
+Phase = Literal["F", "B"]
+
+COMPUTE = ("F", "I", "W", "B")
+SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+KINDS = (*COMPUTE, *SENDS, *RECEIVES, "REDUCE")
+ALL = -1  # the microbatch of a REDUCE, which comes once a step
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a rank does for one stage and one microbatch.
+
+    ``F`` forward; ``B`` backward, which is ``I`` (gradients of the stage's inputs) and ``W`` (gradients of its weights)
+    in one; ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B`` move what one stage makes for another in forward and in
+    backward; ``REDUCE`` sums the stage's gradients over ranks that share its weights. ``peer`` is the stage at the
+    other end of a message.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int = ALL
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        from shardc.schedule_text import action_text
+
+        return action_text(self)
+
+    @property
+    def phase(self) -> Phase:
+        """Of which kind of message: ``F`` of activations, ``B`` of gradients."""
+        return "F" if self.kind in ("F", "SEND_F", "RECV_F") else "B"
+
+    @property
+    def makes_messages(self) -> bool:
+        """Whether other stages may wait for what it makes: a W, a message and a REDUCE make nothing for them."""
+        return self.kind in ("F", "I", "B")
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Stage ``source`` makes in forward (``F``) or backward (``B``) what stage ``target`` reads there: one message."""
+
+    source: int
+    target: int
+    phase: Phase
+
+    def send(self, microbatch: int) -> Action:
+        """What the rank of ``source`` does."""
+        return Action(f"SEND_{self.phase}", self.source, microbatch, self.target)
+
+    def receive(self, microbatch: int) -> Action:
+        """What the rank of ``target`` does."""
+        return Action(f"RECV_{self.phase}", self.target, microbatch, self.source)
+
+
+def edge_of(message: Action) -> Edge:
+    """The edge that a SEND or a RECV serves."""
+    assert message.peer is not None, message
+    ends = (message.stage, message.peer) if message.kind in SENDS else (message.peer, message.stage)
+    return Edge(*ends, message.phase)
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """Each stage's activations go to the next one, its gradients to the one before."""
+    forward = [Edge(stage, stage + 1, "F") for stage in range(num_stages - 1)]
+    return (*forward, *(Edge(edge.target, edge.source, "B") for edge in forward))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every pipeline rank in order, and which rank holds which stage.
+
+    ``place[stage]`` is a rank. Over ``edges`` goes one message a microbatch, with all values of that edge; between two
+    stages of one rank none is sent. A schedule is *compute-only* until ``with_messages`` writes the messages into it.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+    place: tuple[int, ...]
+    num_microbatches: int
+    edges: tuple[Edge, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Over all ranks."""
+        return len(self.place)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the pipeline axis."""
+        return len(self.actions)
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether it has no backward."""
+        return all(action.phase == "F" for _, action in self.walk())
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether they are written into it, or whether there are none to write."""
+        sent = any(action.kind in SENDS for _, action in self.walk())
+        return sent or not self.crossing()
+
+    def walk(self) -> Iterator[tuple[int, Action]]:
+        """Every rank's actions, rank by rank."""
+        return ((rank, action) for rank, row in enumerate(self.actions) for action in row)
+
+    def crossing(self) -> tuple[Edge, ...]:
+        """The edges between ranks, forward only where the schedule is."""
+        phases = ("F",) if self.is_forward_only else ("F", "B")
+        return tuple(
+            edge for edge in self.edges if edge.phase in phases and self.place[edge.source] != self.place[edge.target]
+        )
+
+    def compute_only(self) -> Schedule:
+        """The same order without messages and reductions."""
+        return self._keep(lambda action: action.kind in COMPUTE)
+
+    def forward_only(self) -> Schedule:
+        """Its forward part, in the same order: how a model is evaluated under any schedule."""
+        return self._keep(lambda action: action.phase == "F")
+
+    def with_messages(self, edges: Iterable[Edge] | None = None, costs: Costs | None = None) -> Schedule:
+        """The same computation with every message sent once it is made, and received in the order it was sent.
+
+        ``costs`` say when which action ends; without them all take equally long. Raises a ShardingError where the
+        order of computation is itself impossible.
+        """
+        from shardc.schedule_messages import with_messages
+
+        return with_messages(self if edges is None else replace(self, edges=tuple(edges)), costs)
+
+    def with_reductions(self, stages: Iterable[int] | None = None) -> Schedule:
+        """With a REDUCE of each of these stages, or of all, at the end of its rank, by stage number."""
+        wanted = set(range(self.num_stages) if stages is None else stages)
+        rows = [
+            (
+                *row,
+                *(Action("REDUCE", stage) for stage, home in enumerate(self.place) if home == rank and stage in wanted),
+            )
+            for rank, row in enumerate(self.actions)
+        ]
+        return replace(self, actions=tuple(rows))
+
+    def to_csv(self) -> str:
+        """A line a rank, as torch.distributed.pipelining reads it."""
+        from shardc.schedule_text import to_csv
+
+        return to_csv(self)
+
+    def _keep(self, is_kept: object) -> Schedule:
+        assert callable(is_kept)
+        return replace(self, actions=tuple(tuple(filter(is_kept, row)) for row in self.actions))
