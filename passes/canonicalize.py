@@ -25,9 +25,10 @@ from shardc.pin import Pin
 from shardc.program import Program
 
 from .draw_random import draw_random
+from .emitter import Results, Rewrite
 from .rewrite_convolution import CONVOLUTIONS
 from .rewrite_index import KNOWN_PLACES, put_by_mask
-from .rewrite_losses import LOSSES, Results, Rewrite
+from .rewrite_losses import LOSSES
 from .unsort import unsort
 
 aten = torch.ops.aten

@@ -35,7 +35,6 @@ from .decompose_norm import NORMS
 from .decompose_reduce import REDUCTIONS
 from .emitter import NEVER, Decomposition, Emitter, Form
 from .propagate import propagate
-from .rewrite_losses import wide_dtype
 from .windowed import WINDOWED
 
 aten = torch.ops.aten
@@ -175,32 +174,22 @@ def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str]) ->
 # The ops.
 
 
-def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, list[int]]:
-    """Shift ``x`` by its maximum; the shifted, the sum of its exponentials along the dim, and the dim.
-
-    The sum of numbers of 2 bytes is of float32.
-    """
+def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node]:
+    """Shift ``x`` by its maximum; the shifted, and the sum of its exponentials along the dim."""
     x, dims = emit.given["self"], [emit.given["dim"]]
     shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
-    dtype = emit.type(x).dtype
-    wide = {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
-    return shifted, emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), dims, True, **wide), dims
-
-
-def _narrow(emit: Emitter, made: fx.Node, like: fx.Node) -> fx.Node:
-    """A value in the dtype of another."""
-    dtype = emit.type(like).dtype
-    return made if emit.type(made).dtype == dtype else emit(aten._to_copy.default, made, dtype=dtype)
+    return shifted, emit.sum(emit(aten.exp.default, shifted), dims, keepdim=True)
 
 
 def _log_softmax(emit: Emitter) -> fx.Node:
-    shifted, total, _ = _exponentials(emit)
-    return emit(aten.sub.Tensor, shifted, _narrow(emit, emit(aten.log.default, total), shifted))
+    shifted, total = _exponentials(emit)
+    return emit(aten.sub.Tensor, shifted, emit.cast(emit(aten.log.default, total), emit.type(shifted).dtype))
 
 
 def _softmax(emit: Emitter) -> fx.Node:
-    shifted, total, _ = _exponentials(emit)
-    return _narrow(emit, emit(aten.div.Tensor, emit(aten.exp.default, shifted), total), shifted)
+    shifted, total = _exponentials(emit)
+    probability = emit(aten.div.Tensor, emit(aten.exp.default, shifted), total)
+    return emit.cast(probability, emit.type(shifted).dtype)
 
 
 def _log_softmax_backward(emit: Emitter) -> fx.Node:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,15 +28,15 @@ def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
     given, types = emit.given, emit.program.types(emit.node)
     x, stats = emit.given["input"], types[1]
     assert stats is not None and types[0] is not None
-    wide, count = _as(emit, x, stats.dtype), _count(emit)
+    wide, count = emit.cast(x, stats.dtype), _count(emit)
     mean = emit(aten.div.Tensor, _sum(emit, wide), count)
     shifted = emit(aten.sub.Tensor, wide, _spread(emit, mean))
     variance = emit(aten.div.Tensor, _sum(emit, emit(aten.mul.Tensor, shifted, shifted)), count)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
     y = emit(aten.mul.Tensor, shifted, _spread(emit, inverse))
     for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        y = emit(op, y, _spread(emit, _as(emit, given[name], stats.dtype))) if given[name] is not None else y
-    found = [_as(emit, y, types[0].dtype), mean, inverse]
+        y = emit(op, y, _spread(emit, emit.cast(given[name], stats.dtype))) if given[name] is not None else y
+    found = [emit.cast(y, types[0].dtype), mean, inverse]
     if len(types) > 3:
         unbiased = emit(aten.mul.Tensor, variance, count / max(1, count - 1))
         found += [_moving(emit, "running_mean", mean), _moving(emit, "running_var", unbiased)]
@@ -48,14 +47,14 @@ def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
     """A running statistic moved towards its new value."""
     old, momentum = emit.given[name], emit.given["momentum"]
     kept = emit(aten.mul.Tensor, old, 1 - momentum)
-    return _as(emit, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
+    return emit.cast(emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
 
 
 def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     """The gradients of input, weight and bias, those that are wanted."""
     given, count = emit.given, _count(emit)
     stats = emit.type(given["save_mean"]).dtype
-    gradient, x = (_as(emit, given[name], stats) for name in ("grad_out", "input"))
+    gradient, x = (emit.cast(given[name], stats) for name in ("grad_out", "input"))
     scale = _spread(emit, given["save_invstd"])
     shifted = emit(aten.mul.Tensor, emit(aten.sub.Tensor, x, _spread(emit, given["save_mean"])), scale)
     of_bias, of_weight = _sum(emit, gradient), _sum(emit, emit(aten.mul.Tensor, gradient, shifted))
@@ -64,9 +63,9 @@ def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     inner = emit(aten.sub.Tensor, inner, emit(aten.mul.Tensor, shifted, shares[1]))
     of_x = emit(aten.mul.Tensor, inner, scale)
     if given["weight"] is not None:
-        of_x = emit(aten.mul.Tensor, of_x, _spread(emit, _as(emit, given["weight"], stats)))
+        of_x = emit(aten.mul.Tensor, of_x, _spread(emit, emit.cast(given["weight"], stats)))
     gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
-    return [None if type_ is None else _as(emit, found, type_.dtype) for found, type_ in gradients]
+    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in gradients]
 
 
 def _moved_of_groups(program: Program, node: fx.Node, factors: Collection[str]) -> int:
@@ -80,16 +79,16 @@ def _group_norm(emit: Emitter) -> list[fx.Node | None]:
     given, types = emit.given, emit.program.types(emit.node)
     assert types[0] is not None and types[1] is not None
     stats = types[1].dtype
-    x = _grouped(emit, _as(emit, given["input"], stats))
+    x = _grouped(emit, emit.cast(given["input"], stats))
     mean = _group_mean(emit, x)
     shifted = emit(aten.sub.Tensor, x, mean)
     variance = _group_mean(emit, emit(aten.mul.Tensor, shifted, shifted))
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
     y = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
     for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        y = emit(op, y, _spread(emit, _as(emit, given[name], stats))) if given[name] is not None else y
+        y = emit(op, y, _spread(emit, emit.cast(given[name], stats))) if given[name] is not None else y
     kept = [emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse)]
-    return [_as(emit, y, types[0].dtype), *kept]
+    return [emit.cast(y, types[0].dtype), *kept]
 
 
 def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
@@ -98,18 +97,18 @@ def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     shape = list(emit.shape(given["input"]))
     column = [shape[0], given["group"], *[1] * (len(shape) - 1)]
     mean, inverse = (emit(aten.reshape.default, given[name], column) for name in ("mean", "rstd"))
-    gradient, x = (_as(emit, given[name], stats) for name in ("grad_out", "input"))
+    gradient, x = (emit.cast(given[name], stats) for name in ("grad_out", "input"))
     normal = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _grouped(emit, x), mean), inverse)
     of_weight = _sum(emit, emit(aten.mul.Tensor, gradient, emit(aten.reshape.default, normal, shape)))
     of_bias = _sum(emit, gradient)
     if given["weight"] is not None:
-        gradient = emit(aten.mul.Tensor, gradient, _spread(emit, _as(emit, given["weight"], stats)))
+        gradient = emit(aten.mul.Tensor, gradient, _spread(emit, emit.cast(given["weight"], stats)))
     inner = _grouped(emit, gradient)
     share = emit(aten.mul.Tensor, normal, _group_mean(emit, emit(aten.mul.Tensor, inner, normal)))
     inner = emit(aten.sub.Tensor, emit(aten.sub.Tensor, inner, _group_mean(emit, inner)), share)
     of_x = emit(aten.reshape.default, emit(aten.mul.Tensor, inner, inverse), shape)
     gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
-    return [None if type_ is None else _as(emit, found, type_.dtype) for found, type_ in gradients]
+    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in gradients]
 
 
 def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -139,10 +138,6 @@ def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
     """Numbers of channels, to be broadcast to the input."""
     spare = len(emit.shape(emit.given["input"])) - 2
     return emit(aten.reshape.default, channels, [1, *emit.shape(channels), *[1] * spare])
-
-
-def _as(emit: Emitter, x: fx.Node, dtype: Any) -> fx.Node:
-    return x if emit.type(x).dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)
 
 
 NORMS = {

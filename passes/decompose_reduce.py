@@ -135,7 +135,7 @@ def _all(emit: Emitter) -> fx.Node:
 def _truth(emit: Emitter, op: Any) -> fx.Node:
     """The largest or smallest of 0 and 1."""
     x, dims, keepdim = _reduced(emit)
-    numbers = emit(aten._to_copy.default, emit(aten.ne.Scalar, x, 0), dtype=torch.uint8)
+    numbers = emit.cast(emit(aten.ne.Scalar, x, 0), torch.uint8)
     return emit(aten.ne.Scalar, emit(op, numbers, dims, keepdim), 0)
 
 

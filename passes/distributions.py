@@ -104,26 +104,26 @@ def _whole_number(draw: Draw, low: int, high: int) -> Drawn:
         return draw.done(draw.emit(aten.add.Tensor, within, low))
     coarse = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, draw.fine_uniform(), count / 2**16))
     fine = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, draw.uniform(2), 2.0**16))
-    coarse, fine = (draw.convert(part, torch.int64) for part in (coarse, fine))
+    coarse, fine = (draw.emit.cast(part, torch.int64) for part in (coarse, fine))
     return draw.done(draw.emit(aten.add.Tensor, draw.emit(aten.mul.Scalar, coarse, 2**16), draw.scaled(fine, 1, low)))
 
 
 def _randperm(draw: Draw) -> Drawn:
     """The order of as many numbers; whole, as sorting is."""
     numbers = draw.fine_uniform()
-    order = draw.pick(draw.emit(aten.sort.stable, numbers, stable=True, dim=-1), 1)
+    order = draw.emit.item(draw.emit(aten.sort.stable, numbers, stable=True, dim=-1), 1)
     return draw.done(order)
 
 
 def _multinomial(draw: Draw) -> Drawn:
     """Rows of chances to indices drawn by them: without replacement those that come first in an exponential race."""
-    chance, count = draw.convert(draw.given["self"], torch.float64), draw.given["num_samples"]
+    chance, count = draw.emit.cast(draw.given["self"], torch.float64), draw.given["num_samples"]
     if draw.given["replacement"]:
         return _by_sums(draw, chance)
     rest = draw.emit(aten.rsub.Scalar, draw.fine_uniform(draw.program.type(chance).shape), 1.0)
     waited = draw.emit(aten.clamp_min.default, draw.emit(aten.neg.default, draw.emit(aten.log.default, rest)), 2.0**-50)
     arrival = draw.emit(aten.div.Tensor, waited, chance)
-    return draw.pick(draw.emit(aten.topk.default, arrival, count, -1, False, True), 1)
+    return draw.emit.item(draw.emit(aten.topk.default, arrival, count, -1, False, True), 1)
 
 
 def _by_sums(draw: Draw, chance: fx.Node) -> fx.Node:
@@ -136,7 +136,7 @@ def _by_sums(draw: Draw, chance: fx.Node) -> fx.Node:
 
 
 def _poisson(draw: Draw) -> Drawn:
-    rate = draw.convert(draw.given["self"], torch.float64)
+    rate = draw.emit.cast(draw.given["self"], torch.float64)
     return draw.done(draw.emit(poisson_quantile, rate, draw.fine_uniform()))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.node import arguments
 from shardc.ops.random import uniform
 from shardc.program import Program
+
+from .emitter import Emitter
 
 aten = torch.ops.aten
 Drawn = fx.Node | tuple[fx.Node, ...]  # what stands for a random op, or for each of its results
@@ -27,7 +27,7 @@ class Draw:
     """
 
     def __init__(self, program: Program, node: fx.Node, place: str) -> None:
-        self.program, self.node, self.place = program, node, place
+        self.program, self.emit, self.place = program, Emitter(program, node), place
         type_ = program.types(node)[0]
         assert type_ is not None
         self.shape, self.dtype = type_.shape, type_.dtype
@@ -37,7 +37,7 @@ class Draw:
     @property
     def given(self) -> dict[str, Any]:
         """The op's arguments by name."""
-        return arguments(self.node)
+        return self.emit.given
 
     @property
     def random(self) -> fx.Node:
@@ -48,15 +48,6 @@ class Draw:
         """A number of the place; another ``part`` has another."""
         place = f"{self.place}/{part}" if part else self.place
         return int.from_bytes(hashlib.blake2s(place.encode(), digest_size=4).digest(), "big")
-
-    def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a call."""
-        return self.program.emit(op, *args, like=self.node, **kwargs)
-
-    def pick(self, several: fx.Node, index: int) -> fx.Node:
-        """One result of a call that has several."""
-        type_ = self.program.types(several)[index]
-        return self.program.insert(operator.getitem, (several, index), type_, self.node, name="getitem")
 
     def uniform(self, part: int = 0, shape: tuple[int, ...] | None = None) -> fx.Node:
         """Numbers in [0, 1) of the op's shape, in float32; another ``part`` draws others."""
@@ -73,11 +64,11 @@ class Draw:
             scale = 2.0 ** _BITS[dtype]
             drawn = self.emit(aten.floor.default, self.emit(aten.mul.Scalar, drawn, scale))
             drawn = self.emit(aten.mul.Scalar, drawn, 1 / scale)
-        return self.convert(drawn, dtype)
+        return self.emit.cast(drawn, dtype)
 
     def fine_uniform(self, shape: tuple[int, ...] | None = None) -> fx.Node:
         """Numbers in [0, 1) in float64, of 48 bits from two draws."""
-        coarse, fine = (self.convert(self.uniform(part, shape), torch.float64) for part in range(2))
+        coarse, fine = (self.emit.cast(self.uniform(part, shape), torch.float64) for part in range(2))
         return self.emit(aten.add.Tensor, coarse, self.emit(aten.mul.Scalar, fine, 2.0**-24))
 
     def normal(self) -> fx.Node:
@@ -95,18 +86,13 @@ class Draw:
         rest = self.emit(aten.rsub.Scalar, self.uniform_in(self.work), 1.0)
         return self.emit(aten.log.default, rest)
 
-    def convert(self, drawn: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """The draw in a dtype."""
-        is_same = self.program.type(drawn).dtype == dtype
-        return drawn if is_same else self.emit(aten._to_copy.default, drawn, dtype=dtype)
-
     def scaled(self, drawn: fx.Node, scale: Any, shift: Any) -> fx.Node:
         """``drawn * scale + shift``, each a number or a tensor."""
         return self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, drawn, scale), shift)
 
     def done(self, drawn: fx.Node) -> fx.Node:
         """The draw in the op's dtype."""
-        return self.convert(drawn, self.dtype)
+        return self.emit.cast(drawn, self.dtype)
 
     def _global_index(self, shape: tuple[int, ...]) -> fx.Node:
         total = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)

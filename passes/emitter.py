@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.node import arguments
 from shardc.program import Program
 from shardc.sharding import TensorType
+
+aten = torch.ops.aten
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,19 @@ class Emitter:
         """Insert a call."""
         return self.program.emit(op, *args, like=self.node, **kwargs)
 
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A value in a dtype; itself if it has that."""
+        return x if self.type(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
+
+    def sum(self, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
+        """The sum over dims, of numbers of 2 bytes in float32: it may be none of theirs."""
+        dtype = self.type(x).dtype
+        wide = {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
+        return self(aten.sum.dim_IntList, x, list(dims), *([True] if keepdim else []), **wide)
+
     def results(self, node: fx.Node) -> list[fx.Node | None]:
         """The results of a call that has several, None for what is none."""
-        return [None if type_ is None else self._item(node, i) for i, type_ in enumerate(self.program.types(node))]
+        return [None if type_ is None else self.item(node, i) for i, type_ in enumerate(self.program.types(node))]
 
     def type(self, node: fx.Node) -> TensorType:
         """The type of a value."""
@@ -42,11 +56,19 @@ class Emitter:
         """The shape of a value."""
         return self.type(node).shape
 
-    def _item(self, node: fx.Node, index: int) -> fx.Node:
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One result of a call that has several."""
         type_ = self.program.types(node)[index]
         return self.program.insert(operator.getitem, (node, index), type_, self.node, name="getitem")
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a dtype are summed in."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
+Results = fx.Node | tuple[fx.Node | None, ...] | None  # what stands for a node; None leaves it
+Rewrite = Callable[[Program, fx.Node], Results]
 Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits what stands in an op's place
 NEVER = 2**63  # more bytes than anything
 

@@ -21,6 +21,8 @@ from shardc.node import ancestors, arguments
 from shardc.ops.creation import unwritten
 from shardc.program import Program
 
+from .emitter import Emitter
+
 aten = torch.ops.aten
 _EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 _DRAWS = ("uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "normal_functional")
@@ -60,9 +62,7 @@ def _forget(program: Program, node: fx.Node) -> None:
         source: Any = given["src" if "src" in given else "value"]
         if program.type(source).shape != type_.shape:
             source = program.emit(aten.expand.default, source, list(type_.shape), like=node)
-        if program.type(source).dtype != type_.dtype:
-            source = program.emit(aten._to_copy.default, source, like=node, dtype=type_.dtype)
-        program.replace(node, source)
+        program.replace(node, Emitter(program, node).cast(source, type_.dtype))
     else:
         node.args = (_unwritten(program, node), *node.args[1:])
 

@@ -9,8 +9,7 @@ from torch import fx
 
 from shardc.program import Program
 
-from .emitter import Emitter
-from .rewrite_losses import Results, Rewrite
+from .emitter import Emitter, Results, Rewrite
 
 aten = torch.ops.aten
 

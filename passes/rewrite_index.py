@@ -10,7 +10,7 @@ from torch import fx
 from shardc.node import arguments, operand
 from shardc.program import Program
 
-from .rewrite_losses import Results, Rewrite
+from .emitter import Results, Rewrite
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ Numbers of 2 bytes are summed and divided in float32, as torch does inside a mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,41 +15,26 @@ from shardc.node import arguments, operand, operands
 from shardc.ops.position import scatter_add_at
 from shardc.program import Program
 
+from .emitter import NARROW, Emitter, Results, Rewrite, wide_dtype
+
 aten = torch.ops.aten
 
-Results = fx.Node | tuple[fx.Node | None, ...] | None  # what stands for a node; None leaves it
-Rewrite = Callable[[Program, fx.Node], Results]
-
-NARROW = (torch.bfloat16, torch.float16)
 EACH, MEAN, SUM = 0, 1, 2  # torch's numbers for a loss's reduction
 
 
 def _mean(program: Program, node: fx.Node) -> Results:
     """The sum over the dims, divided by how many elements it adds."""
-    source, given = operand(node), arguments(node)
+    emit, source, given = Emitter(program, node), operand(node), arguments(node)
     dims = given.get("dim") or list(range(len(program.type(source).shape)))
     keep, dtype = bool(given.get("keepdim")), program.type(node).dtype
-    total = program.emit(aten.sum.dim_IntList, source, dims, keep, like=node, dtype=wide_dtype(dtype))
+    total = emit(aten.sum.dim_IntList, source, dims, keep, dtype=wide_dtype(dtype))
     count = program.type(source).numel // max(1, program.type(total).numel)
-    return _cast(program, program.emit(aten.div.Tensor, total, count, like=node), node)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers of a dtype are summed in."""
-    return torch.float32 if dtype in NARROW else dtype
-
-
-def _cast(program: Program, made: fx.Node, node: fx.Node) -> fx.Node:
-    """What was made in the dtype of a node."""
-    dtype = program.types(node)[0].dtype  # type: ignore[union-attr]
-    if program.type(made).dtype == dtype:
-        return made
-    return program.emit(aten._to_copy.default, made, like=node, dtype=dtype)
+    return emit.cast(emit(aten.div.Tensor, total, count), dtype)
 
 
 def _mean_loss(program: Program, node: fx.Node) -> Results:
     """A mean is the sum divided by the number of elements; its gradient is divided before."""
-    given = arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     if given["reduction"] != MEAN:
         return None
     if program.type(node).dtype in NARROW and "grad_output" not in given:
@@ -58,40 +42,34 @@ def _mean_loss(program: Program, node: fx.Node) -> Results:
     shapes = [program.type(each).shape for each in operands(node) if each is not None]
     count, given["reduction"] = math.prod(torch.broadcast_shapes(*shapes)), SUM
     if "grad_output" in given:
-        given["grad_output"] = program.emit(aten.div.Tensor, given["grad_output"], count, like=node)
-        return program.emit(node.target, *given.values(), like=node)
-    return program.emit(aten.div.Tensor, program.emit(node.target, *given.values(), like=node), count, like=node)
+        given["grad_output"] = emit(aten.div.Tensor, given["grad_output"], count)
+        return emit(node.target, *given.values())
+    return emit(aten.div.Tensor, emit(node.target, *given.values()), count)
 
 
 def _summed_loss(program: Program, node: fx.Node) -> Results:
     """A loss that is not zero of zeros as the sum of each row's, so that no padding is counted; a mean divided."""
-    given = arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     reduction, given["reduction"] = given["reduction"], EACH
     if reduction == EACH:
         return None
-    each = program.emit(node.target, *given.values(), like=node)
-    shape = program.type(each).shape
-    dims, wide = list(range(len(shape))), wide_dtype(program.type(each).dtype)
-    total = program.emit(aten.sum.dim_IntList, each, dims, like=node, **_in(wide, each, program))
+    each = emit(node.target, *given.values())
+    shape = emit.shape(each)
+    total = emit.sum(each, range(len(shape)))
     if reduction == MEAN:
-        total = program.emit(aten.div.Tensor, total, math.prod(shape), like=node)
-    return _cast(program, total, node)
-
-
-def _in(dtype: torch.dtype, source: fx.Node, program: Program) -> dict[str, torch.dtype]:
-    """The argument of a sum that it is to be of another dtype than what it adds."""
-    return {} if program.type(source).dtype == dtype else {"dtype": dtype}
+        total = emit(aten.div.Tensor, total, math.prod(shape))
+    return emit.cast(total, program.type(node).dtype)
 
 
 def _row_loss_backward(program: Program, node: fx.Node) -> Results:
     """The gradient of a mean over rows is divided before."""
-    given = arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     if given["reduction"] != MEAN:
         return None
     shape = program.type(node).shape
     count, given["reduction"] = shape[0] if len(shape) == 2 else 1, SUM
-    given["grad_output"] = program.emit(aten.div.Tensor, given["grad_output"], count, like=node)
-    return program.emit(node.target, *given.values(), like=node)
+    given["grad_output"] = emit(aten.div.Tensor, given["grad_output"], count)
+    return emit(node.target, *given.values())
 
 
 def _nll_loss(program: Program, node: fx.Node) -> Results:
@@ -103,19 +81,18 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     x, reduction = given["self"], given["reduction"]
     if len(program.type(x).shape) < 2:
         return None
-    emit = _emitter(program, node)
+    emit = Emitter(program, node)
     counted, safe, weight = _targets(program, node)
     picked = emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, safe, 1)), 1)
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
     kept = emit(aten.where.self, counted, picked, zero)
     losses = emit(aten.neg.default, emit(aten.mul.Tensor, kept, weight))
-    rows = list(range(len(program.type(safe).shape)))
-    wide = _in(wide_dtype(program.type(x).dtype), x, program)
-    count = emit(aten.sum.dim_IntList, weight, rows, **wide)
+    rows = range(len(emit.shape(safe)))
+    count = emit.sum(weight, rows)
     if reduction == EACH:
         return losses, count
-    total = emit(aten.sum.dim_IntList, losses, rows, **wide)
-    return _cast(program, emit(aten.div.Tensor, total, count) if reduction == MEAN else total, node), count
+    total = emit.sum(losses, rows)
+    return emit.cast(emit(aten.div.Tensor, total, count) if reduction == MEAN else total, emit.type(x).dtype), count
 
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
@@ -125,7 +102,7 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     shape = program.type(x).shape
     if len(shape) < 2:
         return None
-    emit = _emitter(program, node)
+    emit = Emitter(program, node)
     _, safe, weight = _targets(program, node)
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
@@ -136,7 +113,7 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
 
 def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Which rows count, the target of each, 0 where it does not count, and its weight, 0 there too."""
-    emit, given = _emitter(program, node), arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     dtype = program.type(given["self"]).dtype
     counted = emit(aten.ne.Scalar, given["target"], given["ignore_index"])
     safe = emit(aten.where.self, counted, given["target"], emit(aten.scalar_tensor.default, 0, dtype=torch.int64))
@@ -144,15 +121,6 @@ def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node
         return counted, safe, emit(aten._to_copy.default, counted, dtype=dtype)
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=dtype)
     return counted, safe, emit(aten.where.self, counted, emit(aten.index.Tensor, given["weight"], [safe]), zero)
-
-
-def _emitter(program: Program, node: fx.Node) -> Callable[..., fx.Node]:
-    """``program.emit`` with the source of a node."""
-
-    def emit(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return program.emit(op, *args, like=node, **kwargs)
-
-    return emit
 
 
 MEAN_LOSSES = (
