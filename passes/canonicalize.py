@@ -52,7 +52,9 @@ def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
         node.target = SAME.get(node.target, node.target)
         if node.target in rewrites:
             with program.graph.inserting_before(node):
-                _substitute(program, node, rewrites[node.target](program, node))
+                new = rewrites[node.target](program, node)
+            if new is not None and new is not node:
+                program.replace(node, new)
 
 
 def _part_placed_outputs(program: Program) -> None:
@@ -75,14 +77,6 @@ def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
     said = str(P.of(pin.sharding, type_.shape, pin.open))
     with program.graph.inserting_before(program.output_node):
         return program.insert(torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node)
-
-
-def _substitute(program: Program, node: fx.Node, new: Results) -> None:
-    """Let what a rewrite returned stand for the node; None leaves it."""
-    if isinstance(new, tuple):
-        program.replace_results(node, new)
-    elif new is not None and new is not node:
-        program.replace(node, new)
 
 
 def _drop_device(node: fx.Node) -> None:

@@ -50,11 +50,7 @@ def decompose(program: Program) -> Program:
         program = program.copy(level="canonical")
         for node in [node for node in program.calls if node.name in found]:
             with program.graph.inserting_before(node):
-                new = found[node.name](Emitter(program, node))
-            if isinstance(new, fx.Node):
-                program.replace(node, new)
-            else:
-                program.replace_results(node, new)
+                program.replace(node, found[node.name](Emitter(program, node)))
         program.remove_dead()
         program = propagate(program)
 

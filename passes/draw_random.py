@@ -18,7 +18,7 @@ from shardc.ops.random import seeded
 from shardc.program import Program
 
 from .distributions import DISTRIBUTIONS
-from .draw import Draw, Drawn
+from .draw import Draw
 
 
 def draw_random(program: Program) -> None:
@@ -32,7 +32,7 @@ def draw_random(program: Program) -> None:
         draw = Draw(program, node, f"{module}#{ordinals[module]}")
         with program.graph.inserting_before(node):
             if node.target in DISTRIBUTIONS:
-                _substitute(program, node, DISTRIBUTIONS[node.target](draw))
+                program.replace(node, DISTRIBUTIONS[node.target](draw))
             else:
                 _seed(program, node, draw)
 
@@ -40,13 +40,6 @@ def draw_random(program: Program) -> None:
 def _draws(node: fx.Node) -> bool:
     """Whether an op draws; attention with a dropout of zero does not."""
     return is_random(node) and (not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0)))
-
-
-def _substitute(program: Program, node: fx.Node, drawn: Drawn) -> None:
-    if isinstance(drawn, tuple):
-        program.replace_results(node, drawn)
-    else:
-        program.replace(node, drawn)
 
 
 def _seed(program: Program, node: fx.Node, draw: Draw) -> None:

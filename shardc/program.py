@@ -327,17 +327,15 @@ class Program:
                 raise
             return self.infer(target, args, kwargs, "cpu")
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let ``new`` stand where ``old`` stood, and erase ``old``."""
-        old.replace_all_uses_with(new)
-        self.graph.erase_node(old)
-
-    def replace_results(self, old: fx.Node, new: Sequence[fx.Node | None]) -> None:
-        """Let ``new`` stand for the results of an op that has several, and erase it with its getitems."""
-        for user in list(old.users):
-            result = new[self.value(user)[1]]
-            assert result is not None, user
-            self.replace(user, result)
+    def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
+        """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""
+        if isinstance(new, fx.Node):
+            old.replace_all_uses_with(new)
+        else:
+            for user in list(old.users):
+                result = new[self.value(user)[1]]
+                assert result is not None, user
+                self.replace(user, result)
         self.graph.erase_node(old)
 
     def remove_dead(self) -> None:
