@@ -16,21 +16,19 @@ up, and one. Invariant: every value lies as before.
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.bucket import Member, bucket, members
 from shardc.collective import Kind
+from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
-from shardc.node import is_getitem
 from shardc.program import Program
 
 LIMIT = 25 * 2**20  # bytes of one rank's payload, as many as DDP's
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
-MAX_CHAIN = 3  # ops between an input and its gather: a cast, views
 
 
 def bucket_collectives(program: Program, limit: int = LIMIT) -> Program:
@@ -40,7 +38,7 @@ def bucket_collectives(program: Program, limit: int = LIMIT) -> Program:
         _join(program, found, found.nodes[-1])
     for found in _gathers(program, limit):
         for node in found.nodes[1:]:
-            _move_chain(found.nodes[0], node)
+            move_before(found.nodes[0], node)
         _join(program, found, found.nodes[0])
     return program
 
@@ -105,14 +103,14 @@ def _gathers(program: Program, limit: int) -> list[Bucket]:
     backward = set(split(program).backward)
     for node in program.calls:
         part = _sent(node)
-        if part is None or part.kind != "all_gather" or _chain(part.operand) is None:
+        if part is None or not is_early(node):
             continue
         nbytes, key = _nbytes(program, node), (_key(program, node, part), node in backward)
-        found, layer = runs.setdefault(key, [Bucket()]), _layer(program, node)
-        if layers.get(key) != layer or found[-1].nbytes + nbytes > limit:
+        found, read_by = runs.setdefault(key, [Bucket()]), layer(program, node)
+        if layers.get(key) != read_by or found[-1].nbytes + nbytes > limit:
             found.append(Bucket())
         found[-1].add(node, nbytes)
-        layers[key] = layer
+        layers[key] = read_by
     return [found for run in runs.values() for found in _merged(run, limit) if len(found.nodes) > 1]
 
 
@@ -142,36 +140,6 @@ def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
 def _nbytes(program: Program, node: fx.Node) -> int:
     ends = program.local_type(members(node)[0].operand), program.local_type(node)
     return max(end.nbytes for end in ends if end is not None)
-
-
-def _chain(node: fx.Node) -> list[fx.Node] | None:
-    """The ops that make a value of an input, first to last; None of what more is computed for."""
-    chain: list[fx.Node] = []
-    while node.op == "call_function":
-        if len(node.all_input_nodes) != 1 or is_getitem(node) or members(node) or len(chain) == MAX_CHAIN:
-            return None
-        chain.insert(0, node)
-        node = node.all_input_nodes[0]
-    return chain if node.op == "placeholder" else None
-
-
-def _layer(program: Program, node: fx.Node) -> str:
-    """Which layer reads it: the first user's module, up to the first number or else its first name.
-
-    Copies that are kept between steps are no layer's: all of them live together.
-    """
-    if program.source(node).phase == "update":
-        return ""
-    module = program.source(node).module or program.source(next(iter(node.users), node)).module
-    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
-    return found[0] if found else module.partition(".")[0]
-
-
-def _move_chain(before: fx.Node, node: fx.Node) -> None:
-    """What a gather takes is made before another node."""
-    for each in _chain(members(node)[0].operand) or ():
-        if before < each:
-            before.prepend(each)
 
 
 def _join(program: Program, found: Bucket, place: fx.Node) -> None:

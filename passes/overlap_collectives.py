@@ -9,18 +9,28 @@
 
 The executor starts a collective where it stands and waits at its first reader. In backward, what no such reader needs,
 as gradients of weights, is put off until something waits: then all that was put off is done, so nothing is kept longer
-than from one collective to the next. What a bucket holds is picked where it is read. Invariant: the order alone
-changes, and that of collectives is the same on every rank.
+than from one collective to the next. What a bucket holds is picked where it is read.
+
+What a layer gathers of parameters is asked for one layer ahead, and so two layers' parameters are whole at a time::
+
+    b = all_gather(u, ("dp",), 0)                 b = all_gather(u, ("dp",), 0);  c = all_gather(d, ("dp",), 0)
+    y = dot(x, b)                      ->         y = dot(x, b)
+    c = all_gather(d, ("dp",), 0)
+    z = dot(y, c)                                 z = dot(y, c)
+
+Invariant: the order alone changes, and that of collectives is the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 
 from torch import fx
 
 from shardc.bucket import bucket, members
 from shardc.collective import LOCAL_KINDS
+from shardc.gather import first_reader, is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.node import ancestors, is_getitem, operand
 from shardc.program import Program
@@ -36,6 +46,8 @@ def overlap_collectives(program: Program) -> Program:
             program.output_node.prepend(node)
     for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
         _first_reader(program, node).prepend(node)
+    for part in (split(program).forward, split(program).backward):
+        _gather_ahead(program, part)
     return program
 
 
@@ -60,6 +72,18 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_sent(node: fx.Node) -> bool:
     return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))
+
+
+def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
+    """Start a layer's gathers of what is there from the start right before the layer before it reads its own."""
+    found = [(node, reader) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
+    layers = [list(group) for _, group in groupby(found, lambda pair: layer(program, pair[0]))]
+    for before, group in pairwise(layers):
+        place = min(reader for _, reader in before)
+        for node, _ in group:
+            if place < node:
+                move_before(place, node)
+                place.prepend(node)
 
 
 def _first_reader(program: Program, node: fx.Node) -> fx.Node:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from shardc.gather import is_early
 from shardc.lifetime import Storage, is_row_of_kept, storages
+from shardc.node import ancestors
 from shardc.ops.contraction import dot
 from shardc.program import Input, Output, Program
 from shardc.sharding import TensorType
@@ -31,7 +33,8 @@ def memory_of(program: Program) -> dict[str, int]:
     ``parameters``: as they are stored, and what is kept of them to compute on, shared bytes once. Of fp32 Adam two
     4 byte states are ``optimizer``; the 4 byte master that ZeRO's paper counts with them is a parameter here.
     ``gradients``: as they are before an optimizer's step; under stage 1 of ``Zero`` whole, since after the last
-    backward alone they are summed over ranks. ``saved``: what forward made and backward uses.
+    backward alone they are summed over ranks. ``saved``: what forward made and backward uses. ``gathered``: the most of
+    what is gathered of parameters for their uses and alive at a time, of two layers where layers are gathered ahead.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
     parameters = {given.name: node for given, node in _inputs(program) if given.kind == "parameter"}
@@ -45,8 +48,14 @@ def memory_of(program: Program) -> dict[str, int]:
         "gradients": sum(_nbytes(_gradient_type(program, *each)) for each in gradients.items()),
         "optimizer": ADAM_STATES * sum(_nbytes(program.local_type(parameters[name])) for name in gradients),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
+        "gathered": _peak([storage for storage in live if _is_gathered(program, storage.value[0], parameters)]),
         "peak": _peak(live),
     }
+
+
+def _is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
+    is_used_up = is_early(node) and program.source(node).phase != "update"
+    return is_used_up and not ancestors(node).isdisjoint(parameters.values())
 
 
 def _gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:

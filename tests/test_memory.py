@@ -68,6 +68,20 @@ def test_what_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
+def test_zero_3_holds_two_layers_gathered_at_a_time_and_says_so() -> None:
+    """The bytes are those alive; at the peak they are what is stored, and at most what is gathered and saved."""
+    model, args, _, _ = gpt._target(gpt.Config(layers=4), gpt.DATA)
+    compiled = compile(model, Mesh(dp=4), gpt.DATA, args=args, zero=Zero(stage=3))
+    found, wanted = measured(compiled, *args), announced(compiled.memory)
+    assert is_within_a_percent(found, wanted), (found, wanted)
+    block = sum(4 * parameter.numel() for parameter in model.blocks[0].parameters())
+    assert (
+        block
+        < compiled.memory["gathered"]
+        <= 2 * block + 4 * (model.positions.weight.numel() + model.norm.weight.numel())
+    )
+
+
 def test_a_view_owns_nothing_and_a_reshape_that_copies_owns_its_bytes() -> None:
     """``made`` is seen by a view and copied by a reshape; the backward reads the view, the copy and ``other``."""
     graph, f32 = fx.Graph(), TensorType((4, 2), torch.float32)
@@ -87,5 +101,6 @@ def test_a_view_owns_nothing_and_a_reshape_that_copies_owns_its_bytes() -> None:
     assert memory_of(program) == {
         "parameters": 0, "gradients": 0, "optimizer": 0,
         "saved": 3 * 32,  # made, copied, other
+        "gathered": 0,
         "peak": 5 * 32,  # and x, and gradient or used in copied's place
     }  # fmt: skip

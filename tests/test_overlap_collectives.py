@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
 from printed import compiled, parameter, value
@@ -10,6 +13,7 @@ from torch import Tensor, fx
 import shardc
 from shardc import Mesh, P
 from shardc.announcement import collectives_of, is_collective
+from shardc.gather import is_early
 from shardc.lifetime import split
 from shardc.node import is_getitem
 from shardc.ops.contraction import dot
@@ -46,6 +50,37 @@ def test_the_order_alone_changes() -> None:
     assert sorted(node.name for node in before.graph.nodes) == sorted(node.name for node in after.graph.nodes)
     assert {each.name for each in collectives_of(before)} == {each.name for each in collectives_of(after)}
     assert [node.name for node in split(before).forward] == [node.name for node in split(after).forward]
+
+
+def gathers(part: Sequence[fx.Node]) -> list[tuple[int, int, int]]:
+    """Of each gather of a part: where it is issued, and where its first and its last reader stand."""
+    place = {node: i for i, node in enumerate(part)}
+    found = []
+    for node in part:
+        if is_early(node):
+            picks = [user for user in node.users if is_getitem(user)] or [node]
+            readers = [place[user] for pick in picks for user in pick.users if user in place]
+            found.append((place[node], min(readers), max(readers)))
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "annotations"), [(Mesh(dp=4), DATA), (Mesh(dp=2, tp=2), DATA | MEGATRON)], ids=str)
+@pytest.mark.parametrize("remat", [None, shardc.Remat("blocks.*")], ids=str)
+def test_the_next_layers_parameters_are_gathered_while_a_layer_computes(
+    mesh: Mesh, annotations: dict[str, P], remat: shardc.Remat | None
+) -> None:
+    """Each layer's right before the first reader of the layer before it, so that no third one is there."""
+    with torch.device("meta"):
+        model, ids = GPT(Config(layers=5)), torch.empty(4, 32, dtype=torch.int64)
+    program = shardc.compile(model, mesh, annotations, args=(ids, ids), zero=shardc.Zero(), remat=remat).program
+    for part in (split(program).forward, split(program).backward):
+        found = gathers(part)
+        firsts = sorted({first for _, first, _ in found})
+        assert len(found) >= 5
+        for issued, first, _ in found:
+            earlier = [place for place in firsts if place < first]
+            assert issued < earlier[-1] if earlier else issued < first
+            assert not earlier[:-1] or issued > earlier[-2]
 
 
 def test_what_a_bucket_holds_is_picked_where_it_is_read() -> None:
