@@ -25,6 +25,12 @@ def is_cast(node: fx.Node) -> bool:
     return str(node.target) in ("aten._to_copy.default", "prims.convert_element_type.default")
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node may show the memory of its operand, and so makes nothing."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return bool(returns) and all(entry.alias_info is not None for entry in returns)
+
+
 def op_name(target: Any) -> str:
     """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)

@@ -1,0 +1,162 @@
+"""Units: runs of forward ops that a cut leaves together, and what each costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from shardc.cost import flops_of_call
+from shardc.forward_flow import Flow
+from shardc.lifetime import storages
+from shardc.node import is_getitem, is_view
+from shardc.program import Program, Value
+
+FLOPS_PER_BYTE = 100  # of memory traffic in the same time: a CPU does about 10, an accelerator in fp32 about 100
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Ops from the place ``start`` to before ``end``.
+
+    ``first`` and ``last``: the largest modules that begin with it and end with it. ``parameters``: the names that it
+    reads. ``flops`` and ``time`` are of forward and backward; time in bytes of memory traffic. ``saved``: the bytes
+    that it makes and backward reads.
+    """
+
+    start: int
+    end: int
+    first: str
+    last: str
+    parameters: frozenset[str]
+    flops: int
+    time: int
+    saved: int
+
+
+def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Unit, ...]:
+    """The units of forward, in the order in which they run.
+
+    ``num_units``: so many there should be at least. ``forced``: places where one begins in any case.
+    """
+    starts = sorted({*_starts(flow, num_units), *forced})
+    flops, time, saved = _costs(flow)
+    firsts, lasts = _begun(flow, range(len(flow.ops))), _begun(flow, range(len(flow.ops) - 1, -1, -1))
+    return tuple(
+        Unit(
+            start,
+            end,
+            firsts[start],
+            lasts[end - 1],
+            frozenset().union(*flow.parameters[start:end]),
+            sum(flops[start:end]),
+            sum(time[start:end]),
+            sum(saved[start:end]),
+        )
+        for start, end in pairwise([*starts, len(flow.ops)])
+    )
+
+
+# Where a unit may begin.
+
+
+def _starts(flow: Flow, num_units: int) -> list[int]:
+    """Between two ops that hold parameters or contract, the place where the fewest bytes cross.
+
+    Of these those stay where no more crosses than at an end of the block that they are in. Where that makes fewer than
+    ``num_units`` units all stay, and where those are too few still, a unit may begin at every op. None begins between
+    two ops after one another that read no other, such as the embeddings of tokens and of positions.
+    """
+    heavy = [i for i, node in enumerate(flow.ops) if flow.parameters[i] or flops_of_call(flow.program, node)]
+    reads = {place for places in flow.readers.values() for place in places}
+    apart = [(a, b) for a, b in pairwise(heavy) if a in reads or b in reads]
+    narrow = [min(range(a + 1, b + 1), key=lambda i: (flow.crossing[i], -i)) for a, b in apart]
+    blocks = _blocks(flow)
+    ends = [0, *(i for i in narrow if blocks[i] != blocks[i - 1]), len(flow.ops)]
+    most = {i: max(flow.crossing[a], flow.crossing[b]) for a, b in pairwise(ends) for i in range(a + 1, b)}
+    fine = [i for i in narrow if flow.crossing[i] <= most.get(i, 0)]
+    choices = ({*ends[:-1], *fine}, {0, *narrow}, set(range(len(flow.ops))))
+    return sorted(next((starts for starts in choices if len(starts) >= num_units), choices[0]))
+
+
+def _blocks(flow: Flow) -> list[str]:
+    """For each op the outermost module of a list that it is in; else the outermost one that holds no list."""
+    paths = [_module(flow, i).split(".") for i in range(len(flow.ops))]
+    depths = [next((i for i, name in enumerate(path) if name.isdigit()), 0) for path in paths]
+    holders = {tuple(path[:i]) for path, depth in zip(paths, depths, strict=True) for i in range(depth + 1)}
+
+    def depth_of(path: list[str], depth: int) -> int:
+        return depth or next((i for i in range(len(path)) if tuple(path[: i + 1]) not in holders), len(path))
+
+    return [".".join(path[: depth_of(path, depth) + 1]) for path, depth in zip(paths, depths, strict=True)]
+
+
+def _begun(flow: Flow, order: Sequence[int]) -> dict[int, str]:
+    """For each place its block, if it is the first op of that in this order, else the largest module that it begins."""
+    blocks, met, found = _blocks(flow), {""}, {}
+    for i in order:
+        path = _module(flow, i)
+        above = [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."]
+        new = [blocks[i], *above]
+        found[i] = next((module for module in new if module not in met), path)
+        met.update(above)
+    return found
+
+
+def _module(flow: Flow, place: int) -> str:
+    return flow.program.source(flow.ops[place]).module
+
+
+# Costs.
+
+
+def _costs(flow: Flow) -> tuple[list[int], list[int], list[int]]:
+    """For each op its floating-point operations and its time, both with backward's, and the bytes it has saved."""
+    program = flow.program
+    forward = set(flow.ops) | set(flow.following)
+    backward = [node for node in program.calls if node not in forward]
+    flops = _with_backward(flow, {node: flops_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
+    time = _with_backward(flow, {node: _time(program, node) for node in (*flow.ops, *backward)}, backward)
+    saved = [0] * len(flow.ops)
+    for storage in storages(program):
+        if storage.is_saved and storage.value[0] in flow.place:
+            saved[flow.place[storage.value[0]]] += storage.nbytes
+    return flops, time, saved
+
+
+def _with_backward(flow: Flow, cost: Mapping[fx.Node, int], backward: Sequence[fx.Node]) -> list[int]:
+    """For each op of forward its cost and its part of what backward costs in its module, which is as large as its own.
+
+    Backward of a module that has no op of forward goes to the last op.
+    """
+    program = flow.program
+    modules = [_module(flow, i) for i in range(len(flow.ops))]
+    own = [cost[node] for node in flow.ops]
+    in_module: Counter[str] = Counter()
+    last: dict[str, int] = {}
+    for i, module in enumerate(modules):
+        in_module[module] += own[i]
+        last[module] = i
+    later: Counter[str] = Counter()
+    for node in backward:
+        later[program.source(node).module] += cost[node]
+    total = [c + later[m] * c // max(in_module[m], 1) for c, m in zip(own, modules, strict=True)]
+    given: Counter[str] = Counter()
+    for c, m in zip(own, modules, strict=True):
+        given[m] += later[m] * c // max(in_module[m], 1)
+    for module, all_ in later.items():
+        total[last.get(module, len(total) - 1)] += all_ - given[module]
+    return total
+
+
+def _time(program: Program, node: fx.Node) -> int:
+    """Estimated: the longer of computing and of moving operands and results; none of what only shows a value."""
+    if is_getitem(node) or is_view(node):
+        return 0
+    values: set[Value] = {program.value(read) for read in node.all_input_nodes}
+    values |= {(node, i) for i, type_ in enumerate(program.types(node)) if type_ is not None}
+    moved = sum(program.value_type(value).nbytes for value in values)
+    return max(moved, flops_of_call(program, node) // FLOPS_PER_BYTE)

@@ -1,0 +1,147 @@
+"""Which stage each forward op is put on: balanced as asked, along the data, cut where little crosses."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, Config
+from torch import Tensor, fx, nn
+
+from shardc import ShardingError
+from shardc.capture import capture
+from shardc.choose_stages import Stages, choose_stages, split_stages
+from shardc.cost import flops_of
+from shardc.forward_flow import flow_of, forward_calls
+from shardc.program import Program
+from shardc.stage_units import units_of
+
+GPT2_SMALL = Config(vocab=50257, context=1024, layers=12, heads=12, width=768, tied=True, dropout=0.1)
+
+
+def program_of(model: nn.Module, *args: Any, **kwargs: Any) -> Program:
+    return capture(model, args, kwargs).program
+
+
+def gpt(config: Config) -> Program:
+    with torch.device("meta"):
+        ids = torch.zeros(1, config.context, dtype=torch.int64)
+        return program_of(GPT(config), ids, ids)
+
+
+def modules(stages: Stages) -> list[tuple[str, str]]:
+    return [(stages.units[start].first, stages.units[end - 1].last) for start, end in pairwise(stages.ends)]
+
+
+def totals(stages: Stages) -> tuple[list[int], list[int]]:
+    """The parameters, tied ones at the first, and the operations of each stage."""
+    program, met = stages.flow.program, set()
+    sizes = {put.name: put.type.nbytes // put.type.dtype.itemsize for put in program.inputs}
+    parameters, flops = [], []
+    for start, end in pairwise(stages.ends):
+        units = stages.units[start:end]
+        new = set().union(*(unit.parameters for unit in units)) - met
+        met |= new
+        parameters.append(sum(sizes[name] for name in new))
+        flops.append(sum(unit.flops for unit in units))
+    return parameters, flops
+
+
+def unevenness(parts: list[int]) -> float:
+    return round(max(parts) * len(parts) / sum(parts), 2)
+
+
+def check_monotone(assignment: Mapping[fx.Node, int], program: Program, num_stages: int) -> None:
+    assert set(assignment) == set(forward_calls(program))
+    assert set(assignment.values()) == set(range(num_stages))
+    for node, stage in assignment.items():
+        assert all(assignment.get(operand, 0) <= stage for operand in node.all_input_nodes), node
+
+
+@pytest.mark.slow
+def test_gpt2_small_in_four_by_parameters_and_by_operations() -> None:
+    program = gpt(GPT2_SMALL)
+    by_params, by_flops = split_stages(program, 4), split_stages(program, 4, balance="flops")
+    parameters, flops = totals(by_params)
+    assert sum(parameters) == 124_439_808 and sum(flops) == flops_of(program)
+    assert (unevenness(parameters), unevenness(flops)) == (1.27, 2.06)
+    assert unevenness(totals(by_flops)[1]) <= 1.09
+    assert modules(by_params)[1:3] == [("blocks.0", "blocks.3"), ("blocks.4", "blocks.7")]
+    for stages in (by_params, by_flops):
+        check_monotone(stages.assignment, program, 4)
+
+
+@pytest.mark.parametrize("balance", ["params", "flops", "time", "memory"])
+def test_stages_follow_the_data_whatever_is_balanced(balance: str) -> None:
+    program = gpt(Config(layers=3, dropout=0.1))
+    for num_stages in (1, 2, 3, 5):
+        check_monotone(choose_stages(program, num_stages, balance=balance), program, num_stages)
+
+
+def test_a_unit_begins_where_the_residual_stream_alone_crosses() -> None:
+    program = gpt(Config(layers=2))
+    units = units_of(flow_of(program), 4)
+    stream = 32 * 64 * 4
+    assert [unit.first for unit in units[1:5]] == ["blocks.0", "blocks.0.norm2", "blocks.1", "blocks.1.norm2"]
+    assert {flow_of(program).crossing[unit.start] for unit in units[1:]} == {stream}
+
+
+def test_a_new_stage_begins_where_the_user_says() -> None:
+    program = gpt(Config(layers=4))
+    stages = split_stages(program, 3, cuts=("blocks.1", "blocks.2"))
+    assert [first for first, _ in modules(stages)][1:] == ["blocks.1", "blocks.2"]
+    nested = split_stages(program, 2, cuts=("blocks.3.mlp",))
+    assert [first for first, _ in modules(nested)][1:] == ["blocks.3.mlp"]
+    check_monotone(nested.assignment, program, 2)
+    more = split_stages(program, 3, cuts=("blocks.3",))
+    assert len(more.ends) == 4 and "blocks.3" in [first for first, _ in modules(more)]
+
+
+def test_what_cannot_be_cut_so_is_refused() -> None:
+    program = gpt(Config(layers=2))
+    with pytest.raises(ShardingError, match=r"did you mean blocks.1"):
+        choose_stages(program, 2, cuts=("block.1",))
+    with pytest.raises(ShardingError, match="2 stages have 1 cuts"):
+        choose_stages(program, 2, cuts=("blocks.*", "head"))
+    with pytest.raises(ShardingError, match=r"did you mean params"):
+        choose_stages(program, 2, balance="parms")
+    with pytest.raises(ShardingError, match="every stage holds at least one unit"):
+        choose_stages(program, 1000)
+
+
+class Masked(nn.Module):
+    """A mask that two layers read, a skip over both, and a counter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        self.calls += 1
+        mask = ~keep
+        a = self.a(x)
+        b = self.b(a.masked_fill(mask, 0.0))
+        return (self.c(b.masked_fill(mask, 0.0)) + a).sum()
+
+
+def test_what_inputs_alone_make_goes_where_it_is_read_first() -> None:
+    program = program_of(Masked(), torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bool))
+    assignment = choose_stages(program, 3)
+    check_monotone(assignment, program, 3)
+    named = {node.name: stage for node, stage in assignment.items()}
+    assert named["bitwise_not"] == min(named["masked_fill"], named["masked_fill_1"]) < 2
+    assert {"bitwise_not", "t"} <= {node.name for node in flow_of(program).following}
+
+
+class Bare(nn.Module):
+    """No parameters at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x).relu().sum()
+
+
+def test_a_model_of_few_units_is_cut_between_its_ops() -> None:
+    program = program_of(Bare(), torch.ones(4, 4, requires_grad=True))
+    check_monotone(choose_stages(program, 3, balance="flops"), program, 3)
