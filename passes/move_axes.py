@@ -61,7 +61,7 @@ class Space:
     all others; else the search puts one where its ends meet. ``reorders``: it must put one there. ``loose``: the dims
     that are cut unevenly at an end: any atoms may cut them, save neighbours that are one cut together (``joins``) where
     that leaves other chunks, and they come and go one at a time, since each cuts what those before it left, unless they
-    divide that.
+    divide that. ``spare``: atoms of neither end that may cut on the way.
     """
 
     sizes: tuple[int, ...]
@@ -72,6 +72,7 @@ class Space:
     joins: frozenset[tuple[int, int]] = frozenset()
     permutes: bool = False
     reorders: bool = False
+    spare: frozenset[int] = frozenset()
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
@@ -83,8 +84,8 @@ class Space:
 
     @cached_property
     def wanted(self) -> set[int]:
-        """The atoms that cut the target: only these are worth a slice."""
-        return {atom for atoms in self.dst.lists for atom in atoms}
+        """The atoms that cut the target, and spare ones: only these are worth a slice."""
+        return {atom for atoms in self.dst.lists for atom in atoms} | self.spare
 
     @cached_property
     def scale(self) -> int:

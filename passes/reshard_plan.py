@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardc.collective import Collective, Step, group_size, wire_bytes
+from shardc.collective import Collective, Step, group_size, payload_numel, wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.sharding import Sharding, TensorType
 
-from .plan_reshard import is_open, plain_steps, plan_reshard
+from .plain_steps import plain_steps
+from .plan_reshard import is_open, plan_reshard
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +64,9 @@ def _collectives(
 
 def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
     assert step.kind != "view"
-    after = step.sharding.local_shape(step.shape)
-    payload = max(math.prod(local_shape), math.prod(after)) * dtype.itemsize
-    sent = wire_bytes(step.kind, payload, group_size(step.sharding.mesh, step.kind, step.args))
+    after, count = step.sharding.local_shape(step.shape), group_size(step.sharding.mesh, step.kind, step.args)
+    payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
+    sent = wire_bytes(step.kind, payload, count)
     name = str(dtype).removeprefix("torch.")
     return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent)
 

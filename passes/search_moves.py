@@ -3,6 +3,8 @@
 From the source a state is reached by moves, from the target by moves undone; of each state the cheapest way is kept.
 The two meet where one state is reached from both ends, or where two states cut every dim into as many pieces: then one
 permute leads from the first to the second.
+
+An axis that neither end uses may share the work: each of its ranks moves a piece, and the pieces are joined at the end.
 """
 
 from __future__ import annotations
@@ -11,14 +13,22 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .move_axes import Move, Space, State, moves_from, moves_into
 
 
-def cheapest_moves(space: Space) -> tuple[Move, ...] | None:
+class Way(NamedTuple):
+    """Moves from one state to another, and what they cost together."""
+
+    moves: tuple[Move, ...]
+    cost: int
+
+
+def cheapest_way(space: Space) -> Way | None:
     """The cheapest moves from the source to the target; None if no way divides evenly."""
     there, back = _Side(space, space.src, is_forward=True), _Side(space, space.dst, is_forward=False)
-    best: tuple[Move, ...] | None = None
+    best: Way | None = None
     least: float = math.inf
     while min(there.next_cost, back.next_cost) < least:
         side, other = (there, back) if there.next_cost <= back.next_cost else (back, there)
@@ -28,8 +38,23 @@ def cheapest_moves(space: Space) -> tuple[Move, ...] | None:
             cost = there.closed[one] + back.closed[two] + (0 if is_one else space.local(one) + space.latency)
             if cost < least:
                 permute = () if is_one else (Move("collective_permute", (), (), one, two),)
-                best, least = (*there.way(one), *permute, *back.way(two)), cost
+                best, least = Way((*there.way(one), *permute, *back.way(two)), cost), cost
     return best
+
+
+def may_be_shared(space: Space, way: Way) -> bool:
+    """Whether an axis that neither end uses might pay: to join its pieces costs up to the smallest value on the way.
+
+    What is moved there without changing its size, by permutes and all_to_alls, must cost more than that.
+    """
+    states = [space.src, *(move.after for move in way.moves)]
+    smallest = min(map(space.local, states))
+    moved = sum(
+        space.local(move.before) - (space.local(move.before) // space.pieces(move.atoms) if move.atoms else 0)
+        for move in way.moves
+        if move.kind in ("all_to_all", "collective_permute")
+    )
+    return moved > smallest + space.latency
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from shardc.bucket import bucket, members
-from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, wire_bytes
+from shardc.bucket import Member, bucket, members
+from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, payload_numel, wire_bytes
 from shardc.sharding import TensorType
 from shardc.window import overlap_add, rows_sent
 
@@ -48,14 +48,25 @@ def _collective(program: Program, node: fx.Node) -> Collective:
         payload, wire = edge_bytes(node, before)
     else:
         assert program.mesh is not None
-        kind, axes, payload = parts[0].kind, parts[0].args[0], max(before.nbytes, after.nbytes)
-        wire = wire_bytes(kind, payload, group_size(program.mesh, kind, parts[0].args))
+        kind, axes = parts[0].kind, parts[0].args[0]
+        count = group_size(program.mesh, kind, parts[0].args)
+        payload = sum(_payload(program, node, part, count) for part in parts)
+        wire = wire_bytes(kind, payload, count)
     sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
     return Collective(
         kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
         payload, wire, name=node.name, node=", ".join(each.name for each in moved), phase=program.source(node).phase,
         source=", ".join(dict.fromkeys(filter(None, sources))), cause=program.cause(node),
     )  # fmt: skip
+
+
+def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:
+    """Bytes of the larger of input and output of one value's part, padding included."""
+    taken, made = program.local_type(part.operand), program.local_type(node, part.index)
+    assert taken is not None and made is not None, node
+    if part.kind == "mask_padding":
+        return taken.nbytes
+    return payload_numel(part.kind, part.args, count, taken.shape, made.shape) * made.dtype.itemsize
 
 
 def _joined(types: list[TensorType | None]) -> TensorType:

@@ -277,3 +277,23 @@ def fits(
         dim = args[1 if kind == "shard_slice" else 2]
         before = (dim, count * made[dim]) if taken[dim] != count * made[dim] else None
     return before, after
+
+
+def payload_numel(kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]) -> int:
+    """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
+    before, after = fits(kind, args, count, taken, made)
+    inside, outside = list(taken), list(made)
+    if before:
+        inside[before[0]] = before[1]
+    if after:
+        outside[after[0]] = count * taken[after[0]]
+    return max(math.prod(inside), math.prod(outside))
+
+
+def wire_numel(step: Step, taken: tuple[int, ...]) -> int:
+    """Elements that one rank sends in a step by the ring algorithms, given the local shape before it."""
+    if step.kind == "view":
+        return 0
+    count = group_size(step.sharding.mesh, step.kind, step.args)
+    made = step.sharding.local_shape(step.shape)
+    return wire_bytes(step.kind, payload_numel(step.kind, step.args, count, taken, made), count)

@@ -197,14 +197,14 @@ class Mesh:
 @lru_cache(maxsize=256)
 def _groups(mesh: Mesh, axes: Axes) -> tuple[tuple[int, ...], ...]:
     members: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    rest = _complement(mesh, axes)
+    rest = unused_parts(mesh, axes)
     for position in range(mesh.size):
         key = tuple(mesh.coordinate(position, part) for part in rest)
         members.setdefault(key, []).append((mesh.index(position, axes), position))
     return tuple(tuple(position for _, position in sorted(group)) for group in members.values())
 
 
-def _complement(mesh: Mesh, axes: Axes) -> Axes:
+def unused_parts(mesh: Mesh, axes: Axes) -> Axes:
     """The parts of the mesh that are in none of ``axes``, in mesh order."""
     rest: list[AxisPart] = []
     for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
@@ -212,7 +212,7 @@ def _complement(mesh: Mesh, axes: Axes) -> Axes:
         for part in sorted(part for part in axes if part.name == name):
             if part.pre > pre:
                 rest.append(AxisPart(name, pre, part.pre // pre))
-            pre = part.pre * part.size
+            pre = max(pre, part.pre * part.size)
         if pre < size:
             rest.append(AxisPart(name, pre, size // pre))
     return tuple(rest)
