@@ -16,7 +16,8 @@ class Walk:
     """From state 0 to ``last`` in ``num_steps`` steps.
 
     ``after``: the states that a step from a state may lead to. ``load``: of a step, by its number and its two states;
-    it does not fall along ``after``; None where the step is not allowed. ``received``: bytes that come into a step.
+    None where the step is not allowed. ``received``: bytes that come into a step. ``rises``: loads do not fall along
+    ``after``, so that what follows a step that is too heavy need not be looked at.
     """
 
     num_steps: int
@@ -24,6 +25,7 @@ class Walk:
     after: Callable[[int], Sequence[int]]
     load: Callable[[int, int, int], int | None]
     received: Callable[[int, int], int] = lambda start, end: 0
+    rises: bool = True
 
     def least(self) -> int | None:
         """The least greatest load of a step; None where no walk is allowed.
@@ -63,7 +65,7 @@ class Walk:
             load = None if rest is None else self.load(step, state, end)
             if rest is None or load is None:
                 continue
-            if 0 <= best <= load:
+            if self.rises and 0 <= best <= load:
                 break
             best = max(load, rest) if best < 0 else min(best, max(load, rest))
         return best
@@ -76,7 +78,9 @@ class Walk:
             if rest is None or load is None:
                 continue
             if load > bound:
-                break
+                if self.rises:
+                    break
+                continue
             squares, nbytes = load * load + rest[0], self.received(state, end) + rest[1]
             if best is None or (squares, nbytes) < best[:2]:
                 best = squares, nbytes, end

@@ -1,0 +1,167 @@
+"""Cuts of more than a chain on as many ranks as stages: several stages a rank, memory caps, graphs of units."""
+
+import random
+from collections.abc import Sequence
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import pytest
+from test_balance import cases, every_cut, sums
+
+from shardc import ShardingError
+from shardc.chain import balance
+from shardc.dag import balance_dag
+from shardc.memory_cap import balance_under_cap
+from shardc.ranks import Loads, balance_ranks
+
+# Several stages a rank.
+
+
+def placement(kind: str, num_ranks: int) -> tuple[int, ...]:
+    ranks = tuple(range(num_ranks))
+    return {"one": ranks, "V": ranks + ranks[::-1], "loop": ranks + ranks, "thrice": ranks * 3}[kind]
+
+
+@cases("two_stages_per_rank_min_max_rank_params")
+def test_a_tied_embedding_counts_once_on_the_rank_that_holds_both_ends(case: dict[str, Any]) -> None:
+    weights, tied, ranks = list(case["unit_params"]), case["tied_copy"], case["ranks"]
+    weights[0] -= tied
+    shared = [(tied, (0, len(weights) - 1))]
+    found = balance_ranks(weights, placement("V", ranks), shared=shared)
+    assert (
+        found.is_exact and found.heaviest == case["optimal_max"] and found.cuts == tuple(case["optimal_cuts_example"])
+    )
+    looped = balance_ranks(weights, placement("loop", ranks), shared=shared)
+    assert looped.is_exact and looped.heaviest == {2: 81_911_040, 4: 46_471_680}[ranks]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("one", 3), ("V", 1), ("V", 2), ("V", 3), ("loop", 2), ("loop", 3)])
+def test_random_lists_on_ranks_are_cut_as_trying_every_cut_would(kind: str, num_ranks: int) -> None:
+    generator, place = random.Random(num_ranks), placement(kind, num_ranks)
+    for _ in range(60):
+        num_units = generator.randint(len(place), len(place) + 4)
+        weights = [generator.randint(0, generator.choice((3, 100))) for _ in range(num_units)]
+        shared = [
+            (generator.randint(0, 50), generator.sample(range(num_units), 2)) for _ in range(generator.randint(0, 2))
+        ]
+        loads = Loads(weights, shared)
+
+        def cost(cuts: Sequence[int], loads: Loads = loads) -> tuple[Any, ...]:
+            each = loads.all(cuts, place)
+            return max(each), sum(load * load for load in each)
+
+        found = balance_ranks(weights, place, shared=shared)
+        best = min(every_cut(num_units, len(place)), key=cost)
+        assert found.is_exact and found.heaviest == cost(best)[0] and cost(found.cuts) == cost(best)
+
+
+def test_what_cannot_be_said_to_be_best_says_how_much_better_the_best_may_be() -> None:
+    weights, place = [5, 1, 1, 1, 4, 2, 2, 3], placement("thrice", 2)
+    found, loads = balance_ranks(weights, place), Loads(weights, ())
+    least = min(max(loads.all(cuts, place)) for cuts in every_cut(8, 6))
+    assert found.bound == 9.5 <= least <= found.heaviest == max(loads.all(found.cuts, place)) <= 1.1 * least
+    assert not found.is_exact
+
+
+def test_ranks_with_unlike_many_stages_are_refused() -> None:
+    with pytest.raises(ShardingError, match="equally many stages"):
+        balance_ranks([1] * 8, (0, 1, 1))
+    with pytest.raises(ShardingError, match="count from 0"):
+        balance_ranks([1] * 8, (1, 2))
+
+
+# Memory.
+
+
+def memory(parameters: Sequence[int], activations: Sequence[int], cuts: Sequence[int], microbatches: int) -> int:
+    held, saved = sums(parameters, cuts), sums(activations, cuts)
+    each = (16 * p + min(microbatches, len(held) - s) * a for s, (p, a) in enumerate(zip(held, saved, strict=True)))
+    return max(each)
+
+
+@cases("1f1b_min_max_time_under_memory_cap")
+def test_the_slowest_stage_that_fits_is_the_fastest_there_is(case: dict[str, Any]) -> None:
+    given = case["unit_time"], case["unit_params"], case["unit_activation_bytes"], case["stages"]
+    cuts = balance_under_cap(*given, microbatches=case["microbatches"], cap=case["memory_cap_bytes"])
+    assert max(sums(case["unit_time"], cuts)) == case["optimal"]["max_time"] and list(cuts) == case["optimal"]["cuts"]
+    assert memory(*given[1:3], cuts, case["microbatches"]) <= case["memory_cap_bytes"]
+
+
+def test_random_caps_are_met_as_trying_every_cut_would_or_said_to_be_too_low_by_how_much() -> None:
+    generator = random.Random(7)
+    outcomes = set()
+    for _ in range(400):
+        num_units = generator.randint(2, 9)
+        num_stages = generator.randint(1, min(num_units, 5))
+        times, parameters, activations = ([generator.randint(0, 20) for _ in range(num_units)] for _ in range(3))
+        microbatches, cap = generator.randint(1, 6), generator.randint(200, 1500)
+        every = {cuts: memory(parameters, activations, cuts, microbatches) for cuts in every_cut(num_units, num_stages)}
+        fitting = [cuts for cuts, most in every.items() if most <= cap]
+        call: dict[str, Any] = {"microbatches": microbatches, "cap": cap}
+        outcomes.add(bool(fitting))
+        if fitting:
+            found = balance_under_cap(times, parameters, activations, num_stages, **call)
+            best = min(fitting, key=lambda cuts: (max(sums(times, cuts)), sum(t * t for t in sums(times, cuts)), cuts))
+            assert found == best
+        else:
+            with pytest.raises(ShardingError, match=f"{min(every.values()) - cap} more"):
+                balance_under_cap(times, parameters, activations, num_stages, **call)
+    assert outcomes == {True, False}
+
+
+# Graphs.
+
+
+@cases("dag_monotone_min_max_params")
+def test_two_towers_are_cut_across_each_other(case: dict[str, Any]) -> None:
+    found = balance_dag(case["unit_params"], case["edges"], case["stages"])
+    assert found.is_exact and found.heaviest == case["optimal_max"] < case["contiguous_in_listed_order_max"]
+    assert all(found.stages[source] <= found.stages[reader] for source, reader in case["edges"])
+
+
+def test_random_graphs_are_cut_as_trying_every_assignment_would() -> None:
+    generator = random.Random(8)
+    for _ in range(150):
+        num_units, num_stages = generator.randint(3, 7), generator.randint(1, 3)
+        edges = [edge for edge in combinations(range(num_units), 2) if generator.random() < 0.3]
+        weights = [generator.randint(0, 20) for _ in range(num_units)]
+
+        def loads(stages: Sequence[int], weights: Sequence[int] = weights, count: int = num_stages) -> list[int]:
+            return [sum(w for w, its in zip(weights, stages, strict=True) if its == s) for s in range(count)]
+
+        every = [
+            stages
+            for stages in product(range(num_stages), repeat=num_units)
+            if len(set(stages)) == num_stages and all(stages[a] <= stages[b] for a, b in edges)
+        ]
+        found = balance_dag(weights, edges, num_stages)
+        best = min((max(loads(stages)), sum(load * load for load in loads(stages))) for stages in every)
+        assert found.stages in every and found.is_exact
+        assert (found.heaviest, sum(load * load for load in loads(found.stages))) == best
+
+
+def test_a_graph_of_too_many_ideals_is_cut_in_order_with_a_bound() -> None:
+    towers = [range(tower * 20, tower * 20 + 20) for tower in range(4)]
+    edges = [edge for tower in towers for edge in pairwise(tower)] + [(tower[-1], 80) for tower in towers]
+    weights = [7, *[3] * 39, *[5] * 40, 1]
+    found = balance_dag(weights, edges, 4)
+    assert all(found.stages[source] <= found.stages[reader] for source, reader in edges)
+    assert found.bound == sum(weights) / 4 <= found.heaviest <= 1.05 * found.bound
+    assert found.heaviest <= max(sums(weights, balance(weights, 4)))
+
+
+@cases("min_max_params_then_cut_bytes")
+def test_of_equal_cuts_the_one_of_fewest_bytes_is_taken_each_value_once_a_stage(case: dict[str, Any]) -> None:
+    readers: dict[tuple[int, int], list[int]] = {}
+    for source, reader, nbytes in case["edges"]:
+        readers.setdefault((source, nbytes), []).append(reader)
+
+    def received(start: int, end: int) -> int:
+        comes = ((source < start and any(start <= r < end for r in its), n) for (source, n), its in readers.items())
+        return sum(nbytes for is_sent, nbytes in comes if is_sent)
+
+    cuts = balance(case["unit_params"], case["stages"], received=received)
+    ends = [0, *cuts, len(case["unit_params"])]
+    optimal = case["optimal"]
+    assert max(sums(case["unit_params"], cuts)) == optimal["max_params"] and list(cuts) == optimal["cuts"]
+    assert sum(received(*run) for run in pairwise(ends)) == optimal["cut_bytes"]
