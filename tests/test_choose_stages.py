@@ -1,6 +1,7 @@
 """Which stage each forward op is put on: balanced as asked, along the data, cut where little crosses."""
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ def program_of(model: nn.Module, *args: Any, **kwargs: Any) -> Program:
     return capture(model, args, kwargs).program
 
 
+@cache
 def gpt(config: Config) -> Program:
     with torch.device("meta"):
         ids = torch.zeros(1, config.context, dtype=torch.int64)
