@@ -17,7 +17,7 @@ from shardc.casting import reduced_casts
 from shardc.cut import dims_sharding
 from shardc.mesh import Axes
 from shardc.node import is_annotation, is_cast
-from shardc.program import Output, Program, Value
+from shardc.program import Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import Sharding, TensorType
 
@@ -125,9 +125,8 @@ class Plan:
         """What a rank sends for all reshards, a value being brought to each sharding once."""
         taken = [(node, self.program.operand_values(node), self.wanted[node]) for node in self.program.calls]
         moves = {(value, want) for _, *both in taken for value, want in zip(*both, strict=True) if value and want}
-        for output, result in zip(self.program.outputs, self.program.results, strict=True):
-            if result is not None:
-                moves.add((self.program.value(result), self.returned(output, result)))
+        ends = zip(self.program.results, self.returned(), strict=True)
+        moves |= {(self.program.value(result), want) for result, want in ends if result is not None and want}
         reduced = [
             move_bytes(have, self.lies[node, index], self.program.value_type((node, index)))
             for node, made in self.made.items()
@@ -138,17 +137,22 @@ class Plan:
             move_bytes(self.lies[value], want, self.program.value_type(value)) for value, want in moves
         )
 
-    def returned(self, output: Output, result: fx.Node) -> Sharding:
-        """A gradient or a buffer lies as what it belongs to, an output as the user said, else as it came to lie."""
-        inputs = self.program.named_inputs
-        for kind in ("parameter", "buffer", "input"):
-            if output.kind != "output" and (kind, output.name) in inputs:
-                return self.program.sharding(inputs[kind, output.name])
-        producer, index = self.program.value(result)
-        lies, wished = self.lies[producer, index], self.wished[producer][index]
-        assert wished is not None
-        is_placed = any(pin.kind == "output" and pin.name == output.name for pin in self.program.pins)
-        return wished if is_placed or lies.partial else lies
+    def returned(self) -> list[Sharding | None]:
+        """How each result is to lie: a gradient or a buffer as what it belongs to, an output as the user said.
+
+        One that the user did not place lies as it came to lie. None where there is no result.
+        """
+        program = self.program
+        placed = {("output", pin.name) for pin in program.pins if pin.kind == "output"}
+        found: list[Sharding | None] = []
+        for output, owner, result in zip(program.outputs, program.owners, program.results, strict=True):
+            if owner is not None or result is None:
+                found.append(None if owner is None else program.sharding(owner))
+                continue
+            producer, index = program.value(result)
+            lies, wished = self.lies[producer, index], self.wished[producer][index]
+            found.append(wished if (output.kind, output.name) in placed or lies.partial else lies)
+        return found
 
     def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""

@@ -217,13 +217,10 @@ class _Division:
             for value, (ours, theirs) in zip(self.program.operand_values(node), wanted, strict=True):
                 if value is not None and ours is not None and theirs is not None:
                     self._use(found[value], node, ours, theirs)
-        inputs = self.program.named_inputs
-        for output, result in zip(self.program.outputs, self.program.results, strict=True):
-            for kind in ("parameter", "buffer", "input"):
-                if result is not None and output.kind != "output" and (kind, output.name) in inputs:
-                    owner = inputs[kind, output.name], 0
-                    uses = found[self.program.value(result)]
-                    self._use(uses, owner[0], self.data.sharding(owner), self.parameters.sharding(owner))
+        for owner, result in zip(self.program.owners, self.program.results, strict=True):
+            if owner is not None and result is not None:
+                lies = (side.sharding((owner, 0)) for side in (self.data, self.parameters))
+                self._use(found[self.program.value(result)], owner, *lies)
         return found
 
     def _use(self, uses: dict[Sharding, _Uses], node: fx.Node, ours: Sharding, theirs: Sharding) -> None:

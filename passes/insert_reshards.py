@@ -121,9 +121,10 @@ class _Rewriter:
         return new
 
     def _output(self, node: fx.Node) -> None:
+        ends = zip(self.program.outputs, self.program.results, self.plan.returned(), strict=True)
         results = [
-            result and self._result(result, self.plan.returned(output, result), f"the {output.kind} {output.name}")
-            for output, result in zip(self.program.outputs, self.program.results, strict=True)
+            self._result(result, wanted, f"the {output.kind} {output.name}") if result and wanted else None
+            for output, result, wanted in ends
         ]
         node.args = (tuple(results),)
 

@@ -111,11 +111,10 @@ class _State:
     def _ties(self) -> Iterator[_Op]:
         """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
         inputs = self.program.named_inputs
-        for output, node in zip(self.program.outputs, self.program.results, strict=True):
-            kinds = ("tangent",) if output.kind == "output" else ("parameter", "buffer", "input")
-            for partner in (inputs[kind, output.name] for kind in kinds if (kind, output.name) in inputs):
-                if node is not None:
-                    yield self._tie(self.program.value(node), self.program.value(partner))
+        for output, owner, node in zip(self.program.outputs, self.program.owners, self.program.results, strict=True):
+            partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
+            if node is not None and partner is not None:
+                yield self._tie(self.program.value(node), self.program.value(partner))
 
     def _tie(self, one: Value, other: Value) -> _Op:
         sizes = {f"d{i}": size for i, size in enumerate(self.shapes[one])}

@@ -71,11 +71,16 @@ def stored_sharding(type_: TensorType, lies: Sharding, axis: AxisPart) -> Shardi
 
 
 class _Storer:
-    """Changes how parameters lie. State: ``place``, where each node of the graph as it was stands."""
+    """Changes how parameters lie. State: ``place``, where each node of the graph as it was stands.
+
+    ``gradients``: which result is the gradient of an input.
+    """
 
     def __init__(self, program: Program, stage: int) -> None:
         self.program, self.stage = program, stage
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
+        owned = enumerate(zip(program.outputs, program.owners, strict=True))
+        self.gradients = {owner: i for i, (output, owner) in owned if output.kind == "gradient"}
         parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
         calls = (node for node in program.graph.nodes if node.op != "placeholder")
         self.first_call = next(node for node in calls if not (is_cast(node) and operand(node) in parameters))
@@ -91,7 +96,7 @@ class _Storer:
             program.set_sharding(held, stored)
         if stored != lies:
             why = f"{name} is stored as {stored.text(type_)} by zero, and computed on as {lies.text(type_)}"
-            self._store_gradient(name, stored, why)
+            self._store_gradient(node, stored, why)
             kept = self._gather(cast or node, lies, why)
         else:
             kept = cast
@@ -141,27 +146,27 @@ class _Storer:
             user.replace_input_with(node, made)
         return made
 
-    def _store_gradient(self, name: str, stored: Sharding, why: str) -> None:
+    def _store_gradient(self, node: fx.Node, stored: Sharding, why: str) -> None:
         """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another.
 
         What only casts it after the reshard does so where it is stored.
         """
         program, results = self.program, list(self.program.results)
-        for i, output in enumerate(program.outputs):
-            made = results[i]
-            if made is None or (output.kind, output.name) != ("gradient", name):
-                continue
-            chain = [made]
-            while is_cast(chain[-1]):
-                chain.append(operand(chain[-1]))
-            if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
-                for each in chain:
-                    program.set_sharding(each, stored)
-                program.set_cause(chain[-1], f"{program.cause(chain[-1])}; {why}")
-            else:
-                with program.graph.inserting_after(made):
-                    results[i] = self._reshard(made, stored, made, why)
-        program.output_node.args = (tuple(results),)
+        place = self.gradients.get(node)
+        made = None if place is None else results[place]
+        if place is None or made is None:
+            return
+        chain = [made]
+        while is_cast(chain[-1]):
+            chain.append(operand(chain[-1]))
+        if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
+            for each in chain:
+                program.set_sharding(each, stored)
+            program.set_cause(chain[-1], f"{program.cause(chain[-1])}; {why}")
+        else:
+            with program.graph.inserting_after(made):
+                results[place] = self._reshard(made, stored, made, why)
+            program.output_node.args = (tuple(results),)
 
     def _reshard(self, value: fx.Node, lies: Sharding, like: fx.Node, why: str) -> fx.Node:
         program = self.program

@@ -152,13 +152,11 @@ def _outputs_are_whole_sums(program: Program) -> None:
 
 def _gradients_lie_as_their_values(program: Program) -> None:
     """And new buffer values as the buffer."""
-    inputs = program.named_inputs
-    for output, node in zip(program.outputs, program.results, strict=True):
-        for kind in ("parameter", "buffer", "input"):
-            given = inputs.get((kind, output.name))
-            if node is not None and given is not None and output.kind in ("gradient", "buffer"):
-                found, wanted = program.sharding(node), program.sharding(given)
-                assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kind} is {wanted}"
+    kinds = {node: kind for (kind, _), node in program.named_inputs.items()}
+    for output, owner, node in zip(program.outputs, program.owners, program.results, strict=True):
+        if node is not None and owner is not None and output.kind in ("gradient", "buffer"):
+            found, wanted = program.sharding(node), program.sharding(owner)
+            assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kinds[owner]} is {wanted}"
 
 
 def _pins_hold(program: Program) -> None:

@@ -105,6 +105,7 @@ class Compiled:
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run every rank in this process: whole outputs in the model's own containers, and whole gradients by name.
 
+        That of an input with the name of a parameter is named ``input:NAME``.
         ``grad_outputs``: the gradient of each differentiable output, by name; ones where there is none.
         """
         from shardc.runtime.simulator import simulate
@@ -124,13 +125,11 @@ class Compiled:
         """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
         inputs = self._inputs(program, args, kwargs, grad_outputs or {}, seed, step)
         results = runtime(program, inputs)
-        outputs, gradients = [], {}
-        for output, result in zip(program.outputs, results, strict=True):
-            if output.kind == "output":
-                outputs.append(result)
-            elif output.kind == "gradient":
-                gradients[output.name] = result
-        return self.convention.unflatten(outputs), gradients
+        outputs, gradients = (
+            [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
+            for kind in ("output", "gradient")
+        )
+        return self.convention.unflatten(outputs), dict(zip(program.gradient_names, gradients, strict=True))
 
     def _inputs(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shardc.gather import is_early
 from shardc.lifetime import Storage, is_row_of_kept, storages
 from shardc.node import ancestors
 from shardc.ops.contraction import dot
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten
@@ -37,11 +37,10 @@ def memory_of(program: Program) -> dict[str, int]:
     what is gathered of parameters for their uses and alive at a time, of two layers where layers are gathered ahead.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     """
-    parameters = {given.name: node for given, node in _inputs(program) if given.kind == "parameter"}
-    kept = {output.name: node for output, node in _results(program) if output.kind == "computed"}
+    parameters = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    kept, gradients = _of_parameters(program, "computed"), _of_parameters(program, "gradient")
     rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
     apart = [node for name, node in parameters.items() if name not in rows]
-    gradients = {name: node for name, node in _gradients(program) if name in parameters}
     live = list(storages(program))
     return {
         "parameters": sum(_nbytes(program.local_type(node)) for node in (*apart, *kept.values())),
@@ -67,18 +66,15 @@ def _gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | N
     return TensorType(shape, program.type(node).dtype)
 
 
-def _inputs(program: Program) -> Iterator[tuple[Input, fx.Node]]:
-    return zip(program.inputs, program.placeholders, strict=True)
-
-
-def _gradients(program: Program) -> Iterator[tuple[str, fx.Node]]:
-    """The gradients that there are, by the names of what they are of."""
-    return ((output.name, node) for output, node in _results(program) if output.kind == "gradient")
-
-
-def _results(program: Program) -> Iterator[tuple[Output, fx.Node]]:
-    ends = zip(program.outputs, program.results, strict=True)
-    return ((output, node) for output, node in ends if node is not None)
+def _of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
+    """The results of a kind that belong to parameters, by the names of these."""
+    names = {node: name for (of, name), node in program.named_inputs.items() if of == "parameter"}
+    ends = zip(program.outputs, program.owners, program.results, strict=True)
+    return {
+        names[owner]: node
+        for output, owner, node in ends
+        if output.kind == kind and owner in names and node is not None
+    }
 
 
 def _nbytes(type_: TensorType | None) -> int:

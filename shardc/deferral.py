@@ -37,10 +37,10 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
 
 def _gradients_of_parameters(program: Program) -> set[fx.Node]:
     """Results that are gradients of parameters and nothing else."""
-    names = {put.name for put in program.inputs if put.kind == "parameter"}
-    ends = list(zip(program.results, program.outputs, strict=True))
-    others = {node for node, output in ends if output.kind != "gradient" or output.name not in names}
-    return {node for node, _ in ends if node is not None} - others
+    parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+    ends = list(zip(program.results, program.outputs, program.owners, strict=True))
+    others = {node for node, output, owner in ends if output.kind != "gradient" or owner not in parameters}
+    return {node for node, *_ in ends if node is not None} - others
 
 
 def _is_linear(program: Program, node: fx.Node) -> bool:

@@ -105,11 +105,8 @@ class _Asked:
     def __init__(self, program: Program, pins: Sequence[Pin]) -> None:
         self.program = program
         placed = {(pin.kind, pin.name): pin for pin in pins}
-        self.stored = {
-            node: placed[kind, name]
-            for (kind, name), node in program.named_inputs.items()
-            if kind in _STORED and (kind, name) in placed
-        }
+        inputs = {node: placed[key] for key, node in program.named_inputs.items() if key in placed}
+        self.stored = {node: pin for node, pin in inputs.items() if pin.kind in _STORED}
         self.by_zero = {program.named_inputs["parameter", name] for name in program.computed}
         self.batch_axes = {
             part.name for pin in pins if pin.kind == "input" and pin.sharding.dims
@@ -117,10 +114,9 @@ class _Asked:
         }  # fmt: skip
         self.values = {node: placed["value", node.name] for node in program.calls if ("value", node.name) in placed}
         self.results: dict[Value, list[Pin | None]] = {}
-        for output, result in zip(program.outputs, program.results, strict=True):
+        for output, owner, result in zip(program.outputs, program.owners, program.results, strict=True):
             if result is not None:
-                kinds = ("output",) if output.kind == "output" else ("parameter", "buffer", "input")
-                pin = next((placed[kind, output.name] for kind in kinds if (kind, output.name) in placed), None)
+                pin = inputs.get(owner) if owner else placed.get((output.kind, output.name))
                 self.results.setdefault(program.value(result), []).append(pin)
 
     def for_store(self, node: fx.Node) -> bool:

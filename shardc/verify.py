@@ -164,9 +164,12 @@ class _Run:
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
         starts = [outputs[given.name] for given in program.inputs if given.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
-        owned = {**inputs, **dict(model.named_parameters(remove_duplicate=False))}
-        names = [output.name for output in program.outputs if output.kind == "gradient"]
-        gradients = {f"gradient {name}": owned[name].grad for name in names}
+        owned: dict[str, Mapping[str, Tensor]] = {
+            "input": inputs,
+            "parameter": dict(model.named_parameters(remove_duplicate=False)),
+            "buffer": dict(model.named_buffers(remove_duplicate=False)),
+        }
+        gradients = {f"gradient {name}": owned[kind][key].grad for name, (kind, key) in program.gradient_names.items()}
         return {**{f"output {name}": value.detach() for name, value in outputs.items()}, **gradients}
 
 

@@ -49,6 +49,27 @@ def test_an_output_that_is_no_loss_takes_the_gradient_that_is_given() -> None:
         torch.testing.assert_close(gradients[name], found)
 
 
+@pytest.mark.parametrize("placed", ["param:w", "input:w"])
+@pytest.mark.parametrize("zero", [None, shardc.Zero(stage=3)])
+def test_an_input_with_the_name_of_a_parameter_has_a_gradient_of_its_own(placed: str, zero: shardc.Zero | None) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.arange(16.0).reshape(4, 4) / 8)
+
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return (self.w * self.w).sum() * (w * w).sum()
+
+    model, w = Model(), torch.randn(6, requires_grad=True)
+    of_parameter, of_input = torch.autograd.grad(model(w), [model.w, w])
+    compiled = shardc.compile(model, Mesh(dp=2), {placed: P("dp")}, args=(w,), zero=zero)
+    _, gradients = compiled.simulate(w.detach())
+    assert list(gradients) == ["w", "input:w"]
+    torch.testing.assert_close(gradients["w"], of_parameter)
+    torch.testing.assert_close(gradients["input:w"], of_input)
+    assert compiled.memory["gradients"] == (2 if zero or placed == "param:w" else 4) * 4 * 4
+
+
 def test_without_training_there_are_no_gradients() -> None:
     model, x = linear(), torch.randn(2, 4)
     compiled = shardc.compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,), train=False)
