@@ -70,7 +70,7 @@ def alone(size: Size, device: str, steps: int) -> str:
         f"{name}: {statistics.median(column) * 1e3:.2f} ms a step, the first {once:.1f} s"
         for name, column, once in zip(names, columns, first, strict=True)
     ]
-    return "\n".join((*lines, f"ratio {ratio(*columns)}"))
+    return "\n".join((*lines, f"ratio {ratio(*(dict(enumerate(column)) for column in columns))}"))
 
 
 def one_of_many(size: Size, job: Job, steps: int) -> str:

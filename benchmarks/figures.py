@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from breakdown import Spent
 from measure import Report
-from row import Row
+from row import ONE_DEVICE, Row, is_ours
 
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio of medians of paired samples, and the interval that holds it in 95 % of resamples of the pairs."""
+    """Of medians, and of pairs: the median of each round's ratio, and the interval that holds it in 95 % of resamples.
 
-    value: float
+    A round's steps are taken one after the other, so that the machine's speed hardly changes between the two.
+    """
+
+    medians: float
+    paired: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.paired:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,74 +35,83 @@ class Figures:
     """One way to train in one row. Bytes are a rank's: of ``wire`` the mean, of memory the most.
 
     ``seconds``: of a step, of its slowest rank. ``busy``: computed by all ranks in a step; unlike seconds it hardly
-    depends on what else the machine does. ``loss_difference``: the largest to one device's.
+    depends on what else the machine does. ``multiple``: ``wire`` times ranks / (ranks - 1), in float32 elements a
+    parameter (Psi), or elements of the job's dtype. ``loss_difference``: the largest to one device's. ``samples``: a
+    step's seconds by round. ``spent``: on rank 0.
     """
 
     name: str
     seconds: float
     busy: float
     to_device: Ratio
+    peer: str | None
     to_peer: Ratio | None
     first_seconds: float
     wire: float | None
     announced: int | None
+    multiple: float | None
     collectives: int
     persistent: int
     peak: int
     loss_difference: float
-    samples: tuple[float, ...]
+    spent: Spent
+    samples: dict[int, float]
 
     @property
     def is_ours(self) -> bool:
         """Whether it is shardc."""
-        return self.name.startswith("shardc")
+        return is_ours(self.name)
 
 
 def figures(row: Row, ranks: Sequence[dict[str, Report]]) -> list[Figures]:
     """Those of everyone in a row, from each rank's reports. shardc is held against the fastest peer."""
     slowest = {name: _slowest([rank[name] for rank in ranks]) for name in row.names}
-    peers = [name for name in row.names[1:] if not name.startswith("shardc")]
-    best = min(peers, key=lambda name: median(slowest[name]), default=None)
-    return [_of(row, name, ranks, slowest, None if name in peers else best) for name in row.names]
+    peers = [name for name in row.ways.names if not is_ours(name)]
+    best = min(peers, key=lambda name: median(slowest[name].values()))
+    return [_of(row, name, ranks, slowest, best if is_ours(name) else None) for name in row.names]
 
 
 def _of(
-    row: Row, name: str, ranks: Sequence[dict[str, Report]], slowest: dict[str, list[float]], peer: str | None
+    row: Row, name: str, ranks: Sequence[dict[str, Report]], slowest: dict[str, dict[int, float]], peer: str | None
 ) -> Figures:
-    reports, alone = [rank[name] for rank in ranks], row.names[0]
-    device = ranks[0][alone].losses
-    losses = (
-        device if name == alone else [fmean(each) for each in zip(*(report.losses for report in reports), strict=True)]
-    )
-    wire = reports[0].wire
+    reports, device = [rank[name] for rank in ranks], ranks[0][ONE_DEVICE]
+    wire = min(reports[0].wire) / len(ranks) if reports[0].wire else None
+    size = device.parameters * row.job.dtype.itemsize
     return Figures(
         name,
-        median(slowest[name]),
-        median(sum(each) for each in zip(*(report.busy for report in reports), strict=True)),
-        ratio(slowest[name], slowest[alone]),
-        ratio(slowest[name], slowest[peer]) if peer and name != alone else None,
+        median(slowest[name].values()),
+        median(sum(report.steps[i].busy for report in reports) for i in reports[0].steps),
+        ratio(slowest[name], slowest[ONE_DEVICE]),
+        peer,
+        ratio(slowest[name], slowest[peer]) if peer else None,
         max(report.first_seconds for report in reports),
-        min(wire) / len(ranks) if wire else None,
+        wire,
         reports[0].announced,
+        wire / size * len(ranks) / (len(ranks) - 1) if wire is not None else None,
         reports[0].collectives,
         max(report.persistent for report in reports),
         max(report.peak for report in reports),
-        max(abs(a - b) for a, b in zip(losses, device, strict=True)),
-        tuple(slowest[name]),
+        _difference([report.losses for report in reports], device.losses),
+        reports[0].spent,
+        slowest[name],
     )
 
 
-def _slowest(reports: Sequence[Report]) -> list[float]:
-    """For each step the seconds of the rank that took longest."""
-    return [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
+def _slowest(reports: Sequence[Report]) -> dict[int, float]:
+    """For each round the seconds of the rank that took longest."""
+    return {i: max(report.steps[i].seconds for report in reports) for i in reports[0].steps}
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """The ratio of medians, with a bootstrap interval over pairs."""
-    pairs, rng = list(zip(ours, theirs, strict=True)), random.Random(0)
-    found = sorted(_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    return Ratio(_ratio(pairs), found[RESAMPLES // 40], found[-RESAMPLES // 40])
+def _difference(ranks: Sequence[Sequence[float]], device: Sequence[float]) -> float:
+    """The largest between the mean loss of those who took the step and one device's, over the steps of both."""
+    losses = [fmean(each) for each in zip(*(losses for losses in ranks if losses), strict=True)]
+    return max(abs(a - b) for a, b in zip(losses, device, strict=False))
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    return median(a for a, _ in pairs) / median(b for _, b in pairs)
+def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio:
+    """Of the rounds of both, with a bootstrap interval over them."""
+    rounds, rng = sorted(ours.keys() & theirs.keys()), random.Random(0)
+    pairs = [ours[i] / theirs[i] for i in rounds]
+    found = sorted(median(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    of_medians = median(ours[i] for i in rounds) / median(theirs[i] for i in rounds)
+    return Ratio(of_medians, median(pairs), found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1])

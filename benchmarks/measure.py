@@ -9,30 +9,34 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from row import Row
+from breakdown import OTHER_THREADS, STEP, Clock, Event, Spent, spent
+from row import Row, is_ours
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from trainer import Trainer
-from workload import SIZES, batches
 
 from shardc.runtime.wire import sent_bytes
+
+SCENE = 3  # rounds of everyone; of those after them every fourth is, the others are of shardc and its fastest peer
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many steps everyone takes: ``warm`` ones, then ``timed`` ones.
+    """How many rounds there are, in each of which a step is timed: from ``least`` to ``most``, as ``seconds`` allow.
 
-    Those end after ``seconds`` for the row, but not before 5 were made. Four more are for what is not timed.
+    The seconds are for the row, from its start to its end. Four more steps of everyone are not timed.
     """
 
-    warm: int = 2
-    timed: int = 15
+    least: int = 5
+    most: int = 15
     seconds: float = math.inf
 
 
@@ -40,21 +44,22 @@ class Steps:
 class Report:
     """What one rank saw of one way to train.
 
-    ``first_seconds``: to make it and take one step. ``seconds``, ``busy``: of each step, by the clock and by what this
-    process computed (all its threads). ``wire``: bytes that all ranks sent a step, by reading.
+    ``parameters``: how many the model has. ``first_seconds``: to make it and take one step. ``steps``: how long each
+    took, by round. ``wire``: bytes that all ranks sent a step, by reading.
     ``persistent``: bytes of live tensors between backward and ``zero_grad``; ``peak``: the most within a step.
-    ``collectives``: calls a step.
+    ``collectives``: calls a step. ``spent``: where the time went.
     """
 
+    parameters: int = 0
     first_seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
+    steps: dict[int, Clock] = field(default_factory=dict)
     wire: list[int] = field(default_factory=list)
     announced: int | None = None
     persistent: int = 0
     peak: int = 0
     collectives: int = 0
+    spent: Spent = field(default_factory=Spent)
 
 
 class Runner:
@@ -62,11 +67,13 @@ class Runner:
 
     def __init__(self, row: Row, name: str) -> None:
         before = live_storages()
-        self._batches = batches(SIZES[row.size], row.job.device)
+        self._batches = row.batches()
         self.name, self.report = name, Report()
         dist.barrier()
         start = time.perf_counter()
         self.trainer = row.trainer(name)
+        groups = self.trainer.optimizer.param_groups
+        self.report.parameters = sum(each.numel() for group in groups for each in group["params"])
         self.takes_part = not self.trainer.alone or dist.get_rank() == 0
         self.step()
         self.report.first_seconds = time.perf_counter() - start
@@ -78,35 +85,37 @@ class Runner:
     def step(self) -> None:
         """One step, with the next batch."""
         if self.takes_part:
-            with threads(self.trainer):
+            with threads(self.trainer), record_function(STEP):
                 batch = self._batches[len(self.report.losses) % len(self._batches)]
                 self.report.losses.append(self.trainer.step(batch))
 
-    def timed_step(self) -> None:
-        """One step that all ranks begin together."""
+    def timed_step(self, number: int) -> None:
+        """A round's step, which all ranks begin together."""
         dist.barrier()
-        start, busy = time.perf_counter(), time.process_time()
+        start = Clock.now()
         self.step()
-        self.report.seconds.append(time.perf_counter() - start)
-        self.report.busy.append(time.process_time() - busy)
+        self.report.steps[number] = start.until_now()
 
-    def counted_step(self) -> None:
-        """One step between two readings of what all ranks have sent."""
+    def counted_step(self) -> Clock:
+        """One step between two readings of what all ranks have sent; how long it took."""
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
+        start = Clock.now()
         self.step()
+        clock = start.until_now()
         dist.barrier()
         after = sent_bytes()
         dist.barrier()
         if before is not None and after is not None:
             self.report.wire.append(after - before)
+        return clock
 
     def profiled_step(self) -> None:
-        """One step for the number of collectives and the peak of memory."""
+        """One step for the number of collectives, the peak of memory, and where the time goes."""
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            self.counted_step()
+            clock = self.counted_step()
         events = profiled.profiler.kineto_results.events()
         calls = (event.name() for event in events if event.name().startswith("c10d::"))
         self.report.collectives = sum(name != "c10d::barrier" for name in calls)
@@ -115,6 +124,7 @@ class Runner:
         for _, change in sorted(changes):
             live += change
             self.report.peak = max(self.report.peak, live)
+        self.report.spent = spent(_of_step(events), clock, list(self.report.steps.values()))
 
     def _weigh(self, before: dict[int, int]) -> None:
         """Live bytes of ours: before gradients are dropped, and after."""
@@ -130,31 +140,67 @@ class Runner:
 
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
     """What this rank sees of everyone in a row."""
+    begun = time.perf_counter()
     runners = [Runner(row, name) for name in row.names]
-    for runner in runners * steps.warm:
-        runner.timed_step()
-        runner.report.seconds.clear()
-        runner.report.busy.clear()
-    gc.collect()
-    gc.freeze()  # collections do not walk what the others hold
-    start = time.perf_counter()
-    for i in range(steps.timed):
-        for runner in runners[i % len(runners) :] + runners[: i % len(runners)]:  # everyone follows everyone
-            runner.timed_step()
-        if i >= 4 and _all_ranks(time.perf_counter() - start > steps.seconds):
-            break
     for runner in runners:
         runner.counted_step()
+    gc.collect()
+    gc.freeze()  # collections do not walk what the others hold
+    _take_rounds(runners, steps, begun)
+    for runner in runners:
         runner.profiled_step()
     gc.unfreeze()
     return {runner.name: runner.report for runner in runners}
 
 
-def _all_ranks(is_late: bool) -> bool:
-    """Whether rank 0 says so."""
-    said = torch.tensor([is_late])
+def _take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
+    """Rounds until it would be too late for another, and for the steps that are profiled after them."""
+    start, going_on, all_at_once = time.perf_counter(), runners, 0.0
+    for i in range(steps.most):
+        for runner in everyone_first(runners if i < SCENE or i % 4 == 3 else going_on, i):
+            runner.timed_step(i)
+        if i + 1 == SCENE:
+            going_on, all_at_once = _decisive(runners), (time.perf_counter() - start) / SCENE
+        if i + 1 >= steps.least and _rank_zero_says(time.perf_counter() - begun + 2.5 * all_at_once > steps.seconds):
+            break
+
+
+def everyone_first(runners: Sequence[Runner], i: int) -> list[Runner]:
+    """In a round's order: everyone begins a round at times, and follows everyone."""
+    first = i % len(runners)
+    return [*runners[first:], *runners[:first]]
+
+
+def _decisive(runners: Sequence[Runner]) -> list[Runner]:
+    """shardc, and the fastest peer by rank 0's clock."""
+    peers = [i for i, runner in enumerate(runners) if not runner.trainer.alone and not is_ours(runner.name)]
+    fastest = _rank_zero_says(
+        min(peers, key=lambda i: median(step.seconds for step in runners[i].report.steps.values()))
+    )
+    return [runner for i, runner in enumerate(runners) if i == fastest or is_ours(runner.name)]
+
+
+def _rank_zero_says(number: int) -> int:
+    """Its number, to all."""
+    said = torch.tensor(number)
     dist.broadcast(said, 0)
-    return bool(said)
+    return int(said)
+
+
+def _of_step(events: Iterable[Any]) -> list[Event]:
+    """What the thread that took the step did in it; nothing on a rank that took no part."""
+    step = next((event for event in events if event.name() == STEP), None)
+    if step is None:
+        return []
+    return [
+        Event(event.name(), event.start_ns(), event.duration_ns())
+        for event in events
+        if event.start_thread_id() == step.start_thread_id()
+        and step.start_ns() <= event.start_ns() <= step.end_ns()
+        and not event.is_async()
+        and event.name() != "[memory]"
+        and not event.name().startswith(OTHER_THREADS)
+    ]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from trainer import Job, Trainer
 from workload import Size, batches
 
 import shardc
-from shardc import P, Zero
+from shardc import P, Precision, Remat, Zero
 
 FSDP = DATA | {"param:*": P("dp")}
 TENSOR = MEGATRON | {"tokens.weight": P("tp"), "head.weight": P("tp")}  # the vocabulary is cut too
@@ -23,30 +23,37 @@ INDUCTOR = {"compile": "inductor"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user writes: the mesh's one axis, annotations, and ``parallelize``'s other options."""
+    """What a user writes: the mesh's one axis, annotations, and ``parallelize``'s other options.
+
+    ``bound``: what a rank need send at most in a step, in elements a parameter, times ranks / (ranks - 1).
+    """
 
     axis: str
     annotations: Mapping[str, P]
     options: Mapping[str, Any] = field(default_factory=dict)
+    bound: float | None = None
 
     def trainer(self, model: nn.Module, job: Job, size: Size) -> Trainer:
         """The model parallelized for the batches of a size."""
-        example = tuple(batches(size, job.device)[0])
+        example = tuple(batches(size, job.device, job.microbatches)[0][0])
         parallel = shardc.parallelize(model, job.mesh(self.axis), self.annotations, args=example, **self.options)
-        announced = sum(each.wire_bytes for each in parallel.program.collectives)
+        times = {"forward": job.microbatches}  # gradients are reduced, and parameters gathered, once a step
+        announced = sum(each.wire_bytes * times.get(each.phase, 1) for each in parallel.program.collectives)
         return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced)
 
 
 PLANS = {
-    "shardc dp": Plan("dp", DATA),
-    "shardc zero1": Plan("dp", DATA, {"zero": Zero("dp", 1)}),
-    "shardc zero2": Plan("dp", DATA, {"zero": Zero("dp", 2)}),
-    "shardc zero3": Plan("dp", DATA, {"zero": Zero("dp", 3)}),
-    "shardc fsdp, gathered once": Plan("dp", FSDP),
+    "shardc dp": Plan("dp", DATA, bound=2),
+    "shardc zero1": Plan("dp", DATA, {"zero": Zero("dp", 1)}, bound=2),
+    "shardc zero2": Plan("dp", DATA, {"zero": Zero("dp", 2)}, bound=2),
+    "shardc zero3": Plan("dp", DATA, {"zero": Zero("dp", 3)}, bound=3),
+    "shardc fsdp, gathered once": Plan("dp", FSDP, bound=2),
+    "shardc zero3 bf16": Plan("dp", DATA, {"zero": Zero("dp", 3), "precision": Precision()}, bound=2),
+    "shardc dp remat": Plan("dp", DATA, {"remat": Remat("blocks.*")}, bound=2),
     "shardc tp": Plan("tp", TENSOR),
     "shardc tp + sequence": Plan("tp", SEQUENCE),
     "shardc ep": Plan("ep", EXPERT),
-    "shardc dp inductor": Plan("dp", DATA, INDUCTOR),
-    "shardc zero3 inductor": Plan("dp", DATA, {"zero": Zero("dp", 3)} | INDUCTOR),
+    "shardc dp inductor": Plan("dp", DATA, INDUCTOR, bound=2),
+    "shardc zero3 inductor": Plan("dp", DATA, {"zero": Zero("dp", 3)} | INDUCTOR, bound=3),
     "shardc tp inductor": Plan("tp", TENSOR, INDUCTOR),
 }

@@ -1,13 +1,15 @@
-"""Peers that cut the batch: one device, DDP, DDP with ZeroRedundancyOptimizer, FSDP2."""
+"""Peers that cut the batch: one device, DDP, DDP with ZeroRedundancyOptimizer, FSDP2; with checkpoints, in bfloat16."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from trainer import Job, Trainer, own_rows
 
 
@@ -17,9 +19,16 @@ def one_device(model: Any, job: Job) -> Trainer:
 
 
 def ddp(model: Any, job: Job) -> Trainer:
-    """Gradients live in the buckets that are reduced."""
+    """Gradients live in the buckets that are reduced, once for all microbatches (``no_sync``)."""
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Trainer(parallel, job.adamw(parallel.parameters()), own_rows)
+    return Trainer(parallel, job.adamw(parallel.parameters()), own_rows, unsynced=parallel.no_sync)
+
+
+def ddp_checkpoint(model: Any, job: Job) -> Trainer:
+    """Of each block only the input is saved; it runs again in backward."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return ddp(model, job)
 
 
 def ddp_zero(model: Any, job: Job) -> Trainer:
@@ -31,13 +40,18 @@ def ddp_zero(model: Any, job: Job) -> Trainer:
     return Trainer(parallel, optimizer, own_rows)
 
 
-def fsdp2(model: Any, job: Job) -> Trainer:
+def fsdp2(model: Any, job: Job, precision: MixedPrecisionPolicy | None = None) -> Trainer:
     """A unit a block, and one of what is left."""
-    mesh = job.mesh("dp")
+    shard = partial(fully_shard, mesh=job.mesh("dp"), mp_policy=precision or MixedPrecisionPolicy())
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        shard(block)
+    shard(model)
     return Trainer(model, job.adamw(model.parameters()), own_rows)
+
+
+def fsdp2_bf16(model: Any, job: Job) -> Trainer:
+    """Gathered and computed in bfloat16, reduced in float32."""
+    return fsdp2(model, job, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
 def fsdp2_compiled(model: Any, job: Job) -> Trainer:

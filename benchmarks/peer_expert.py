@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe import MoE, top2
+from peer_tensor import distribute, over_dtensors
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from trainer import Job, Trainer, own_rows
 
@@ -53,6 +55,24 @@ class CutMoE(nn.Module):
         done = torch.einsum("ehm,eprch->eprcm", self.down, torch.einsum("emh,eprcm->eprch", self.up, local).relu())
         back = Exchange.apply(done.transpose(0, 1).flatten(0, 1))
         return torch.einsum("gsec,egcm->gsm", combine, back)
+
+
+def dtensor_weights(model: Any, job: Job) -> Trainer:
+    """Experts cut and all else replicated, as DTensors; the rows of the batch cut; the plain model over them."""
+    mesh = job.mesh("ep")
+    experts = [(block.mlp.up, block.mlp.down) for block in model.blocks if isinstance(block.mlp, MoE)]
+    is_cut = {id(parameter) for pair in experts for parameter in pair}
+    distribute(model, mesh, lambda name, parameter: Shard(0) if id(parameter) in is_cut else Replicate())
+
+    def cut(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = (DTensor.from_local(x, mesh, [Shard(0)], run_check=False) for x in own_rows(ids, targets))
+        return one, other
+
+    def reduce() -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+    return Trainer(model, job.adamw(model.parameters()), cut, over_dtensors, after_backward=reduce)
 
 
 def by_hand(model: Any, job: Job) -> Trainer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from gpt import GPT
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -241,21 +242,30 @@ def dtensor_weights(model: Any, job: Job) -> Trainer:
     mesh = job.mesh("tp")
     cuts = {"proj.weight": 1, "down.weight": 1, "tokens.weight": 0, "head.weight": 0}
     cuts |= {f"{name}.{kind}": 0 for name in ("q", "k", "v", "up") for kind in ("weight", "bias")}
-    for name, parameter in list(model.named_parameters()):
+
+    def placement(name: str, _: Tensor) -> Placement:
         dim = cuts.get(".".join(name.split(".")[-2:]))
-        value = distribute_tensor(parameter.detach(), mesh, [Replicate() if dim is None else Shard(dim)])
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+        return Replicate() if dim is None else Shard(dim)
+
+    distribute(model, mesh, placement)
 
     def replicated(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         one, other = (DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (ids, targets))
         return one, other
 
-    return Trainer(model, job.adamw(model.parameters()), replicated, _over_dtensors)
+    return Trainer(model, job.adamw(model.parameters()), replicated, over_dtensors)
+
+
+def distribute(model: nn.Module, mesh: DeviceMesh, placement: Callable[[str, Tensor], Placement]) -> None:
+    """Make every parameter a DTensor, placed as is said of its name and value."""
+    for name, parameter in list(model.named_parameters()):
+        value = distribute_tensor(parameter.detach(), mesh, [placement(name, parameter)])
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
 
 
 @contextmanager
-def _over_dtensors() -> Iterator[None]:
+def over_dtensors() -> Iterator[None]:
     """Tensors that the model makes are replicated; DTensor has no rule for the fused attention of the CPU."""
     with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
         yield

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from figures import Figures
 from row import Row
+from verdict import is_fast, word
 
 Found = Sequence[tuple[Row, list[Figures]]]
 HEADER = (
-    "plan", "size", "who", "ms a step", "ms busy", "to one device", "to the best peer", "busy to peer", "first step s",
-    "MB sent", "announced", "calls", "MB kept", "MB peak", "loss off by",
+    "plan", "size", "who", "rounds", "ms a step", "ms busy", "to one device", "to the best peer", "paired", "holds",
+    "busy to peer", "first step s", "MB sent", "announced", "Psi", "calls", "MB kept", "MB peak", "loss off by",
 )  # fmt: skip
 
 
@@ -32,14 +33,18 @@ def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, .
         row.plan,
         row.title,
         each.name,
+        str(len(each.samples)),
         f"{each.seconds * 1e3:.1f}",
         f"{each.busy * 1e3:.1f}",
-        f"{each.to_device.value:.2f}",
+        f"{each.to_device.medians:.2f}",
+        f"{each.to_peer.medians:.2f}" if each.to_peer else "",
         str(each.to_peer or ""),
+        word(is_fast(each.to_peer, row.ways.limit)) if each.to_peer else "",
         f"{each.busy / min(peer.busy for peer in everyone[1:] if not peer.is_ours):.2f}" if each.is_ours else "",
         f"{each.first_seconds:.1f}",
         _megabytes(each.wire),
         _megabytes(each.announced),
+        "" if each.multiple is None else f"{each.multiple:.2f}",
         str(each.collectives),
         _megabytes(each.persistent),
         _megabytes(each.peak),
@@ -51,13 +56,13 @@ def _megabytes(count: float | None) -> str:
     return "" if count is None else f"{count / 1e6:.2f}"
 
 
-def write(folder: Path, found: Found) -> None:
-    """``results.json`` with every sample, ``table.md`` and ``steps.svg``."""
+def write(folder: Path, found: Found, said: str = "") -> None:
+    """``results.json`` with every sample, ``table.md`` with what is said of it, and ``steps.svg``."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{**_settings(row), "results": [asdict(each) for each in everyone]} for row, everyone in found]
-    data = {"version": 1, "torch": torch.__version__, "machine": platform.machine(), "rows": rows}
+    data = {"version": 2, "torch": torch.__version__, "machine": platform.machine(), "rows": rows, "said": said}
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "table.md").write_text(markdown(found) + "\n")
+    (folder / "table.md").write_text(f"{markdown(found)}\n\n```\n{said}\n```\n")
     (folder / "steps.svg").write_text(svg(found))
 
 
@@ -84,10 +89,10 @@ def svg(found: Found) -> str:
 def _bar(each: Figures, y: int, left: int = 230, unit: int = 100) -> str:
     color = "#c33" if each.is_ours else "#579"
     found = each.to_device
-    value, low, high = (left + unit * min(x, 5) for x in (found.value, found.low, found.high))
+    value, low, high = (left + unit * min(x, 5) for x in (found.medians, found.low, found.high))
     return (
         f'<text x="20" y="{y + 12}">{escape(each.name)}</text>'
         f'<rect x="{left}" y="{y + 2}" width="{value - left:.1f}" height="12" fill="{color}"/>'
         f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 8}" y2="{y + 8}" stroke="black"/>'
-        f'<text x="{max(value, high) + 6:.1f}" y="{y + 12}">{found.value:.2f}</text>'
+        f'<text x="{max(value, high) + 6:.1f}" y="{y + 12}">{found.medians:.2f}</text>'
     )

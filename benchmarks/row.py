@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import peer_data
 import peer_expert
 import peer_tensor
 from ours import PLANS
+from torch import Tensor
 from trainer import Job, Trainer
-from workload import SIZES, Size, new_model
+from workload import SIZES, Size, batches, new_model
 
+ONE_DEVICE = "one device"
 PEERS = {
-    "one device": peer_data.one_device,
+    ONE_DEVICE: peer_data.one_device,
     "DDP": peer_data.ddp,
+    "DDP + checkpoint": peer_data.ddp_checkpoint,
     "DDP compiled": peer_data.ddp_compiled,
     "DDP + ZeroRedundancyOptimizer": peer_data.ddp_zero,
     "FSDP2": peer_data.fsdp2,
+    "FSDP2 bf16": peer_data.fsdp2_bf16,
     "FSDP2 compiled": peer_data.fsdp2_compiled,
     "Megatron by hand": peer_tensor.by_hand,
     "Megatron by hand compiled": peer_tensor.by_hand_compiled,
@@ -25,17 +29,33 @@ PEERS = {
     "DTensor sequence plan": peer_tensor.dtensor_sequence_plan,
     "DTensor weights": peer_tensor.dtensor_weights,
     "experts by hand": peer_expert.by_hand,
+    "DTensor expert weights": peer_expert.dtensor_weights,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Who trains the same model by one plan, and the ratio to its best peer that shardc's step is held to."""
+
+    names: tuple[str, ...]
+    limit: float = 1.00
+    has_experts: bool = False
+    microbatches: int = 1
+
+
 ROWS = {
-    "data": ("DDP", "shardc dp"),
-    "zero1": ("DDP + ZeroRedundancyOptimizer", "shardc zero1", "shardc zero2"),
-    "zero3": ("FSDP2", "shardc zero3", "shardc fsdp, gathered once"),
-    "tensor": ("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp"),
-    "sequence": ("DTensor sequence plan", "shardc tp + sequence"),
-    "expert": ("experts by hand", "shardc ep"),
-    "data-compiled": ("DDP compiled", "shardc dp inductor"),
-    "zero3-compiled": ("FSDP2 compiled", "shardc zero3 inductor"),
-    "tensor-compiled": ("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor"),
+    "data": Ways(("DDP", "shardc dp")),
+    "accumulate": Ways(("DDP", "shardc dp"), microbatches=8),
+    "zero1": Ways(("DDP + ZeroRedundancyOptimizer", "shardc zero1", "shardc zero2")),
+    "zero3": Ways(("FSDP2", "shardc zero3", "shardc fsdp, gathered once"), limit=0.95),
+    "precision": Ways(("FSDP2 bf16", "shardc zero3 bf16"), limit=0.95),
+    "remat": Ways(("DDP + checkpoint", "shardc dp remat")),
+    "tensor": Ways(("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp")),
+    "sequence": Ways(("DTensor sequence plan", "shardc tp + sequence")),
+    "expert": Ways(("experts by hand", "DTensor expert weights", "shardc ep"), has_experts=True),
+    "data-compiled": Ways(("DDP compiled", "shardc dp inductor")),
+    "zero3-compiled": Ways(("FSDP2 compiled", "shardc zero3 inductor"), limit=0.95),
+    "tensor-compiled": Ways(("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor")),
 }
 
 
@@ -53,13 +73,38 @@ class Row:
         return f"{self.size} x{self.job.ranks}"
 
     @property
+    def ways(self) -> Ways:
+        """What is held against what."""
+        return ROWS[self.plan]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Who takes part: one device, the peers, shardc."""
-        return ("one device", *ROWS[self.plan])
+        return (ONE_DEVICE, *self.ways.names)
+
+    @property
+    def weight(self) -> float:
+        """How long a round takes, beside others', and what comes before it."""
+        compiling = 4 if "compiled" in self.plan else 1
+        return {"tiny": 0.3, "small": 1.0, "medium": 4.0}[self.size] * len(self.names) * compiling
 
     def trainer(self, name: str) -> Trainer:
         """One of them, on this rank."""
-        return new_trainer(name, SIZES[self.size], self.job, has_experts=self.plan == "expert")
+        job = replace(self.job, microbatches=self.ways.microbatches)
+        return new_trainer(name, self._size, job, self.ways.has_experts)
+
+    def batches(self) -> list[Tensor]:
+        """What all of them train on."""
+        return batches(self._size, self.job.device, self.ways.microbatches)
+
+    @property
+    def _size(self) -> Size:
+        return SIZES[self.size].shorter(self.ways.microbatches)
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is shardc."""
+    return name.startswith("shardc")
 
 
 def new_trainer(name: str, size: Size, job: Job, has_experts: bool = False) -> Trainer:

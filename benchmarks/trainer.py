@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """On how many ranks of which device, in which dtype, and which AdamW: ``fused``, ``foreach`` or ``loop``."""
+    """On how many ranks of which device, in which dtype, and which AdamW: ``fused``, ``foreach`` or ``loop``.
+
+    ``microbatches``: gradients of so many are accumulated for a step.
+    """
 
     ranks: int
     kernel: str = "fused"
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    microbatches: int = 1
 
     def mesh(self, axis: str) -> DeviceMesh:
         """All ranks along one axis."""
@@ -60,32 +65,41 @@ def own_rows(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 class Trainer:
     """A model, its optimizer, and how a training step goes.
 
-    ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward. ``after_backward``: what
-    the plan does with gradients itself. ``announced``: bytes that a rank sends in a step by the plan, if it says so.
-    ``alone``: it runs on rank 0 only, with all processors.
+    ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward; ``unsynced``: one more,
+    for all microbatches but the last. ``after_backward``: what the plan does with gradients itself. ``announced``:
+    bytes that a rank sends in a step by the plan, if it says so. ``alone``: on rank 0 only, with all processors.
     """
 
     model: Callable[..., Any]
     optimizer: torch.optim.Optimizer
     feed: Feed = whole
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    unsynced: Callable[[], AbstractContextManager[Any]] = nullcontext
     after_backward: Callable[[], None] | None = None
     announced: int | None = None
     alone: bool = False
 
-    def step(self, batch: Tensor) -> float:
+    def step(self, microbatches: Tensor) -> float:
         """One training step; the loss, of this rank's rows where ``feed`` gives no others."""
-        loss = self.update(batch)
+        loss = self.update(microbatches)
         self.optimizer.zero_grad()
         return loss
 
-    def update(self, batch: Tensor) -> float:
-        """A step whose gradients are left."""
-        ids, targets = self.feed(*batch)
-        with self.around():
-            loss = self.model(ids, targets)
-            loss.backward()
+    def update(self, microbatches: Tensor) -> float:
+        """A step whose gradients are left. ``microbatches``: ids and targets, ``[microbatch, 2, row, token]``."""
+        last = len(microbatches) - 1
+        losses: list[Tensor] = []
+        for i, microbatch in enumerate(microbatches):
+            with nullcontext() if i == last else self.unsynced():
+                losses.append(self._backward(*self.feed(*microbatch), len(microbatches)))
         if self.after_backward is not None:
             self.after_backward()
         self.optimizer.step()
-        return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+        return fmean(loss.item() for loss in losses)
+
+    def _backward(self, ids: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
+        """Forward and backward of one; its loss."""
+        with self.around():
+            loss = self.model(ids, targets)
+            (loss / num_microbatches if num_microbatches > 1 else loss).backward()
+        return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()

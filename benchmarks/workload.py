@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from gpt import GPT, Config
@@ -16,6 +16,10 @@ class Size:
 
     config: Config
     batch: int = 8
+
+    def shorter(self, parts: int) -> Size:
+        """Of so many, each with all rows and a part of their tokens: together they are a batch as large."""
+        return replace(self, config=replace(self.config, context=self.config.context // parts))
 
 
 SIZES = {
@@ -36,8 +40,8 @@ def new_model(size: Size, has_experts: bool = False) -> nn.Module:
     return model
 
 
-def batches(size: Size, device: str = "cpu") -> list[Tensor]:
-    """Global batches, used in turn: ``ids`` and ``targets``, stacked, each ``[batch, context]``."""
+def batches(size: Size, device: str = "cpu", microbatches: int = 1) -> list[Tensor]:
+    """Global batches, used in turn: ids and targets, ``[microbatch, 2, row, token]``."""
     random = torch.Generator().manual_seed(1)
-    shape = (2, size.batch, size.config.context)
+    shape = (microbatches, 2, size.batch, size.config.context)
     return [torch.randint(size.config.vocab, shape, generator=random).to(device) for _ in range(NUM_BATCHES)]

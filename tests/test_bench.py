@@ -3,39 +3,154 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from figures import Figures, figures, ratio
-from measure import Steps, measure
-from report import markdown, write
-from row import ROWS, Row
+from breakdown import STEP, Clock, Event, Spent, own_times, spent
+from budget import Budget
+from figures import Figures, Ratio, figures, ratio
+from measure import Steps, everyone_first, measure
+from ours import PLANS
+from report import HEADER, markdown, write
+from row import PEERS, ROWS, Row, is_ours
 from trainer import Job
+from verdict import is_fast, is_small, summary, verdicts
+from workload import SIZES, batches
 
 from shardc.runtime.launch import launch
+
+DATA = Row("data", "small", Job(2))
+
+
+def by_round(*seconds: float) -> dict[int, float]:
+    return dict(enumerate(seconds))
+
+
+def a_figure(name: str, seconds: float, peer: float = 1.0, **changes: object) -> Figures:
+    times, theirs = by_round(*[seconds] * 5), by_round(*[peer] * 5)
+    found = ratio(times, theirs)
+    held = ("DDP", found) if is_ours(name) else (None, None)
+    figure = Figures(
+        name, seconds, seconds, found, *held, 1.0, 21.0e6, 21_000_000, 2.0, 2, 80, 200, 0.0, Spent(0.5), times
+    )
+    return replace(figure, **changes)
 
 
 @pytest.mark.slow
 def test_everyone_in_a_row_trains_alike_and_is_weighed(tmp_path: Path) -> None:
     row = Row("data", "tiny", Job(2))
-    found = figures(row, launch(measure, 2, row, Steps(warm=1, timed=3), private_network=True))
-    assert [each.name for each in found] == ["one device", *ROWS["data"]]
+    found = figures(row, launch(measure, 2, row, Steps(least=2, most=3), private_network=True))
+    assert [each.name for each in found] == ["one device", *ROWS["data"].names]
     assert max(each.loss_difference for each in found) <= 1e-5
     for each in found[1:]:
         check(each)
     write(tmp_path, [(row, found)])
-    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["results"][1]["name"] == ROWS["data"][0]
+    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["results"][1]["name"] == row.names[1]
     assert len(markdown([(row, found)]).splitlines()) == 2 + len(found)
 
 
 def check(figure: Figures) -> None:
     assert figure.collectives > 0 and 0 < figure.persistent < figure.peak
-    assert (figure.announced is not None) == figure.name.startswith("shardc")
-    if figure.announced and figure.wire:  # small messages: headers and acknowledgements count too
+    assert (figure.announced is not None) == figure.is_ours
+    assert figure.spent.products > 0 and figure.spent.optimizer > 0
+    if figure.announced and figure.wire and figure.multiple:  # small messages: headers and acknowledgements count too
         assert 1 <= figure.wire / figure.announced < 1.2
+        assert 2 <= figure.multiple < 2.4
 
 
-def test_a_ratio_is_of_medians_and_its_interval_holds_it() -> None:
-    found = ratio([2.0, 2.2, 1.8, 2.0, 2.1], [1.0, 1.1, 0.9, 1.0, 1.0])
-    assert found.value == 2.0 and found.low <= 2.0 <= found.high
-    assert ratio([3.0] * 4, [2.0] * 4).low == ratio([3.0] * 4, [2.0] * 4).high == 1.5
+def test_a_ratio_is_of_medians_and_of_rounds_with_an_interval_that_holds_it() -> None:
+    found = ratio(by_round(2.0, 2.2, 1.8, 2.0, 2.1), by_round(1.0, 1.1, 0.9, 1.0, 1.0))
+    assert found.medians == found.paired == 2.0 and found.low <= 2.0 <= found.high
+    same = ratio(by_round(*[3.0] * 4), by_round(*[2.0] * 4))
+    assert same.low == same.high == 1.5
+
+
+def test_rounds_that_slow_both_down_do_not_move_the_paired_ratio() -> None:
+    found = ratio(by_round(1.0, 9.0, 1.1, 7.0), {0: 1.0, 1: 9.0, 3: 7.0, 4: 50.0})
+    assert found == Ratio(1.0, 1.0, 1.0, 1.0)  # rounds of one of them alone do not count
+
+
+@pytest.mark.parametrize(
+    ("found", "limit", "holds"),
+    [
+        (Ratio(1.00, 1.02, 1.01, 1.03), 1.0, True),
+        (Ratio(1.02, 1.02, 0.99, 1.05), 1.0, True),
+        (Ratio(1.02, 1.02, 1.01, 1.05), 1.0, False),
+        (Ratio(1.05, 1.04, 0.90, 1.20), 1.0, False),
+        (Ratio(0.95, 0.96, 0.90, 1.01), 0.95, True),
+        (Ratio(0.97, 0.96, 0.90, 1.01), 0.95, False),
+    ],
+)
+def test_a_ratio_holds_within_its_limit_or_as_a_draw(found: Ratio, limit: float, holds: bool) -> None:
+    assert is_fast(found, limit) is holds
+
+
+def test_counted_bytes_are_held_to_those_announced_and_to_the_bound() -> None:
+    good = a_figure("shardc dp", 1.0)
+    assert is_small(good) is is_small(replace(good, wire=21.1e6)) is True
+    assert is_small(replace(good, wire=22.0e6)) is is_small(replace(good, multiple=2.1)) is False
+    assert is_small(replace(good, wire=None)) is is_small(replace(good, announced=1000)) is None
+
+
+def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> None:
+    ahead = [a_figure("one device", 1.5), a_figure("DDP", 1.0), a_figure("shardc dp", 0.9)]
+    behind = [*ahead[:2], a_figure("shardc dp", 1.2, multiple=2.5)]
+    assert verdicts(DATA, ahead) == [
+        "data, small x2: shardc dp: 0.90 of DDP, paired 0.90 (0.90 to 0.90) by 5 rounds, at most 1.00: holds; "
+        "wire +0.0% of what is announced, 2.00 Psi of 2.00: holds"
+    ]
+    lines = verdicts(DATA, behind)
+    assert "does not; wire" in lines[0] and "2.50 Psi of 2.00: does not" in lines[0]
+    assert lines[1].startswith("  DDP, ms a step: 1000.0; products 500.0, ") and lines[2].startswith("  shardc dp, ")
+    assert len(verdicts(DATA, ahead, with_profile=True)) == 3
+    assert summary([(DATA, ahead), (DATA, behind)]) == (
+        "step time holds in 1 of 2; does not: data small x2 (shardc dp)\n"
+        "wire holds in 1 of 2; does not: data small x2 (shardc dp)"
+    )
+    assert {len(line.split(" | ")) for line in markdown([(DATA, ahead)]).splitlines()} == {len(HEADER)}
+
+
+def test_each_row_holds_a_plan_of_ours_to_a_peer() -> None:
+    for plan, ways in ROWS.items():
+        assert all(name in (PLANS if is_ours(name) else PEERS) for name in ways.names), plan
+        assert 0 < sum(map(is_ours, ways.names)) < len(ways.names)
+
+
+def test_microbatches_have_as_many_tokens_as_the_batch() -> None:
+    (one, *_), (eight, *_) = (batches(SIZES["tiny"].shorter(parts), microbatches=parts) for parts in (1, 8))
+    assert one.shape == (1, 2, 8, 64) and eight.shape == (8, 2, 8, 8)
+
+
+def test_time_is_shared_out_by_weight_and_a_row_that_would_end_late_is_left_out() -> None:
+    now = [0.0]
+    budget = Budget(100.0, [1.0, 3.0, 1.0, 20.0], clock=lambda: now[0])
+    assert budget.share() == 4.0
+    now[0] = 20.0
+    budget.note(rounds=11, least=5)  # five rounds would have taken 12
+    assert budget.share() == 10.0
+    now[0] = 30.0
+    budget.note(rounds=5, least=5)
+    assert budget.share() == 70.0 / 21
+    assert budget.share() is None
+
+
+def test_everyone_follows_everyone() -> None:
+    orders = ["".join(everyone_first("abc", i)) for i in range(4)]  # type: ignore[arg-type,type-var]
+    assert orders == ["abc", "bca", "cab", "abc"]
+
+
+def test_where_time_goes_is_told_from_nested_events() -> None:
+    events = [
+        Event(STEP, 0, 10_000_000_000),
+        Event("aten::linear", 0, 3_000_000_000),
+        Event("aten::addmm", 0, 2_000_000_000),
+        Event("c10d::allreduce_", 4_000_000_000, 1_000_000_000),
+        Event("aten::copy_", 4_000_000_000, 500_000_000),
+        Event("Optimizer.step#AdamW.step", 6_000_000_000, 2_000_000_000),
+        Event("aten::mul", 6_000_000_000, 1_000_000_000),
+    ]
+    times = {path[-1]: duration / 1e9 for path, duration in own_times(events)}
+    assert times[STEP] == 4 and times["aten::linear"] == 1 and times["c10d::allreduce_"] == 0.5
+    profiled, timed = Clock(10, 8, 4, 4), Clock(9, 8, 6, 1)  # half of the profiled step no processor was free
+    assert spent(events, profiled, [timed]) == Spent(1.0, 0.5, 1.0, dispatch=3.5, waiting=2.0, network=2.0)

@@ -1,0 +1,116 @@
+"""Where a step's time goes on one rank: from the profiler's events and the processor's clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+STEP = "one step of the benchmark"
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "convolution")
+OPTIMIZER = "Optimizer.step#"
+COMMUNICATION = ("c10d::", "_c10d_functional::", "record_param_comms")
+OTHER_THREADS = "gloo:"  # begins here, ends in gloo's thread
+
+
+class Event(NamedTuple):
+    """Something the main thread did, in nanoseconds."""
+
+    name: str
+    start: int
+    duration: int
+
+
+class Clock(NamedTuple):
+    """Seconds by the clock; computed by this process, and by this thread; this thread ready, but no processor free."""
+
+    seconds: float
+    busy: float
+    own: float
+    queued: float
+
+    @classmethod
+    def now(cls) -> Clock:
+        """A reading; a difference of two is what was between."""
+        return cls(time.perf_counter(), time.process_time(), time.thread_time(), queued())
+
+    def until_now(self) -> Clock:
+        """Since this reading."""
+        return Clock(*(after - before for before, after in zip(self, Clock.now(), strict=True)))
+
+
+def queued() -> float:
+    """Seconds that this thread has waited for a processor; 0 where the system does not say (other than Linux)."""
+    path = Path("/proc/thread-self/schedstat")
+    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of a step of one rank.
+
+    ``products``: matrix products and attention. ``elementwise``: all other kernels of forward and backward.
+    ``optimizer``: its whole step. ``dispatch``: the rest of the thread's time, Python, autograd and what compiled code
+    computes. ``waiting``: neither did this rank's thread compute, nor was it for want of a processor: for others.
+    ``network``: computed by other threads, those of gloo.
+    """
+
+    products: float = 0.0
+    elementwise: float = 0.0
+    optimizer: float = 0.0
+    dispatch: float = 0.0
+    waiting: float = 0.0
+    network: float = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name} {1e3 * getattr(self, each.name):.1f}" for each in fields(self))
+
+
+def spent(events: Iterable[Event], profiled: Clock, timed: Sequence[Clock]) -> Spent:
+    """From the events of one step and its clock, and the clocks of steps without the profiler.
+
+    Events last by the clock; the thread's waits for a processor are taken from all alike.
+    """
+    nanoseconds = {"products": 0, "elementwise": 0, "optimizer": 0}
+    for path, duration in own_times(events):
+        kind = _kind(path)
+        if kind is not None:
+            nanoseconds[kind] += duration
+    ran = profiled.own / (profiled.own + profiled.queued)
+    kinds = {kind: ran * count / 1e9 for kind, count in nanoseconds.items()}
+    return Spent(
+        **kinds,
+        dispatch=max(0.0, median(each.own for each in timed) - sum(kinds.values())),
+        waiting=max(0.0, median(each.seconds - each.own - each.queued for each in timed)),
+        network=median(each.busy - each.own for each in timed),
+    )
+
+
+def _kind(path: Sequence[str]) -> str | None:
+    """Of what kind is the time of the last of nested events, less those within; None for dispatch and waiting."""
+    if any(name.startswith(OPTIMIZER) for name in path):
+        return "optimizer"
+    namespace, _, op = path[-1].rpartition("::")
+    if not namespace or namespace.startswith("autograd::") or any(name.startswith(COMMUNICATION) for name in path):
+        return None
+    return "products" if op.startswith(PRODUCTS) else "elementwise"
+
+
+def own_times(events: Iterable[Event]) -> list[tuple[tuple[str, ...], int]]:
+    """For each event its name, after those of the events that it lies in, and its time less that of those within it."""
+    found: list[tuple[tuple[str, ...], int]] = []
+    around: list[tuple[int, int]] = []  # index in found, end
+    for event in sorted(events, key=lambda each: (each.start, -each.duration)):
+        while around and around[-1][1] <= event.start:
+            around.pop()
+        path: tuple[str, ...] = ()
+        if around:
+            index = around[-1][0]
+            path = found[index][0]
+            found[index] = path, found[index][1] - event.duration
+        found.append(((*path, event.name), event.duration))
+        around.append((len(found) - 1, event.start + event.duration))
+    return found
