@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from shardc.stage_cost import Costs
+    from shardc.stage_cost import Costs, StageCost
+    from shardc.timeline import Timeline
 
 Phase = Literal["F", "B"]
 
@@ -142,17 +143,26 @@ class Schedule:
 
         return with_messages(self if edges is None else replace(self, edges=tuple(edges)), costs)
 
-    def with_reductions(self, stages: Iterable[int] | None = None) -> Schedule:
-        """With a REDUCE of each of these stages, or of all, at the end of its rank, by stage number."""
-        wanted = set(range(self.num_stages) if stages is None else stages)
+    def with_reductions(self) -> Schedule:
+        """With a REDUCE of each stage at the end of its rank, by stage number."""
         rows = [
-            (
-                *row,
-                *(Action("REDUCE", stage) for stage, home in enumerate(self.place) if home == rank and stage in wanted),
-            )
+            (*row, *(Action("REDUCE", stage) for stage, home in enumerate(self.place) if home == rank))
             for rank, row in enumerate(self.actions)
         ]
         return replace(self, actions=tuple(rows))
+
+    def check(self) -> Schedule:
+        """Itself, proven: it is complete, ends, and every message meets its receiver. A ShardingError otherwise."""
+        from shardc.schedule_check import check
+
+        check(self)
+        return self
+
+    def simulate(self, costs: Costs | StageCost | None = None) -> Timeline:
+        """When everything happens and how many bytes it takes; without costs F, I and W take one second each."""
+        from shardc.schedule_time import simulate
+
+        return simulate(self, costs)
 
     def to_csv(self) -> str:
         """A line a rank, as torch.distributed.pipelining reads it."""

@@ -2,73 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain as joined
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from shardc.action import Action, Schedule, chain
 from shardc.error import ShardingError, did_you_mean
 
-Rows = Sequence[Iterable[Action]]
+if TYPE_CHECKING:
+    from shardc.stage_cost import Costs, StageCost
 
 
 def schedule(
-    name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None, in_flight: int | None = None
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_ranks: int | None = None,
+    in_flight: int | None = None,
+    costs: Costs | StageCost | None = None,
+    memory: int | None = None,
 ) -> Schedule:
     """The schedule of that name, compute-only, over the chain of stages; a ShardingError where there is none.
 
-    ``num_stages`` are those of the whole model. ``num_ranks`` is as many, or half of them for ``interleaved`` and
-    ``zb-v``. ``in_flight`` caps the microbatches of ``1f1b`` that the first rank has begun and not ended.
+    ``num_stages`` are those of the whole model, ``num_ranks`` as many, or half of them for ``interleaved`` and
+    ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2`` has begun and not
+    ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that need no more than
+    ``memory`` bytes on any rank.
     """
     _check_counts(name, num_stages, num_microbatches, in_flight)
     ranks = num_ranks if num_ranks is not None else num_stages // 2 if name in CHUNKED else num_stages
     _check_ranks(name, num_stages, ranks)
-    rows = ORDERS[name](num_stages, ranks, num_microbatches, in_flight)
-    actions = tuple(map(tuple, rows))
-    place = tuple(_home(actions, stage) for stage in range(num_stages))
-    return Schedule(name, actions, place, num_microbatches, chain(num_stages))
+    if name != "auto":
+        return named(name, num_stages, num_microbatches, ranks, in_flight)
+    from shardc.schedule_choice import fastest
+
+    return fastest(num_stages, num_microbatches, ranks, costs, memory)
 
 
-def _home(actions: Sequence[Sequence[Action]], stage: int) -> int:
-    return next(rank for rank, row in enumerate(actions) if any(action.stage == stage for action in row))
+def named(name: str, num_stages: int, count: int, num_ranks: int, in_flight: int | None = None) -> Schedule:
+    """The schedule of that name, whose counts fit."""
+    place = v_place(num_stages, num_ranks) if name == "zb-v" else looped_place(num_stages, num_ranks)
+    rows = []
+    for rank in range(num_ranks):
+        stages = [stage for stage, home in enumerate(place) if home == rank]
+        rows.append(tuple(ORDERS[name](rank, num_ranks, stages, count, in_flight)))
+    return Schedule(name, tuple(rows), place, count, chain(num_stages))
 
 
-def _gpipe(num_stages: int, num_ranks: int, count: int, _: int | None) -> Rows:
-    """All forward, then all backward; Huang et al. 2019. Of several stages a rank one after the other."""
-    return [
-        joined(
-            (Action("F", stage, i) for stage in range(rank, num_stages, num_ranks) for i in range(count)),
-            (Action("B", stage, i) for stage in reversed(range(rank, num_stages, num_ranks)) for i in range(count)),
-        )
-        for rank in range(num_ranks)
-    ]
+def looped_place(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Ranks 0, 1, 2, 0, 1, 2."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
 
 
-def _one_forward_one_backward(num_stages: int, _: int, count: int, in_flight: int | None) -> Rows:
+def v_place(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Ranks 0, 1, 2, 2, 1, 0: the first rank holds the last stage too."""
+    turns = (divmod(stage, num_ranks) for stage in range(num_stages))
+    return tuple(num_ranks - 1 - at if turn % 2 else at for turn, at in turns)
+
+
+def _gpipe(_: int, __: int, stages: Sequence[int], count: int, ___: int | None) -> Iterator[Action]:
+    """All forward, then all backward; Huang et al. 2019. Several stages of a rank come one after the other."""
+    yield from (Action("F", stage, i) for stage in stages for i in range(count))
+    yield from (Action("B", stage, i) for stage in reversed(stages) for i in range(count))
+
+
+def _one_forward_one_backward(
+    rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None
+) -> Iterator[Action]:
     """PipeDream-flush, Narayanan et al. 2021: stage i has begun at most K - i microbatches that it has not ended.
 
     With another cap the stages share it evenly, from all of it down to one.
     """
-    cap, last = in_flight or num_stages, num_stages - 1
-    begun = [1 - (1 - cap) * (last - stage) // max(last, 1) if cap > 1 else 1 for stage in range(num_stages)]
-    return [_alternate(stage, min(begun[stage], count), count) for stage in range(num_stages)]
+    ahead, _ = _shares(rank, num_ranks, cap or num_ranks)
+    return _spell(stages, count, ("F", min(1 + ahead, count)), ("B F", count))
 
 
-def _alternate(stage: int, begun: int, count: int) -> Iterable[Action]:
-    yield from (Action("F", stage, i) for i in range(begun))
-    for i in range(count):
-        yield Action("B", stage, i)
-        if i + begun < count:
-            yield Action("F", stage, i + begun)
+def _interleaved(rank: int, num_ranks: int, stages: Sequence[int], count: int, _: int | None) -> Iterator[Action]:
+    """Narayanan et al. 2021b: a round of microbatches through every stage of a rank, then the next round.
+
+    Rounds hold as many microbatches as there are ranks, or a few more, the larger first, where these do not divide.
+    """
+    num_rounds = max(1, count // num_ranks)
+    size, larger = divmod(count, num_rounds)
+    starts = [i * size + min(i, larger) for i in range(num_rounds + 1)]
+    rounds = [range(*ends) for ends in pairwise(starts)]
+    forward = [Action("F", stage, i) for one in rounds for stage in stages for i in one]
+    backward = [Action("B", stage, i) for one in rounds for stage in reversed(stages) for i in one]
+    ahead = (len(stages) - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank)
+    yield from forward[:ahead]
+    for i, action in enumerate(backward):
+        yield from forward[ahead + i : ahead + i + 1]
+        yield action
 
 
-ORDERS: dict[str, Callable[[int, int, int, int | None], Rows]] = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+def _zero_bubble_1(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
+    """ZB-H1, Qi et al. 2023: 1F1B with its memory; the lower a rank, the more W it owes, which fill its last gaps."""
+    ahead, owed = _shares(rank, num_ranks, cap or num_ranks)
+    return _spell(stages, count, ("F", ahead), ("F I", owed), ("F I W", max(count - owed, 0)), ("W", owed))
+
+
+def _zero_bubble_2(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
+    """ZB-H2: the same with nearly twice the memory: no rank waits once it has begun."""
+    return _zero_bubble_1(rank, num_ranks, stages, count, cap or 2 * num_ranks - 1)
+
+
+def _shares(rank: int, num_ranks: int, cap: int) -> tuple[int, int]:
+    """Of a cap on microbatches, how many a rank is ahead in forward, beside the one at hand, and how many W it owes."""
+    ahead = -(-(cap - 1) * (num_ranks - 1 - rank) // max(num_ranks - 1, 1))
+    return ahead, cap - 1 - ahead
+
+
+def _zero_bubble_v(rank: int, num_ranks: int, stages: Sequence[int], count: int, _: int | None) -> Iterator[Action]:
+    """ZB-V, Qi et al. 2024: two stages a rank, down the ranks and up again, with the memory of 1F1B."""
+    below, rounds = num_ranks - rank, max(count - num_ranks, num_ranks - 1)
+    fill = ("F", 2 * below - 1), ("F' F", rank), ("F' I' W'", below)
+    drain = ("I I'", rank), ("I W", below), ("W'", rank), ("W", rank)
+    return _spell(stages, count, *fill, ("F I W F' I' W'", rounds), *drain)
+
+
+def _spell(stages: Sequence[int], count: int, *words: tuple[str, int]) -> Iterator[Action]:
+    """Each word so many times: each letter is the next microbatch of its kind, until there are no more.
+
+    ``F'`` is of the rank's second stage.
+    """
+    done: dict[str, int] = {}
+    for letter in (letter for word, times in words for letter in word.split() * times):
+        microbatch = done.get(letter, 0)
+        done[letter] = microbatch + 1
+        if microbatch < count:
+            yield Action(letter[0], stages[letter.count("'")], microbatch)
+
+
+Order = Callable[[int, int, Sequence[int], int, int | None], Iterator[Action]]
+ORDERS: dict[str, Order] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zb-h1": _zero_bubble_1,
+    "zb-h2": _zero_bubble_2,
+    "zb-v": _zero_bubble_v,
+}
 CHUNKED = ("interleaved", "zb-v")  # two stages a rank or more
-LINEAR = ("1f1b", "zb-h1", "zb-h2")  # one
+LINEAR = ("1f1b", "zb-h1", "zb-h2")  # one, and a cap on microbatches in flight
+
+
+def fits(name: str, num_stages: int, num_ranks: int) -> bool:
+    """Whether the schedule of that name can have so many stages on so many ranks, which divide them."""
+    chunks = num_stages // num_ranks
+    return chunks == 1 if name in LINEAR else chunks == 2 if name == "zb-v" else chunks > 1 or name != "interleaved"
 
 
 def _check_counts(name: str, num_stages: int, num_microbatches: int, in_flight: int | None) -> None:
-    if name not in ORDERS:
-        hint = did_you_mean(name, ORDERS) or f"say one of {', '.join(ORDERS)}"
+    if name not in (*ORDERS, "auto"):
+        names = (*ORDERS, "auto")
+        hint = did_you_mean(name, names) or f"say one of {', '.join(names)}"
         raise ShardingError("schedule", repr(name), "there is no such schedule", hint)
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "in_flight": in_flight}
     for what, count in counts.items():
@@ -80,7 +168,7 @@ def _check_ranks(name: str, num_stages: int, num_ranks: int) -> None:
     what, who = f"{num_stages} stages on {num_ranks} ranks", f"schedule {name}"
     if num_ranks < 1 or num_stages % num_ranks:
         raise ShardingError(who, what, "ranks hold equally many stages", "say num_stages as a multiple of num_ranks")
-    if name in LINEAR and num_stages != num_ranks:
-        raise ShardingError(who, what, "it has one stage a rank", "say interleaved or zb-v for more than one")
-    if name == "zb-v" and num_stages != 2 * num_ranks:
-        raise ShardingError(who, what, "it has two stages a rank", f"say num_stages={2 * num_ranks}")
+    if not fits(name, num_stages, num_ranks):
+        problem = "it has one stage a rank" if name in LINEAR else "it has two stages a rank"
+        others = [other for other in ORDERS if fits(other, num_stages, num_ranks)]
+        raise ShardingError(who, what, problem, f"say {' or '.join(others)} for these")

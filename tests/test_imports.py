@@ -26,12 +26,18 @@ TORCH_FREE = {
     "shardc.mesh",
     "shardc.min_max",
     "shardc.rule",
+    "shardc.schedule_check",
+    "shardc.schedule_choice",
+    "shardc.schedule_greedy",
     "shardc.schedule_messages",
     "shardc.schedule_order",
+    "shardc.schedule_run",
     "shardc.schedule_text",
+    "shardc.schedule_time",
     "shardc.sharding",
     "shardc.stage_cost",
     "shardc.text",
+    "shardc.timeline",
 }
 MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}
 MAY_CUT_GRAPHS = {
@@ -39,7 +45,7 @@ MAY_CUT_GRAPHS = {
     "shardc.passes.choose_sides",
     "shardc.passes.cut_stages",
     "shardc.passes.verify",
-    "shardc.runtime.schedule",
+    "shardc.schedule_check",
 }
 
 
