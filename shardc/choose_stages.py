@@ -3,71 +3,93 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
-from math import prod
+from functools import cached_property
 from typing import Literal, get_args
 
 from torch import fx
 
 from shardc.chain import chain, check_stages
+from shardc.dag import ideals, stages_of, walk
 from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
+from shardc.min_max import Walk
 from shardc.node import is_getitem
 from shardc.program import Program
-from shardc.stage_units import Unit, units_of
+from shardc.ranks import Runs, balance_ranks
+from shardc.stage_load import Loads, mask_of
+from shardc.stage_units import units_of
 
 Balance = Literal["params", "flops", "time", "memory"]
 BALANCES: tuple[str, ...] = get_args(Balance)
-COPIES = 4  # of a trained parameter: itself, its gradient and the two states of Adam
 
 
 def choose_stages(
     program: Program, num_stages: int, *, balance: str = "params", cuts: Sequence[str] | None = None,
-    place: Sequence[int] = (),
+    place: Sequence[int] = (), microbatches: int | None = None, max_memory: int | None = None,
 ) -> Mapping[fx.Node, int]:  # fmt: skip
     """The stage, from 0, of every forward call of a captured program; no less than that of any operand.
 
-    ``balance``: what is to be as even as can be; a parameter that several units share counts at the first. ``cuts``:
-    globs of module paths, at whose start a new stage begins. ``place``: the rank of each stage, one each by default.
-    Calls of inputs alone go where their first user is. Raises a ShardingError for an unknown balance, a glob without a
-    module and a model of fewer units than stages.
+    ``balance``: what is to be as even as can be. A parameter that several units share counts at the first; with
+    several stages a rank, and in memory, wherever it is held. ``cuts``: globs of module paths, at whose start a new
+    stage begins. ``place``: the rank of each stage, one each by default. ``max_memory``: bytes that a rank may hold of
+    parameters, gradients, Adam's states and what is saved of the microbatches in flight under 1F1B. Calls of inputs
+    alone go where their first user is. Raises a ShardingError for an unknown balance, a glob without a module, a model
+    of fewer units than stages and for too little memory.
     """
-    return split_stages(program, num_stages, balance=balance, cuts=cuts, place=place).assignment
+    wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory)
+    return split_stages(program, wish).assignment
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a split: see ``choose_stages``."""
+
+    num_stages: int
+    balance: str = "params"
+    cuts: tuple[str, ...] = ()
+    place: tuple[int, ...] = ()
+    microbatches: int | None = None
+    max_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.balance not in BALANCES:
+            remedy = did_you_mean(str(self.balance), BALANCES) or f"say one of {', '.join(BALANCES)}"
+            raise ShardingError("Pipeline", f"balance={self.balance!r}", "there is no such balance", remedy)
+        assert len(self.place) in (0, self.num_stages), self
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(set(self.place)) or self.num_stages
+
+
+@dataclass(frozen=True)
 class Stages:
-    """A program's forward in stages: ``ends`` are the indices of units between them, from 0 to their number."""
+    """A program's forward in stages, each a mask of units."""
 
-    flow: Flow
-    units: tuple[Unit, ...]
-    ends: tuple[int, ...]
-    assignment: Mapping[fx.Node, int]
+    loads: Loads
+    masks: tuple[int, ...]
+    assignment: Mapping[fx.Node, int] = field(repr=False)
+
+    def units(self, stage: int) -> list[int]:
+        """The indices of the units of a stage."""
+        return [i for i in range(len(self.loads.units)) if self.masks[stage] >> i & 1]
 
 
-def split_stages(
-    program: Program, num_stages: int, *, balance: str = "params", cuts: Sequence[str] | None = None,
-    place: Sequence[int] = (),
-) -> Stages:  # fmt: skip
+def split_stages(program: Program, wish: Wish) -> Stages:
     """As ``choose_stages``, with the units and where they were cut."""
-    if balance not in BALANCES:
-        remedy = did_you_mean(str(balance), BALANCES) or f"say one of {', '.join(BALANCES)}"
-        raise ShardingError("Pipeline", f"balance={balance!r}", "there is no such balance", remedy)
     flow = flow_of(program)
-    places = _places_of(flow, cuts or ())
-    units = units_of(flow, num_stages, places)
-    starts = [unit.start for unit in units]
+    places = _places_of(flow, wish.cuts)
+    loads = Loads(flow, units_of(flow, wish.num_stages, places), wish.microbatches)
+    starts = [unit.start for unit in loads.units]
     forced = tuple(starts.index(at) for at in places)
-    check_stages(len(units), num_stages, forced)
-    received = _Received(flow, units)
-    load = _Load(program, units, num_stages, balance, received)
-    found = chain(len(units), num_stages, load, received, forced).best()
-    assert found is not None, (num_stages, forced)
-    ends = (0, *found, len(units))
-    return Stages(flow, units, ends, _assignment(flow, units, ends))
+    check_stages(len(starts), wish.num_stages, forced)
+    stages = _stages(loads, wish, forced)
+    masks = tuple(mask_of({i for i, its in enumerate(stages) if its == stage}) for stage in range(wish.num_stages))
+    return Stages(loads, masks, _assignment(flow, [unit.end for unit in loads.units], stages))
 
 
 def _places_of(flow: Flow, cuts: Sequence[str]) -> list[int]:
@@ -87,66 +109,112 @@ def _places_of(flow: Flow, cuts: Sequence[str]) -> list[int]:
     return sorted(found - {0})
 
 
-class _Received:
-    """The bytes that a stage of the units from ``start`` to before ``end`` is sent: each value once."""
-
-    def __init__(self, flow: Flow, units: Sequence[Unit]) -> None:
-        starts = [unit.start for unit in units]
-        self.known: dict[tuple[int, int], int] = {}
-        self.crossing = []  # for each value that another unit reads: its bytes, its unit, those that read it
-        for value, places in flow.readers.items():
-            maker, *readers = (bisect_right(starts, at) - 1 for at in (flow.place[value[0]], *places))
-            if readers[-1] > maker:
-                self.crossing.append((flow.nbytes(value), maker, tuple(dict.fromkeys(readers))))
-
-    def __call__(self, start: int, end: int) -> int:
-        if (start, end) not in self.known:
-            self.known[start, end] = sum(
-                nbytes
-                for nbytes, maker, readers in self.crossing
-                if maker < start and any(start <= reader < end for reader in readers)
-            )
-        return self.known[start, end]
+def _stages(loads: Loads, wish: Wish, forced: Sequence[int]) -> tuple[int, ...]:
+    """The stage of each unit."""
+    if wish.num_ranks < wish.num_stages and not forced:
+        return _on_ranks(loads, wish)
+    size = len(loads.units)
+    masks = None if forced else ideals(size, loads.edges)
+    chosen = _Walks(loads, wish, masks or [(1 << i) - 1 for i in range(size + 1)], forced, is_chain=masks is None)
+    found = chosen.walk(chosen.load).best()
+    if found is None:
+        least = chosen.walk(chosen.memory).least()
+        assert least is not None, (wish, forced)
+        raise _too_little(wish, least)
+    return stages_of([chosen.masks[i] for i in found], size)
 
 
-class _Load:
-    """What a stage weighs, by its number and its units."""
+@dataclass(frozen=True)
+class _Walks:
+    """Walks through what may be done after some stages: through ``masks``, which for a chain are its beginnings."""
 
-    def __init__(
-        self, program: Program, units: Sequence[Unit], num_stages: int, balance: str, received: _Received
-    ) -> None:
-        self.units, self.num_stages, self.balance, self.received = units, num_stages, balance, received
-        inputs = {put.name: put for put in program.inputs if put.kind == "parameter"}
-        self.copied = {name: put.type.nbytes * (COPIES if put.requires_grad else 1) for name, put in inputs.items()}
-        self.elements = {name: prod(put.type.shape) for name, put in inputs.items()}
-        self.behind = list(accumulate(self._additive(), initial=0))
+    loads: Loads
+    wish: Wish
+    masks: Sequence[int]
+    forced: Sequence[int]
+    is_chain: bool
 
-    def __call__(self, stage: int, start: int, end: int) -> int:
-        return self._memory(stage, start, end) if self.balance == "memory" else self.behind[end] - self.behind[start]
+    def walk(self, load: Callable[[int, int, int], int | None]) -> Walk:
+        """The walk of the least greatest load."""
+        if self.is_chain:
+            return chain(len(self.loads.units), self.wish.num_stages, load, self.received, self.forced)
+        rises = self.wish.balance != "memory" and load == self.load
+        return walk(self.masks, self.wish.num_stages, load, self.behind, self.received, rises)
 
-    def _additive(self) -> Iterator[int]:
-        met: set[str] = set()
-        for unit in self.units:
-            new = unit.parameters - met
-            met |= new
-            elements = sum(self.elements[name] for name in new)
-            yield {"params": elements, "flops": unit.flops, "time": unit.time, "memory": unit.saved}[self.balance]
+    @cached_property
+    def behind(self) -> list[int]:
+        """What is done weighs so much."""
+        each = self.loads.each(self.wish.balance)
+        return [sum(weight for i, weight in enumerate(each) if mask >> i & 1) for mask in self.masks]
 
-    def _memory(self, stage: int, start: int, end: int) -> int:
-        """Bytes: the parameters with gradient and optimizer, and what is saved of each microbatch that is in flight."""
-        held = frozenset().union(*(unit.parameters for unit in self.units[start:end]))
-        saved = self.behind[end] - self.behind[start] + self.received(start, end)
-        return sum(self.copied[name] for name in held) + (self.num_stages - stage) * saved
+    def load(self, stage: int, start: int, end: int) -> int | None:
+        """What a stage weighs; None where it does not fit."""
+        is_memory, most = self.wish.balance == "memory", self.wish.max_memory
+        held = self.memory(stage, start, end) if is_memory or most is not None else 0
+        if most is not None and held > most:
+            return None
+        return held if is_memory else self.behind[end] - self.behind[start]
+
+    def memory(self, stage: int, start: int, end: int) -> int:
+        """The bytes that a stage holds under 1F1B."""
+        return self.loads.memory(self.masks[end] & ~self.masks[start], self.wish.num_stages - stage)
+
+    def received(self, start: int, end: int) -> int:
+        """The bytes that a stage is sent."""
+        return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
 
 
-def _assignment(flow: Flow, units: Sequence[Unit], ends: Sequence[int]) -> Mapping[fx.Node, int]:
+def _on_ranks(loads: Loads, wish: Wish) -> tuple[int, ...]:
+    """The stage of each unit, with several stages a rank; of every rank as many microbatches in flight as ranks."""
+    readers: dict[str, list[int]] = {}
+    for i, unit in enumerate(loads.units):
+        for name in unit.parameters:
+            readers.setdefault(name, []).append(i)
+    of_name = {"params": loads.elements, "memory": loads.copies}.get(wish.balance, lambda name: 0)
+    flying = min(wish.num_ranks, wish.microbatches or wish.num_ranks) if wish.balance == "memory" else 1
+    weights = (
+        [0] * len(loads.units) if wish.balance == "params" else [flying * each for each in loads.each(wish.balance)]
+    )
+    weights = [
+        weight + sum(of_name(name) for name in unit.parameters if len(readers[name]) == 1)
+        for weight, unit in zip(weights, loads.units, strict=True)
+    ]
+    shared = [(of_name(name), units) for name, units in readers.items() if len(units) > 1 and of_name(name)]
+
+    def received(runs: Runs) -> int:
+        return loads.received_bytes(mask_of({i for start, end in runs for i in range(start, end)}))
+
+    cuts = balance_ranks(weights, wish.place, shared=shared, received=received).cuts
+    stages = tuple(sum(i >= cut for cut in cuts) for i in range(len(loads.units)))
+    _check_memory(loads, wish, stages)
+    return stages
+
+
+def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:
+    """A ShardingError where a rank with several stages holds more than is allowed."""
+    ranks = [wish.place[stage] for stage in stages]
+    held = [
+        loads.memory(mask_of({i for i, its in enumerate(ranks) if its == rank}), wish.num_ranks) for rank in set(ranks)
+    ]
+    if wish.max_memory is not None and max(held) > wish.max_memory:
+        raise _too_little(wish, max(held))
+
+
+def _too_little(wish: Wish, least: int) -> ShardingError:
+    assert wish.max_memory is not None
+    return ShardingError(
+        f"Pipeline(max_memory={wish.max_memory})",
+        f"bytes of a rank, for {wish.num_stages} stages on {wish.num_ranks} ranks",
+        f"the fullest rank holds {least} bytes, {least - wish.max_memory} more",
+        f"say max_memory={least} or more, balance='memory', more stages or more ranks",
+    )
+
+
+def _assignment(flow: Flow, ends: Sequence[int], stages: Sequence[int]) -> Mapping[fx.Node, int]:
     found: dict[fx.Node, int] = {}
-    for stage, (start, end) in enumerate(pairwise(ends)):
-        for node in flow.ops[units[start].start : units[end - 1].end]:
-            found[node] = stage
-            found.update(dict.fromkeys((user for user in node.users if is_getitem(user)), stage))
-    last = len(ends) - 2
+    for i, node in enumerate(flow.ops):
+        found[node] = stages[bisect_right(ends, i)]
+        found.update(dict.fromkeys((user for user in node.users if is_getitem(user)), found[node]))
     for node in reversed(flow.following):
-        stages = [found[user] for user in node.users if user in found]
-        found[node] = min(stages, default=last)
+        found[node] = min((found[user] for user in node.users if user in found), default=max(stages))
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from torch import fx
 
 from shardc.cost import flops_of_call
 from shardc.forward_flow import Flow
-from shardc.lifetime import storages
 from shardc.node import is_getitem, is_view
 from shardc.program import Program, Value
 
@@ -23,8 +23,7 @@ class Unit:
     """Ops from the place ``start`` to before ``end``.
 
     ``first`` and ``last``: the largest modules that begin with it and end with it. ``parameters``: the names that it
-    reads. ``flops`` and ``time`` are of forward and backward; time in bytes of memory traffic. ``saved``: the bytes
-    that it makes and backward reads.
+    reads. ``flops`` are of forward and backward. Times are in bytes of memory traffic.
     """
 
     start: int
@@ -33,8 +32,8 @@ class Unit:
     last: str
     parameters: frozenset[str]
     flops: int
+    forward_time: int
     time: int
-    saved: int
 
 
 def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Unit, ...]:
@@ -43,7 +42,7 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Un
     ``num_units``: so many there should be at least. ``forced``: places where one begins in any case.
     """
     starts = sorted({*_starts(flow, num_units), *forced})
-    flops, time, saved = _costs(flow)
+    flops, time = _costs(flow)
     firsts, lasts = _begun(flow, range(len(flow.ops))), _begun(flow, range(len(flow.ops) - 1, -1, -1))
     return tuple(
         Unit(
@@ -53,8 +52,8 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Un
             lasts[end - 1],
             frozenset().union(*flow.parameters[start:end]),
             sum(flops[start:end]),
+            sum(map(partial(_time, flow.program), flow.ops[start:end])),
             sum(time[start:end]),
-            sum(saved[start:end]),
         )
         for start, end in pairwise([*starts, len(flow.ops)])
     )
@@ -113,18 +112,14 @@ def _module(flow: Flow, place: int) -> str:
 # Costs.
 
 
-def _costs(flow: Flow) -> tuple[list[int], list[int], list[int]]:
-    """For each op its floating-point operations and its time, both with backward's, and the bytes it has saved."""
+def _costs(flow: Flow) -> tuple[list[int], list[int]]:
+    """For each op its floating-point operations and its time, both with backward's."""
     program = flow.program
     forward = set(flow.ops) | set(flow.following)
     backward = [node for node in program.calls if node not in forward]
     flops = _with_backward(flow, {node: flops_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
     time = _with_backward(flow, {node: _time(program, node) for node in (*flow.ops, *backward)}, backward)
-    saved = [0] * len(flow.ops)
-    for storage in storages(program):
-        if storage.is_saved and storage.value[0] in flow.place:
-            saved[flow.place[storage.value[0]]] += storage.nbytes
-    return flops, time, saved
+    return flops, time
 
 
 def _with_backward(flow: Flow, cost: Mapping[fx.Node, int], backward: Sequence[fx.Node]) -> list[int]:

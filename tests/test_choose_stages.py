@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from shardc import ShardingError
 from shardc.capture import capture
-from shardc.choose_stages import Stages, choose_stages, split_stages
+from shardc.choose_stages import Stages, Wish, choose_stages, split_stages
 from shardc.cost import flops_of
 from shardc.forward_flow import flow_of, forward_calls
 from shardc.program import Program
@@ -33,21 +32,12 @@ def gpt(config: Config) -> Program:
 
 
 def modules(stages: Stages) -> list[tuple[str, str]]:
-    return [(stages.units[start].first, stages.units[end - 1].last) for start, end in pairwise(stages.ends)]
+    units = stages.loads.units
+    return [(units[min(its)].first, units[max(its)].last) for its in map(stages.units, range(len(stages.masks)))]
 
 
-def totals(stages: Stages) -> tuple[list[int], list[int]]:
-    """The parameters, tied ones at the first, and the operations of each stage."""
-    program, met = stages.flow.program, set()
-    sizes = {put.name: put.type.nbytes // put.type.dtype.itemsize for put in program.inputs}
-    parameters, flops = [], []
-    for start, end in pairwise(stages.ends):
-        units = stages.units[start:end]
-        new = set().union(*(unit.parameters for unit in units)) - met
-        met |= new
-        parameters.append(sum(sizes[name] for name in new))
-        flops.append(sum(unit.flops for unit in units))
-    return parameters, flops
+def totals(stages: Stages, balance: str) -> list[int]:
+    return [stages.loads.total(balance, mask) for mask in stages.masks]
 
 
 def unevenness(parts: list[int]) -> float:
@@ -64,11 +54,11 @@ def check_monotone(assignment: Mapping[fx.Node, int], program: Program, num_stag
 @pytest.mark.slow
 def test_gpt2_small_in_four_by_parameters_and_by_operations() -> None:
     program = gpt(GPT2_SMALL)
-    by_params, by_flops = split_stages(program, 4), split_stages(program, 4, balance="flops")
-    parameters, flops = totals(by_params)
+    by_params, by_flops = split_stages(program, Wish(4)), split_stages(program, Wish(4, "flops"))
+    parameters, flops = totals(by_params, "params"), totals(by_params, "flops")
     assert sum(parameters) == 124_439_808 and sum(flops) == flops_of(program)
     assert (unevenness(parameters), unevenness(flops)) == (1.27, 2.06)
-    assert unevenness(totals(by_flops)[1]) <= 1.09
+    assert unevenness(totals(by_flops, "flops")) <= 1.09
     assert modules(by_params)[1:3] == [("blocks.0", "blocks.3"), ("blocks.4", "blocks.7")]
     for stages in (by_params, by_flops):
         check_monotone(stages.assignment, program, 4)
@@ -91,13 +81,13 @@ def test_a_unit_begins_where_the_residual_stream_alone_crosses() -> None:
 
 def test_a_new_stage_begins_where_the_user_says() -> None:
     program = gpt(Config(layers=4))
-    stages = split_stages(program, 3, cuts=("blocks.1", "blocks.2"))
+    stages = split_stages(program, Wish(3, cuts=("blocks.1", "blocks.2")))
     assert [first for first, _ in modules(stages)][1:] == ["blocks.1", "blocks.2"]
-    nested = split_stages(program, 2, cuts=("blocks.3.mlp",))
+    nested = split_stages(program, Wish(2, cuts=("blocks.3.mlp",)))
     assert [first for first, _ in modules(nested)][1:] == ["blocks.3.mlp"]
     check_monotone(nested.assignment, program, 2)
-    more = split_stages(program, 3, cuts=("blocks.3",))
-    assert len(more.ends) == 4 and "blocks.3" in [first for first, _ in modules(more)]
+    more = split_stages(program, Wish(3, cuts=("blocks.3",)))
+    assert len(more.masks) == 3 and "blocks.3" in [first for first, _ in modules(more)]
 
 
 def test_what_cannot_be_cut_so_is_refused() -> None:
@@ -147,3 +137,59 @@ class Bare(nn.Module):
 def test_a_model_of_few_units_is_cut_between_its_ops() -> None:
     program = program_of(Bare(), torch.ones(4, 4, requires_grad=True))
     check_monotone(choose_stages(program, 3, balance="flops"), program, 3)
+
+
+class Towers(nn.Module):
+    """Two towers of unlike width, one after the other in the text of the model, and what joins them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.right = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
+        self.join = nn.Linear(28, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.left:
+            x = layer(x).relu()
+        for layer in self.right:
+            y = layer(y).relu()
+        return self.join(torch.cat([x, y], -1)).sum()
+
+
+def test_two_towers_are_cut_across_each_other() -> None:
+    program = program_of(Towers(), torch.ones(2, 16), torch.ones(2, 12))
+    stages = split_stages(program, Wish(2))
+    check_monotone(stages.assignment, program, 2)
+    names = [{stages.loads.units[i].first.split(".")[0] for i in stages.units(stage)} for stage in (0, 1)]
+    assert names == [{"left", "right"}, {"left", "right", "join"}]
+    assert max(totals(stages, "params")) < 5 * (16 * 16 + 16)  # what the cut between the towers has
+
+
+def test_with_two_stages_a_rank_a_tied_embedding_is_held_once_in_a_v_and_twice_looped() -> None:
+    program = gpt(Config(layers=6, tied=True, vocab=1024))
+
+    def heaviest(place: tuple[int, ...]) -> int:
+        stages = split_stages(program, Wish(4, place=place))
+        check_monotone(stages.assignment, program, 4)
+        held = [
+            stages.loads.held(sum(m for m, its in zip(stages.masks, place, strict=True) if its == r)) for r in (0, 1)
+        ]
+        return max(sum(map(stages.loads.elements, names)) for names in held)
+
+    total = sum(put.type.nbytes // 4 for put in program.inputs if put.kind == "parameter")
+    assert heaviest((0, 1, 1, 0)) <= 1.05 * total / 2 < heaviest((0, 1, 0, 1))
+
+
+def test_stages_fit_into_the_memory_that_there_is_or_the_error_says_how_much_is_missing() -> None:
+    program = gpt(Config(layers=6, tied=True, vocab=1024))
+    free = split_stages(program, Wish(4, "flops", microbatches=8))
+    most = [free.loads.memory(mask, 4 - stage) for stage, mask in enumerate(free.masks)]
+    by_memory = split_stages(program, Wish(4, "memory", microbatches=8))
+    least = max(by_memory.loads.memory(mask, 4 - stage) for stage, mask in enumerate(by_memory.masks))
+    assert least < max(most)
+    fitted = split_stages(program, Wish(4, "flops", microbatches=8, max_memory=least))
+    assert max(fitted.loads.memory(mask, 4 - stage) for stage, mask in enumerate(fitted.masks)) <= least
+    with pytest.raises(ShardingError, match=f"the fullest rank holds {least} bytes, 1 more"):
+        split_stages(program, Wish(4, "flops", microbatches=8, max_memory=least - 1))
+    with pytest.raises(ShardingError, match="more"):
+        split_stages(program, Wish(4, "flops", place=(0, 1, 1, 0), max_memory=1000))
