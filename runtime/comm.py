@@ -19,10 +19,12 @@ from shardc.partition import parse_part
 from shardc.sharding import ceil_div, num_shards
 
 from .exchange import Exchange, OverlapExchange, WindowExchange
+from .flat import Flat, Rows, start_packed
 from .piece import chunk_of
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
 Results = Callable[[], Tensors]  # waits
+Places = Sequence[Tensor | None]  # where results may be put; none, or one for each
 PartNames = tuple[str, ...]  # axis parts as printed, major first
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -51,7 +53,9 @@ class Comm(Protocol):
 
     The methods are named and argued as the functions of shardc/collective.py; they take and return one tensor for each
     of ``positions``. ``traffic`` is parallel to ``positions``. A collective in groups of one does nothing. ``start``
-    runs the method that it names, and gives what waits for the results; ``is_own``: no one else reads the operands.
+    runs the method that it names, and gives what waits for the results; ``is_own``: no one else reads the operands;
+    ``into``: where results may be put, which is done where the runtime ``gathers_in_place``. ``start_bucket`` starts
+    one for many values.
     """
 
     @property
@@ -62,7 +66,10 @@ class Comm(Protocol):
     def device(self) -> torch.device: ...
     @property
     def traffic(self) -> tuple[Traffic, ...]: ...
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results: ...
+    @property
+    def gathers_in_place(self) -> bool: ...
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results: ...
+    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]: ...
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors: ...
@@ -85,11 +92,16 @@ class SimulatedComm:
         self.positions = tuple(range(mesh.size))
         self.device = torch.device(device)
         self.traffic = tuple(Traffic() for _ in self.positions)
+        self.gathers_in_place = False
 
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
-        """Lockstep: it is done at once."""
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
+        """Lockstep: it is done at once, in memory of its own."""
         results: Tensors = getattr(self, kind)(xs, *args)
         return lambda: results
+
+    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+        """As one collective."""
+        return start_packed(self, flat, rows)
 
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Every rank of a group gets the pieces of all, joined."""

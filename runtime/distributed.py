@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from shardc.error import ShardingError
 from shardc.mesh import Axes, Mesh, part_ends, split_parts
 from shardc.sharding import Sharding, num_shards
 
-from . import functional
-from .comm import PartNames, Results, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
+from . import functional, messages
+from .comm import PartNames, Places, Results, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
 from .exchange import Exchange, OverlapExchange, WindowExchange
+from .flat import Flat, Rows, start_packed
 from .functional import Group
 from .piece import unshard
 
@@ -39,17 +41,28 @@ class TorchComm:
         self.positions = (self.position,)
         self.device = device_of(device_mesh)
         self.traffic = (Traffic(),)
+        self.gathers_in_place = self.device.type == "cpu"
         self._groups: dict[Axes, Group] = {}
         self._process_groups = self._existing_groups()
 
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Send; what is local is done at once."""
         if kind == "collective_permute":
             return self._permute(xs, *args)
         if kind in STARTED:
-            return self._begin(kind, xs, *args, is_own=is_own)
+            return self._begin(kind, xs, *args, is_own=is_own, into=into)
         results: Tensors = getattr(self, kind)(xs, *args)
         return lambda: results
+
+    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+        """As one collective, or as messages where the backend does better by these."""
+        group = self.group(parse_parts(self.mesh, flat.parts[0].args[0]))
+        if not _sends_messages(flat.kind, group):
+            return start_packed(self, flat, rows)
+        (xs,) = rows
+        self._count(flat.kind, sum(x.nbytes for x in xs), group)
+        finish = _messages(flat.kind, xs, [part.args[1:] for part in flat.parts], group, *into)
+        return lambda: [finish()]
 
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """The pieces of all ranks, joined."""
@@ -108,17 +121,23 @@ class TorchComm:
             self._groups[axes] = self._new_group(axes)
         return self._groups[axes]
 
-    def _begin(self, kind: Any, xs: Tensors, axes: PartNames, *args: Any, is_own: bool) -> Results:
+    def _begin(self, kind: Any, xs: Tensors, axes: PartNames, *args: Any, is_own: bool, into: Places) -> Results:
         parts = parse_parts(self.mesh, axes)
         if num_shards(parts) == 1:
             return lambda: xs
         group = self.group(parts)
         (x,) = xs
+        self._count(kind, x.nbytes, group)
+        if _sends_messages(kind, group):
+            return _messages(kind, xs, [args], group, into)
         own = {"is_own": is_own} if kind == "all_reduce" else {}
-        payload = x.nbytes * (group.size if kind == "all_gather" else 1)
-        self.traffic[0].count(kind, wire_bytes(kind, payload, group.size))
         finish: functional.Finish = getattr(functional, kind)(x, group, *args, **own)
         return lambda: [finish()]
+
+    def _count(self, kind: Any, nbytes: int, group: Group) -> None:
+        """Count a collective of operands of so many bytes."""
+        payload = nbytes * (group.size if kind == "all_gather" else 1)
+        self.traffic[0].count(kind, wire_bytes(kind, payload, group.size))
 
     def _permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Results:
         src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
@@ -146,6 +165,19 @@ class TorchComm:
     def _existing_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         groups = [dist.group.WORLD, *(self.device_mesh.get_group(name) for name in self.mesh.axis_names)]
         return {tuple(dist.get_process_group_ranks(group)): group for group in groups if group is not None}
+
+
+def _sends_messages(kind: str, group: Group) -> bool:
+    """Whether a collective goes as messages: on gloo, unless it is recorded for a compiler."""
+    return kind in ("all_gather", "reduce_scatter") and group.adds_locally and not functional.is_traced()
+
+
+def _messages(kind: str, xs: Tensors, rest: Sequence[Sequence[Any]], group: Group, into: Places = ()) -> Results:
+    """``rest``: of each of ``xs`` the arguments of the collective after the axes."""
+    if kind == "all_gather":
+        places = into or [None] * len(xs)
+        return messages.all_gather([(x, dim, place) for x, (dim,), place in zip(xs, rest, places, strict=True)], group)
+    return messages.reduce_scatter([(x, dim) for x, (_, dim) in zip(xs, rest, strict=True)], rest[0][0], group)
 
 
 def union(src: Axes, dst: Axes) -> Axes:

@@ -7,9 +7,11 @@ alive between the two is what is saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from shardc.deferral import deferrable
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
-from .comm import Comm, Results
+from .comm import Comm
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -52,13 +54,12 @@ class Started:
     """A collective that is under way."""
 
     instruction: Instruction
-    results: Results
+    results: Callable[[], Sequence[Any]]
 
     def finish(self, envs: Sequence[Env]) -> None:
         """Wait for it."""
-        flat, slot = self.instruction.flat, self.instruction.result
         for env, result in zip(envs, self.results(), strict=True):
-            env[slot] = result if flat is None else flat.unpack(result)
+            env[self.instruction.result] = result
 
 
 class Executor:
@@ -97,6 +98,13 @@ class Executor:
         return frozenset(i for slot, i in self._results_of("backward") if slot in self._late)
 
     @cached_property
+    def _kept_in(self) -> dict[tuple[int, int], int]:
+        """Of what the update part returns, where among the outputs it stands, by the call that makes it."""
+        slots = {node: slot for slot, node in enumerate(self.program.graph.nodes)}
+        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part[i] == "update"]
+        return {(slots[node], place): i for each, i in ends for node, place in [self.program.value(each)]}
+
+    @cached_property
     def _late(self) -> set[int]:
         """The slots of what may wait."""
         late = deferrable(self.program) if self.comm else ()
@@ -123,15 +131,16 @@ class Executor:
         """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.
 
         Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others;
-        each is written ``into`` a tensor where there is one, as soon as it is known.
+        each is put ``into`` a tensor where there is one: by its gather, where the runtime can, or else copied.
         """
         envs, places = self._envs(inputs), dict(self._results_of("update"))
-        for each in self._update:
-            self._run((each,), envs)
-            if into is not None and each.result in places:
-                for env, values in zip(envs, into, strict=True):
-                    if (kept := values[places[each.result]]) is not None:
-                        env[each.result] = kept.copy_(env[each.result])
+        is_together = self.comm is not None and self.comm.gathers_in_place  # else one at a time: there is a second copy
+        for some in [self._update] if is_together else [[each] for each in self._update]:
+            self._run(some, envs, into)
+            made = [each.result for each in some if each.result in places]
+            for slot, (env, values) in product(made, zip(envs, into or (), strict=False)):
+                if (kept := values[places[slot]]) is not None and kept is not env[slot]:
+                    env[slot] = kept.copy_(env[slot])
         return [self._collect(env, "update") for env in envs]
 
     def forward(
@@ -194,15 +203,20 @@ class Executor:
         """Whether an output is saved for backward."""
         return self._results[index] in self._kept
 
-    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env]) -> None:
-        """Collectives are started in the order of the program, which is the same on every rank, and waited for late."""
+    def _run(
+        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
+    ) -> None:
+        """Collectives are started in the order of the program, which is the same on every rank, and waited for late.
+
+        ``into``: for each rank, parallel to the program's outputs, where what gathers make may be put.
+        """
         started: dict[int, Started] = {}
         for each in instructions:
             for slot in each.waits:
                 if slot in started:
                     started.pop(slot).finish(envs)
             if each.collective:
-                started[each.result] = self._start(each, envs)
+                started[each.result] = self._start(each, envs, into)
             else:
                 target, result, kwargs = each.target, each.result, each.kwargs
                 for env in envs:
@@ -213,14 +227,16 @@ class Executor:
         for left in started.values():
             left.finish(envs)
 
-    def _start(self, each: Instruction, envs: Sequence[Env]) -> Started:
+    def _start(self, each: Instruction, envs: Sequence[Env], into: Sequence[Values] | None) -> Started:
         assert self.comm is not None
         slots = [slot for _, slot in each.direct]
-        if each.flat is None:
-            xs, args = [env[slots[0]] for env in envs], each.args[1:]
-        else:
-            xs, args = [each.flat.pack([env[slot] for slot in slots]) for env in envs], each.flat.args
-        return Started(each, self.comm.start(each.collective, xs, *args, is_own=each.is_own))
+        results = [self._kept_in.get((each.result, i)) for i in range(len(slots))] if into else []
+        places = [[None if i is None else values[i] for i in results] for values in into or ()]
+        if each.flat is not None:
+            rows = [[env[slot] for slot in slots] for env in envs]
+            return Started(each, self.comm.start_bucket(each.flat, rows, places))
+        xs, first = [env[slots[0]] for env in envs], [place for place, *_ in places]
+        return Started(each, self.comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first))
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
         envs: list[Env] = [[None] * self._num_slots for _ in inputs]

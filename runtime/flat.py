@@ -6,17 +6,23 @@ A collective that cuts or joins a dim acts on the buffer as on rows, one for eac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 
 from shardc.bucket import Member, members
-from shardc.collective import group_size
+from shardc.collective import Kind, group_size
 from shardc.program import Program
 
 from .functional import join, split
+
+if TYPE_CHECKING:
+    from .comm import Comm
+
+Rows = Sequence[Sequence[Tensor]]  # for each rank that lives in this process one tensor for each value of a bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +42,22 @@ class Flat:
         return Flat(parts, shapes, group_size(program.mesh, parts[0].kind, parts[0].args))
 
     @property
+    def kind(self) -> Kind:
+        """That of the collective."""
+        return self.parts[0].kind
+
+    @property
     def args(self) -> tuple[object, ...]:
         """The arguments of the collective of the buffer."""
         axes, *rest = self.parts[0].args
         along = {"all_reduce": rest, "reduce_scatter": [*rest[:1], 0], "all_gather": [0]}
-        return axes, *along[self.parts[0].kind]
+        return axes, *along[self.kind]
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
         """The buffer: flat, or for a reduce_scatter a row for each rank, or for an all_gather one row."""
-        if self.parts[0].kind == "all_reduce":
+        if self.kind == "all_reduce":
             return torch.cat([x.reshape(-1) for x in xs])
-        if self.parts[0].kind == "all_gather":
+        if self.kind == "all_gather":
             return torch.cat([x.reshape(1, -1) for x in xs], 1)
         pairs = zip(xs, self.parts, strict=True)
         return torch.cat([split(x, self.count, part.args[2]).flatten(1) for x, part in pairs], 1)
@@ -54,7 +65,7 @@ class Flat:
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """What each member makes; views of the buffer where they can be."""
         rows = buffer if buffer.dim() == 2 else buffer.unsqueeze(0)
-        share = self.count if self.parts[0].kind == "reduce_scatter" else 1
+        share = self.count if self.kind == "reduce_scatter" else 1
         pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
         return [self._result(*each) for each in zip(pieces, self.parts, self.shapes, strict=True)]
 
@@ -64,3 +75,9 @@ class Flat:
         if part.kind == "reduce_scatter":
             shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
         return piece.view(shape)
+
+
+def start_packed(comm: Comm, flat: Flat, rows: Rows) -> Callable[[], Rows]:
+    """Start a bucket as one collective of its buffer."""
+    finish = comm.start(flat.kind, [flat.pack(row) for row in rows], *flat.args, is_own=True)
+    return lambda: [flat.unpack(buffer) for buffer in finish()]

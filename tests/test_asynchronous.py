@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ import shardc
 from shardc.mesh import Mesh
 from shardc.ops.contraction import BoundDot
 from shardc.partition import P
-from shardc.runtime.comm import Results, Tensors
+from shardc.runtime.comm import Places, Results, Tensors
 from shardc.runtime.distributed import TorchComm, make_device_mesh
 from shardc.runtime.executor import Executor
+from shardc.runtime.flat import Flat, Rows
 from shardc.runtime.piece import shard
 from shardc.runtime.simulator import cut_inputs, simulate
 
@@ -47,11 +49,16 @@ class NotingComm(TorchComm):
 
     notes: list[str]
 
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False) -> Results:
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         self.notes.append("start")
-        finish = super().start(kind, xs, *args, is_own=is_own)
+        return self._noting(super().start(kind, xs, *args, is_own=is_own, into=into))
 
-        def noting() -> Tensors:
+    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+        self.notes.append("start")
+        return self._noting(super().start_bucket(flat, rows, into))
+
+    def _noting(self, finish: Callable[[], Any]) -> Callable[[], Any]:
+        def noting() -> Any:
             self.notes.append("wait")
             return finish()
 

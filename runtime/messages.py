@@ -1,0 +1,117 @@
+"""Gathers and reductions of a gloo group as messages from rank to rank, out of and into the memory where values lie.
+
+A collective of gloo's own takes one buffer and makes another: values are packed before and unpacked after, in memory
+that is new each time. Here each value goes by itself, straight from the sender's memory into the receiver's; those
+that are small go together. As many bytes are sent as by a ring. A group of one never comes here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.autograd.profiler import record_function
+
+from .comm import REDUCE
+from .functional import LOCAL, Group, join, split
+
+SMALL = 2**16  # bytes: a message costs about as much as packing so many
+TAG = 1 << 20  # of these messages, so that none of the user's own is taken for one
+NARROW = (torch.float16, torch.bfloat16)  # sums of several are rounded once
+
+Gather = tuple[Tensor, int, Tensor | None]  # our piece, the dim to join along, and the memory to join in, if any
+Reduction = tuple[Tensor, int]  # the operand, and the dim along which we keep our piece
+Works = list[Any]
+
+
+def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tensor]]:
+    """For each of the pieces those of all ranks, joined."""
+    small = [i for i, (x, _, _) in enumerate(given) if x.nbytes < SMALL]
+    alone = [i for i in range(len(given)) if i not in small]
+    rows = [_rows(*given[i], group) for i in alone]
+    if small:
+        packed = torch.cat([given[i][0].reshape(-1) for i in small])
+        rows.append(_rows(packed, 0, None, group))
+    own = [row[group.index] for row in rows]
+    with record_function("c10d::all_gather"):
+        works = _exchange([own] * group.size, [row.unbind() for row in rows], group)
+
+    def finish() -> list[Tensor]:
+        _wait(works)
+        found = dict(zip(alone, rows, strict=False))
+        if small:
+            sizes = [given[i][0].numel() for i in small]
+            found |= zip(small, rows[-1].view(group.size, -1).split(sizes, 1), strict=True)
+        return [_joined(found[i], *each) for i, each in enumerate(given)]
+
+    return finish
+
+
+def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callable[[], list[Tensor]]:
+    """For each of the operands our piece of the reduction over all ranks, which is made in the order of the group."""
+    pieces = [split(x, group.size, dim) for x, dim in given]
+    small = [i for i, each in enumerate(pieces) if each[0].nbytes < SMALL]
+    alone = [i for i in range(len(given)) if i not in small]
+    sent = [pieces[i] for i in alone]
+    if small:
+        sent.append(torch.cat([pieces[i].flatten(1) for i in small], 1))
+    taken = [[torch.empty_like(each[0]) if i != group.index else each[i] for i in range(group.size)] for each in sent]
+    with record_function("c10d::reduce_scatter"):
+        works = _exchange([[each[i] for each in sent] for i in range(group.size)], taken, group)
+
+    def finish() -> list[Tensor]:
+        _wait(works)
+        made = [_reduced(each, op, group.index) for each in taken]
+        found = dict(zip(alone, made, strict=False))
+        if small:
+            sizes = [pieces[i][0].numel() for i in small]
+            found |= zip(small, made[-1].split(sizes), strict=True)
+        return [found[i].view(pieces[i].shape[1:]) for i in range(len(given))]
+
+    return finish
+
+
+def _exchange(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], group: Group) -> Works:
+    """Start to send ``given[i]`` to the rank at index i of the group, and to take from it each of ``taken`` at i."""
+    backend: Any = _resolve_process_group(group.name)._get_backend(torch.device("cpu"))  # type: ignore[arg-type]
+    works: Works = []
+    for shift in range(1, group.size):  # so that not all send to one at a time
+        source, target = (group.index - shift) % group.size, (group.index + shift) % group.size
+        works += [backend.recv([each[source]], group.order[source], TAG) for each in taken if each[source].numel()]
+        works += [backend.send([each], group.order[target], TAG) for each in given[target] if each.numel()]
+    return works
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+def _rows(x: Tensor, dim: int, into: Tensor | None, group: Group) -> Tensor:
+    """Memory for the pieces of all ranks, stacked, with ours in its place: ``into`` itself where it can be."""
+    shape = (group.size, *x.shape)
+    is_right = into is not None and dim == 0 and into.is_contiguous() and into.numel() == group.size * x.numel()
+    rows = into.view(shape) if into is not None and is_right else x.new_empty(shape)
+    if rows[group.index].data_ptr() != x.data_ptr() or not x.is_contiguous():
+        rows[group.index].copy_(x)
+    return rows
+
+
+def _joined(rows: Tensor, x: Tensor, dim: int, into: Tensor | None) -> Tensor:
+    joined = join(rows.reshape(rows.shape[0], *x.shape), dim)
+    if into is None or into.data_ptr() == joined.data_ptr():
+        return joined if into is None else into
+    return into.copy_(joined)
+
+
+def _reduced(pieces: Sequence[Tensor], op: str, own: int) -> Tensor:
+    """The reduction of all ranks' pieces, in memory of its own."""
+    if pieces[0].dtype in NARROW:
+        return LOCAL[op](torch.stack(list(pieces)))
+    memory = pieces[0 if own else 1]
+    return functools.reduce(lambda a, b: REDUCE[op](a, b, out=memory), pieces)  # type: ignore[call-arg]

@@ -1,0 +1,75 @@
+"""On gloo gathers and reductions go as messages, into memory that is given; the values are those of collectives."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from shardc.mesh import Mesh
+from shardc.runtime import functional, messages
+from shardc.runtime.comm import parse_parts
+from shardc.runtime.distributed import TorchComm, make_device_mesh
+
+MESHES = (Mesh(dp=4), Mesh(dp=2, tp=2))
+GROUPS = (("dp",), ("dp", "tp"), ("tp", "dp"))
+SHAPES = (((8,), 0), ((4, 12), 0), ((8, 4, 2), 1), ((0, 4), 0), ((4, 8), 1))
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def values(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randint(-8, 8, shape, generator=generator).to(dtype), dim) for shape, dim in SHAPES]
+
+
+def groups():
+    for mesh in MESHES:
+        comm = TorchComm(make_device_mesh(mesh))
+        yield from (comm.group(parse_parts(mesh, axes)) for axes in GROUPS if set(axes) <= set(mesh.axis_names))
+
+
+def run_both_ways(small):
+    """Whether every value is that of torch's collective, whether a value goes alone from so many bytes on."""
+    found = []
+    with mock.patch.object(messages, "SMALL", small):
+        for group in groups():
+            for dtype in DTYPES:
+                given = values(torch.distributed.get_rank(), dtype)
+                gathered = messages.all_gather([(x, dim, None) for x, dim in given], group)()
+                found += map(torch.equal, gathered, (functional.all_gather(x, group, dim)() for x, dim in given))
+                for op in ("sum", "max"):
+                    kept = messages.reduce_scatter(given, op, group)()
+                    wanted = (functional.reduce_scatter(x, group, op, dim)() for x, dim in given)
+                    found += map(torch.equal, kept, wanted)
+    return found
+
+
+@pytest.mark.parametrize("small", [0, 100, 2**16])
+def test_values_are_those_of_the_backends_collectives(gloo, small):
+    for found in gloo.run(run_both_ways, small):
+        assert found and all(found)
+
+
+def run_into():
+    """Whether a piece is gathered into memory that it is rows of, with nothing copied and no tensor made meanwhile."""
+    group = next(group for group in groups() if group.size == 4)
+    whole = torch.zeros(4 * 2**16)
+    piece = whole[group.index * 2**16 :][: 2**16].fill_(group.index + 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        (made,) = messages.all_gather([(piece, 0, whole)], group)()
+    used = {event.name() for event in profile.profiler.kineto_results.events()}
+    return made is whole and whole.view(4, -1).mean(1).tolist() == [1, 2, 3, 4], used & {"aten::copy_", "[memory]"}
+
+
+def test_a_piece_is_gathered_into_the_memory_that_it_lies_in_without_a_copy(gloo):
+    assert gloo.run(run_into) == [(True, set())] * 4
+
+
+def run_into_turned():
+    group = next(group for group in groups() if group.size == 4)
+    turned = torch.zeros(2**8, 4 * 2**8)
+    (made,) = messages.all_gather([(torch.ones(2**8, 2**8), 1, turned)], group)()
+    return made is turned and bool(turned.all())
+
+
+def test_what_is_joined_along_another_dim_is_put_where_it_is_asked_for(gloo):
+    assert all(gloo.run(run_into_turned))
