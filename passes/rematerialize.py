@@ -31,11 +31,12 @@ from .choose_saved import within_budget
 def rematerialize(program: Program) -> Program:
     """The program that saves what ``Remat`` says; the same without it."""
     remat = program.options.remat
-    parts = split(program)
-    if remat is None or not parts.backward:
+    if remat is None:
         return program
     program = program.copy()
     parts = split(program)
+    if not parts.backward:
+        return program
     twins = _twins(parts)
     forgotten = within_budget(program, parts, remat, twins) if remat.blocks == "" else in_blocks(program, parts, remat)
     _Maker(program, parts, forgotten | {program.value(node) for node in twins}, twins).run(parts.backward)
