@@ -61,6 +61,10 @@ class Plan:
     wished: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
     lies: dict[Value, Sharding] = field(default_factory=dict)
     broken: set[Value] = field(default_factory=set)
+    reduced: set[fx.Node] = field(init=False)  # casts of gradients to the dtype that they are reduced in
+
+    def __post_init__(self) -> None:
+        self.reduced = reduced_casts(self.program)
 
     def run(self) -> None:
         """Go through the program once, forward."""
@@ -182,7 +186,7 @@ class Plan:
         wished = self.program.shardings(node)[0]
         results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
         if is_cast(node):
-            return results <= nbytes or node in reduced_casts(self.program)
+            return results <= nbytes or node in self.reduced
         return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
 
     def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:

@@ -20,7 +20,7 @@ from torch import fx
 
 from shardc.collective import reshard
 from shardc.mesh import AxisPart
-from shardc.node import is_cast, operand
+from shardc.node import casts_behind, is_cast, operand
 from shardc.program import Output, Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
@@ -44,12 +44,10 @@ def store(program: Program) -> Program:
 def _cast_at_once(program: Program) -> None:
     """Let gradients be cast and reduced as soon as they are made."""
     for output, made in zip(program.outputs, program.results, strict=True):
-        chain = [made] if made is not None and output.kind == "gradient" else []
-        while chain and (is_cast(chain[-1]) or chain[-1].target is reshard):
-            chain.append(operand(chain[-1]))
-        for before, node in pairwise(reversed(chain)):
-            if before.op != "placeholder":
-                before.append(node)
+        if made is not None and output.kind == "gradient":
+            for before, node in pairwise(reversed(casts_behind(made, reshard))):
+                if before.op != "placeholder":
+                    before.append(node)
 
 
 def stored_sharding(type_: TensorType, lies: Sharding, axis: AxisPart) -> Sharding:
@@ -156,9 +154,7 @@ class _Storer:
         made = None if place is None else results[place]
         if place is None or made is None:
             return
-        chain = [made]
-        while is_cast(chain[-1]):
-            chain.append(operand(chain[-1]))
+        chain = casts_behind(made)
         if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
             for each in chain:
                 program.set_sharding(each, stored)

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from shardc.error import CaptureError
-from shardc.node import is_cast, operand
+from shardc.node import casts_behind
 from shardc.options import Precision
 from shardc.program import Input, Program
 from shardc.tree import flatten, rebuild
@@ -76,11 +76,8 @@ def _parameters_beside_statistics(model: nn.Module) -> Iterator[tuple[str, nn.Pa
 def reduced_casts(program: Program) -> set[fx.Node]:
     """The casts of gradients to the dtype that they are reduced in; another may follow each."""
     precision = program.options.precision
-    ends = zip(program.outputs, program.results, strict=True) if precision else ()
-    found: set[fx.Node] = set()
-    for output, node in ends:
-        while output.kind == "gradient" and node is not None and is_cast(node):
-            if precision is not None and program.type(node).dtype == precision.reduce:
-                found.add(node)
-            node = operand(node)
-    return found
+    if precision is None:
+        return set()
+    ends = zip(program.outputs, program.results, strict=True)
+    chains = [casts_behind(node) for output, node in ends if output.kind == "gradient" and node is not None]
+    return {node for chain in chains for node in chain[:-1] if program.type(node).dtype == precision.reduce}

@@ -31,6 +31,14 @@ def is_view(node: fx.Node) -> bool:
     return bool(returns) and all(entry.alias_info is not None for entry in returns)
 
 
+def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
+    """The node, if it is a cast then its operand, and so on to the first that is none; or calls of ``others``."""
+    chain = [node]
+    while is_cast(chain[-1]) or chain[-1].target in others:
+        chain.append(operand(chain[-1]))
+    return chain
+
+
 def op_name(target: Any) -> str:
     """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)
