@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardc.runtime.border import shard_batch
     from shardc.schedule_order import schedule
     from shardc.sharding import Sharding
+    from shardc.stage_mark import stage_boundary
 
 __all__ = [
     "CaptureError",
@@ -47,6 +48,7 @@ __all__ = [
     "reshard_plan",
     "schedule",
     "shard_batch",
+    "stage_boundary",
 ]
 
 _HOMES = {
@@ -71,6 +73,7 @@ _HOMES = {
     "parallelize": "api",
     "schedule": "schedule_order",
     "shard_batch": "runtime.border",
+    "stage_boundary": "stage_mark",
 }
 
 

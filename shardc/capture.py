@@ -49,6 +49,7 @@ from shardc.program import Input, Output, Program, Source, types_of
 from shardc.recurrent import plain_cells
 from shardc.refusal import Refusals, capture_error, is_lookup_by_value, python_effects
 from shardc.sharding import TensorType
+from shardc.stage_mark import counting_marks
 from shardc.traced import PlainDropout
 from shardc.tree import Tree
 from shardc.watch import Watch
@@ -162,6 +163,7 @@ class _Joint:
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),
+                counting_marks(),
                 resampling_whole(),
                 python_effects(self.model),
                 refusals,

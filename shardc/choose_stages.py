@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, get_args
 
 from torch import fx
@@ -32,12 +33,13 @@ def choose_stages(
 ) -> Mapping[fx.Node, int]:  # fmt: skip
     """The stage, from 0, of every forward call of a captured program; no less than that of any operand.
 
-    ``balance``: what is to be as even as can be. A parameter that several units share counts at the first; with
-    several stages a rank, and in memory, wherever it is held. ``cuts``: globs of module paths, at whose start a new
-    stage begins. ``place``: the rank of each stage, one each by default. ``max_memory``: bytes that a rank may hold of
-    parameters, gradients, Adam's states and what is saved of the microbatches in flight under 1F1B. Calls of inputs
-    alone go where their first user is. Raises a ShardingError for an unknown balance, a glob without a module, a model
-    of fewer units than stages and for too little memory.
+    A new stage begins where the model calls ``stage_boundary``, and at the start of each module that a glob of ``cuts``
+    matches; the others begin so that stages are even. ``balance``: in what. A parameter that several units share counts
+    at the first; with several stages a rank, and in memory, wherever it is held. ``place``: the rank of each stage, one
+    each by default. ``max_memory``: bytes that a rank may hold of parameters, gradients, Adam's states and what is
+    saved of the microbatches in flight under 1F1B. Calls of inputs alone go where their first user is. Raises a
+    ShardingError for an unknown balance, a glob without a module, a model of fewer units than stages and for too little
+    memory.
     """
     wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory)
     return split_stages(program, wish).assignment
@@ -82,7 +84,9 @@ class Stages:
 def split_stages(program: Program, wish: Wish) -> Stages:
     """As ``choose_stages``, with the units and where they were cut."""
     flow = flow_of(program)
-    places = _places_of(flow, wish.cuts)
+    places = sorted({*_places_of(flow, wish.cuts), *_marked(flow)})
+    if len(places) >= wish.num_stages:
+        raise _too_many(wish, [flow.program.source(flow.ops[i]).module for i in places])
     loads = Loads(flow, units_of(flow, wish.num_stages, places), wish.microbatches)
     starts = [unit.start for unit in loads.units]
     forced = tuple(starts.index(at) for at in places)
@@ -107,6 +111,21 @@ def _places_of(flow: Flow, cuts: Sequence[str]) -> list[int]:
             raise ShardingError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
         found |= {begin[path] for path in matched if not any(path.startswith(f"{above}.") for above in matched)}
     return sorted(found - {0})
+
+
+def _marked(flow: Flow) -> set[int]:
+    """The places of the first ops after the model's own marks; not the very first."""
+    marks = list(accumulate((flow.program.source(node).marks for node in flow.ops), max))
+    return {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}
+
+
+def _too_many(wish: Wish, modules: Sequence[str]) -> ShardingError:
+    return ShardingError(
+        f"Pipeline(cuts={wish.cuts!r})",
+        f"with the model's stage_boundary stages begin in {', '.join(modules)}, and at the start",
+        f"there are {wish.num_stages} stages for these {len(modules) + 1} beginnings",
+        f"say {len(modules) + 1} stages or more, or cut less",
+    )
 
 
 def _stages(loads: Loads, wish: Wish, forced: Sequence[int]) -> tuple[int, ...]:

@@ -30,11 +30,15 @@ Value = tuple[fx.Node, int]  # a node and the index of one of its results
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a node comes from in the user's model: module path, ``file.py:line``, phase."""
+    """Where a node comes from in the user's model: module path, ``file.py:line``, phase.
+
+    ``marks``: how many calls of ``stage_boundary`` lie before it.
+    """
 
     module: str = ""
     location: str = ""
     phase: Phase = "forward"
+    marks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from shardc.location import user_location
 from shardc.partition import P
 from shardc.program import Phase, Source
 from shardc.refusal import Refusals, Unfit
+from shardc.stage_mark import marks_passed
 
 
 class Watch(TorchDispatchMode):
@@ -88,7 +89,7 @@ class Watch(TorchDispatchMode):
         autograd_node = torch._C._current_autograd_node()
         if autograd_node is None and self.phase == "forward":
             line = user_location(sys._getframe(2), stop=self.stop)
-            found = Source(self.modules[-1] if self.modules else "", line)
+            found = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed())
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, found)
             return found
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):

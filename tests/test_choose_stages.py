@@ -9,6 +9,7 @@ import torch
 from gpt import GPT, Config
 from torch import Tensor, fx, nn
 
+import shardc
 from shardc import ShardingError
 from shardc.capture import capture
 from shardc.choose_stages import Stages, Wish, choose_stages, split_stages
@@ -94,7 +95,7 @@ def test_what_cannot_be_cut_so_is_refused() -> None:
     program = gpt(Config(layers=2))
     with pytest.raises(ShardingError, match=r"did you mean blocks.1"):
         choose_stages(program, 2, cuts=("block.1",))
-    with pytest.raises(ShardingError, match="2 stages have 1 cuts"):
+    with pytest.raises(ShardingError, match=r"in blocks.0.norm1, blocks.1.norm1, head.*\n.*2 stages for these 4 begin"):
         choose_stages(program, 2, cuts=("blocks.*", "head"))
     with pytest.raises(ShardingError, match=r"did you mean params"):
         choose_stages(program, 2, balance="parms")
@@ -193,3 +194,31 @@ def test_stages_fit_into_the_memory_that_there_is_or_the_error_says_how_much_is_
         split_stages(program, Wish(4, "flops", microbatches=8, max_memory=least - 1))
     with pytest.raises(ShardingError, match="more"):
         split_stages(program, Wish(4, "flops", place=(0, 1, 1, 0), max_memory=1000))
+
+
+class Marked(nn.Module):
+    """Says itself where stages begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i in (1, 5):
+                shardc.stage_boundary()
+            x = layer(x).relu()
+        return x.sum()
+
+
+def test_a_new_stage_begins_where_the_model_says() -> None:
+    model, x = Marked(), torch.ones(2, 8)
+    assert torch.equal(model(x), model(x))  # outside shardc it says nothing
+    program = program_of(model, x)
+    stages = split_stages(program, Wish(3))
+    assert [first for first, _ in modules(stages)] == ["layers.0", "layers.1", "layers.5"]
+    check_monotone(stages.assignment, program, 3)
+    four = split_stages(program, Wish(4))
+    assert [first for first, _ in modules(four)] == ["layers.0", "layers.1", "layers.3", "layers.5"]
+    with pytest.raises(ShardingError, match="2 stages for these 3 beginnings"):
+        split_stages(program, Wish(2))

@@ -35,6 +35,7 @@ TORCH_FREE = {
     "shardc.schedule_text",
     "shardc.schedule_time",
     "shardc.sharding",
+    "shardc.stage_mark",
     "shardc.stage_cost",
     "shardc.text",
     "shardc.timeline",
