@@ -8,9 +8,9 @@
 Reductions wait for each other in the order in which their operands are made, so that the first bucket can start while
 backward still runs. Gathers of what is there from the start, as of parameters that are stored in pieces, go together
 for a layer, or for several that are together no larger than the largest. A bucket is closed before it is read, and as
-soon as it holds its share of at most ``LIMIT`` bytes; what is larger alone goes alone, and needs no buffer. So a bucket
-holds less than twice the limit, and reductions that no one reads before the end are at most ``bytes / LIMIT``, rounded
-up, and one. Invariant: every value lies as before.
+soon as it holds its share of at most ``bucket`` bytes, an option; what is larger alone goes alone, and needs no buffer.
+So a bucket holds less than twice the limit, and reductions of one kind and dtype over the same axes that no one reads
+before the end are at most ``bytes / bucket``, rounded up, and one. Invariant: every value lies as before.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.program import Program
 
-LIMIT = 25 * 2**20  # bytes of one rank's payload, as many as DDP's
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
 
 
-def bucket_collectives(program: Program, limit: int = LIMIT) -> Program:
+def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
-    program = program.copy()
+    program, limit = program.copy(), program.options.bucket
     for found in _reductions(program, limit):
         _join(program, found, found.nodes[-1])
     for found in _gathers(program, limit):

@@ -17,7 +17,7 @@ from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
-from shardc.options import Options, Precision, Remat, Zero
+from shardc.options import BUCKET, Options, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
@@ -201,6 +201,7 @@ def compile(
     zero: Zero | None = None,
     precision: Precision | None = None,
     remat: Remat | None = None,
+    bucket: int = BUCKET,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
 ) -> Compiled:
@@ -209,13 +210,13 @@ def compile(
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
     global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
     did wrong, CaptureError for a model that cannot be captured. ``zero``, ``precision``,
-    ``remat``: see ``Zero``, ``Precision``, ``Remat``.
+    ``remat``: see ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together.
     ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
     that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
     """
     from shardc.passes.pipeline import run_passes
 
-    described, options = Mesh.of(mesh), Options(zero, precision, remat)
+    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket)
     options.check(described)
     if not hasattr(model, "named_parameters"):
         raise ShardingError(
@@ -260,6 +261,7 @@ def parallelize(
     zero: Zero | None = None,
     precision: Precision | None = None,
     remat: Remat | None = None,
+    bucket: int = BUCKET,
     strict: bool = False,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
@@ -267,11 +269,11 @@ def parallelize(
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    ``zero``, ``precision``, ``remat`` and ``strict`` as in ``compile``.
+    ``zero``, ``precision``, ``remat``, ``bucket`` and ``strict`` as in ``compile``.
     """
     from shardc.runtime.module import parallel_module
 
-    stated = {"zero": zero, "precision": precision, "remat": remat}
+    stated = {"zero": zero, "precision": precision, "remat": remat, "bucket": bucket}
     options = {"differentiable": differentiable, **stated, "strict": strict}
     call = partial(_compile_call, mesh, annotations, options)
     module = parallel_module(model, mesh, call, runtime, compile)

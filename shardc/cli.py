@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.options import Precision, Remat, Zero
+from shardc.options import BUCKET, Precision, Remat, Zero
 from shardc.partition import P
 
 if TYPE_CHECKING:
@@ -111,6 +111,9 @@ def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         type=_remat,
         help="make again in backward what is inside modules, h.*, or all but so many bytes a rank",
     )
+    parser.add_argument(
+        "--bucket", metavar="BYTES", type=int, default=BUCKET, help="bytes of collectives that go together (25 MiB)"
+    )
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
     parser.add_argument(
         "--set",
@@ -181,7 +184,7 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def _compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``compile`` that every command takes."""
-    return {"zero": options.zero, "remat": options.remat}
+    return {"zero": options.zero, "remat": options.remat, "bucket": options.bucket}
 
 
 def _precision(name: str | None) -> Precision | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 STAGES = (1, 2, 3)
+BUCKET = 25 * 2**20  # bytes, as many as DDP's
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +106,16 @@ class Remat:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a program is compiled with beside mesh and annotations."""
+    """What a program is compiled with beside mesh and annotations.
+
+    ``bucket``: of collectives that go together, the bytes that a rank has for them; 1 lets each go alone. A bucket is
+    packed for the wire, in memory of less than twice as many bytes; larger buckets are fewer.
+    """
 
     zero: Zero | None = None
     precision: Precision | None = None
     remat: Remat | None = None
+    bucket: int = BUCKET
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError for an option that is of another type or does not fit the mesh."""
@@ -118,5 +124,8 @@ class Options:
             if value is not None and not isinstance(value, wanted):
                 problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
                 raise ShardingError(f"option {name}", f"{name}={value!r}", problem, remedy)
+        if type(self.bucket) is not int or self.bucket < 1:
+            what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
+            raise ShardingError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
         if self.zero is not None:
             self.zero.check(mesh)

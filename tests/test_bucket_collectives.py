@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from printed import block, compiled, parameter, printed, value
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh, P
+from shardc import Mesh, P, ShardingError, Zero
 from shardc.announcement import collectives_of
-from shardc.passes.bucket_collectives import bucket_collectives
-from shardc.passes.localize import localize
-from shardc.passes.overlap_collectives import overlap_collectives
-from shardc.passes.verify import verify
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.simulator import simulate
 
@@ -62,25 +60,11 @@ def test_weights_that_one_layer_reads_are_gathered_together() -> None:
     assert second == 'dot: f32[8@dp, 4] = dot(x, all_gather_dp, "a b, b c -> a c")'
 
 
-def gpt(annotations: dict[str, P], mesh: Mesh, **sizes: int) -> shardc.Compiled:
+def gpt(annotations: dict[str, P], mesh: Mesh, bucket: int = 25 * 2**20, **sizes: int) -> shardc.Compiled:
     torch.manual_seed(0)
     model = GPT(Config(**sizes)).double()  # type: ignore[arg-type]
     ids = torch.randint(model.config.vocab, (2, 8, model.config.context))
-    return shardc.compile(model, mesh, annotations, args=tuple(ids))
-
-
-def with_limit(program: shardc.Compiled, limit: int) -> shardc.Compiled:
-    """The same, in buckets of another size."""
-    stages = dict(program.stages)
-    last = bucket_collectives(program.at("rematerialize"), limit)
-    for name, run in (
-        ("bucket_collectives", None),
-        ("overlap_collectives", overlap_collectives),
-        ("localize", localize),
-    ):
-        last = stages[name] = run(last) if run else last
-        verify(last)
-    return replace(program, program=last, stages=stages)
+    return shardc.compile(model, mesh, annotations, args=tuple(ids), bucket=bucket)
 
 
 @pytest.mark.parametrize("limit", [1, 30_000, 100_000, 25 * 2**20])
@@ -88,7 +72,7 @@ def with_limit(program: shardc.Compiled, limit: int) -> shardc.Compiled:
 def test_gradients_are_reduced_in_as_many_collectives_as_buckets_hold_them(
     annotations: dict[str, P], limit: int
 ) -> None:
-    compiled = with_limit(gpt(annotations, Mesh(dp=4)), limit)
+    compiled = gpt(annotations, Mesh(dp=4), limit)
     found = json.loads(compiled.dump(format="json"))["collectives"]
     reductions = [each for each in found if each["phase"] == "backward" and each["kind"] != "all_gather"]
     gradients = sum(8 * parameter.numel() for parameter in compiled.model.parameters())
@@ -98,12 +82,42 @@ def test_gradients_are_reduced_in_as_many_collectives_as_buckets_hold_them(
     assert all(each["bytes"] < max(2 * limit, largest + 1) for each in found)
 
 
+@settings(max_examples=15)
+@given(
+    st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    st.integers(1, 20_000),
+    st.sampled_from([2, 3, 8]),
+    st.sampled_from([None, Zero(stage=1), Zero(stage=2), Zero(stage=3)]),
+)
+def test_gradients_of_any_sizes_are_reduced_in_few_collectives(
+    widths: list[int], bucket: int, ranks: int, zero: Zero | None
+) -> None:
+    """At most their bytes over those of a bucket, rounded up, and one; each with its padding, and less than two's."""
+    with torch.device("meta"):
+        model, x = (
+            nn.Sequential(*(nn.Linear(8 * a, 8 * b) for a, b in pairwise(widths))),
+            torch.empty(24, 8 * widths[0]),
+        )
+    compiled = shardc.compile(model, Mesh(dp=ranks), {"*input": P("dp")}, args=(x,), zero=zero, bucket=bucket)
+    sent = [each for each in compiled.collectives if each.kind in ("all_reduce", "reduce_scatter")]
+    kinds = {each.kind for each in sent}
+    assert len(sent) <= math.ceil(sum(each.bytes for each in sent) / bucket) + len(kinds)
+    largest = 4 * max(math.ceil(8 * a / ranks) * ranks * 8 * b for a, b in pairwise(widths))
+    assert all(each.bytes < max(2 * bucket, 2 * largest) for each in sent)
+
+
+def test_a_bucket_is_a_number_of_bytes() -> None:
+    for wrong in (0, -1, 2.5e7, "25MB", None, True):
+        with pytest.raises(ShardingError, match=f"bucket={wrong!r}(.|\n)*say 1 to let each go alone"):
+            gpt(DATA, Mesh(dp=2), wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("annotations", [DATA | MEGATRON, FSDP, DATA | {"param:*attn*weight": P(None, "dp")}])
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=3, tp=1)], ids=str)
 def test_a_bucket_changes_no_bit_and_sends_what_it_announces(annotations: dict[str, P], mesh: Mesh) -> None:
     compiled = gpt(annotations, mesh, layers=1)
     args = tuple(torch.randint(compiled.model.config.vocab, (2, 8, 32)))  # type: ignore[union-attr, operator]
-    one_by_one = with_limit(compiled, 1)
+    one_by_one = gpt(annotations, mesh, 1, layers=1)
     assert len(one_by_one.collectives) > len(compiled.collectives)
     comm = SimulatedComm(mesh)
     results = [

@@ -315,3 +315,13 @@ def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(caps
     with pytest.raises(SystemExit):
         main(["dump", f"{FILE}:mlp", *ON_FOUR, "--remat", "-5"])
     assert "bytes are not negative" in capsys.readouterr().err
+
+
+def test_a_bucket_of_one_byte_holds_one_collective(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for options in ((), ("--bucket", "1")):
+        assert main(["dump", f"{FILE}:mlp", *ON_FOUR, *options, "--format", "json"]) == 0
+        counts.append(len(json.loads(capsys.readouterr().out)["collectives"]))
+    assert counts[0] < counts[1]
+    assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--bucket", "0"]) == 4
+    assert "say 1 to let each go alone" in capsys.readouterr().err
