@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from shardc.mesh import Mesh
 from shardc.partition import P, blocks
 
 
@@ -21,7 +23,9 @@ class MLP(nn.Module):
         return (self.down(torch.relu(self.up(x))) - y).square().mean()
 
 
+DATA = {"x": P("dp"), "y": P("dp")}
 MEGATRON = {"down.weight": P(None, "tp"), "x": P("dp")}
+MESHES = {"data": (Mesh(dp=4), DATA), "data and tensor": (Mesh(dp=2, tp=2), MEGATRON)}
 FSDP = {"x": P("dp"), "*.weight": P("dp"), "*.bias": P("dp")}
 
 
@@ -91,6 +95,15 @@ def batch(seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
 
 
+def doubles(seed: int, rows: int = 4) -> list[Tensor]:
+    return [tensor.double() for tensor in batch(seed, rows)]
+
+
 def ids(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randint(0, 12, (4, 6), generator=generator) for name in ("ids", "labels")}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor gathered; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

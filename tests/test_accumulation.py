@@ -2,30 +2,19 @@
 
 import pytest
 import torch
-from parallel_models import MEGATRON, MLP, TIED, TiedModel, batch, ids
-from torch.distributed.tensor import DTensor
+from parallel_models import DATA, MEGATRON, MLP, TIED, TiedModel, doubles, ids, whole
 
 import shardc
 from shardc.mesh import Mesh
 from shardc.options import Zero
-from shardc.partition import P
 from shardc.runtime.distributed import make_device_mesh
 
-DATA = {"x": P("dp"), "y": P("dp")}
 PLANS = {
     "data": (Mesh(dp=4), DATA, None),
     "data and tensor": (Mesh(dp=2, tp=2), MEGATRON, None),
     "stage 1": (Mesh(dp=4), DATA, Zero(stage=1)),
     "stage 2": (Mesh(dp=4), DATA, Zero(stage=2)),
 }
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def doubles(seed):
-    return [tensor.double() for tensor in batch(seed)]
 
 
 def made(mesh, annotations, zero, model=MLP):

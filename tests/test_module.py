@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from gloo_pool import ByPath
-from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel, batch, ids
+from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -39,16 +39,8 @@ def models(model=MLP, annotations=MEGATRON, mesh=MESH, **options):
     return alone, shardc.parallelize(alone, mesh, annotations, **options)
 
 
-def doubles(seed, rows=4):
-    return [tensor.double() for tensor in batch(seed, rows)]
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def assert_same(mine, theirs):
-    torch.testing.assert_close(full(mine), full(theirs), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(whole(mine), whole(theirs), atol=1e-12, rtol=1e-12)
 
 
 def assert_same_state(parallel, alone):
@@ -344,7 +336,7 @@ def run_states():
     assert_same_state(parallel, other)
     twin.load_state_dict(parallel.state_dict())
     assert_same_state(copy.deepcopy(twin), other)
-    alone.load_state_dict({name: full(tensor) for name, tensor in twin.state_dict().items()})
+    alone.load_state_dict({name: whole(tensor) for name, tensor in twin.state_dict().items()})
     x, y = doubles(3)
     mesh = make_device_mesh(MESH)
     row = mesh.get_coordinate()[0]

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from parallel_models import MEGATRON, MLP, TIED, TiedModel, batch, ids
+from parallel_models import DATA, MESHES, MLP, TIED, TiedModel, batch, ids, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardc
 from shardc.error import CaptureError, ShardingError
@@ -17,8 +16,6 @@ from shardc.runtime.distributed import make_device_mesh
 from shardc.runtime.simulator import interpret
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-DATA = {"x": P("dp"), "y": P("dp")}
-MESHES = {"data": (Mesh(dp=4), DATA), "data and tensor": (Mesh(dp=2, tp=2), MEGATRON)}
 STAGES = (None, 1, 2, 3)
 
 
@@ -243,10 +240,6 @@ def test_what_is_no_floating_dtype_or_no_option_is_named():
         Precision(reduce="bf16")
     with pytest.raises(ShardingError, match=r"precision=torch.bfloat16(.|\n)*say precision=shardc.Precision"):
         shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), precision=BF16)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def other_bytes(traffic, compiled):

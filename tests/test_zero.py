@@ -6,21 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_models import MEGATRON, MLP, batch
-from torch.distributed.tensor import DTensor
+from parallel_models import DATA, MESHES, MLP, batch, doubles, whole
 
 import shardc
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.options import Zero
-from shardc.partition import P
 from shardc.passes.store import stored_sharding
 from shardc.runtime.distributed import make_device_mesh
 from shardc.sharding import DimSharding, Sharding, TensorType
 
-DATA = {"x": P("dp"), "y": P("dp")}
 STAGES = (1, 2, 3)
-MESHES = {"data": (Mesh(dp=4), DATA), "data and tensor": (Mesh(dp=2, tp=2), MEGATRON)}
 
 
 def kinds(compiled):
@@ -121,10 +117,6 @@ OPTIMIZERS = {
 }
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def run_training(mesh, annotations, stage, optimizer):
     """Three steps of two microbatches, one evaluation after each; how often gathers ran between them."""
     torch.manual_seed(0)
@@ -153,10 +145,6 @@ def run_training(mesh, annotations, stage, optimizer):
     for theirs, mine in zip(alone.parameters(), parallel.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs, atol=1e-12, rtol=0)
     return gathers
-
-
-def doubles(seed):
-    return [tensor.double() for tensor in batch(seed)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
