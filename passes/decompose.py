@@ -30,6 +30,7 @@ from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
 from .assign_cuts import Cuts, assign, claims_on
+from .choose_ends import cheapest_ends
 from .decompose_index import INDEXING, lookup_moves
 from .decompose_norm import NORMS
 from .decompose_reduce import REDUCTIONS
@@ -42,6 +43,10 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
+    return cheapest_ends(program, _decomposed)
+
+
+def _decomposed(program: Program) -> Program:
     while True:
         found = _forms(program)
         if not found:
