@@ -25,6 +25,7 @@ from .comm import Comm
 from .copies import Copies
 from .distributed import make_device_mesh
 from .executor import Executor
+from .fused_steps import step_on_pieces
 from .inductor import InductorRunner
 from .open_sum import Accumulation
 from .runner import Runner
@@ -39,6 +40,7 @@ RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "ind
 
 
 watch_overflows()
+step_on_pieces()
 
 
 class CompileFn(Protocol):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .executor import Sums
 from .optimizer_steps import StepWatcher
+from .placement import new_dtensor
 
 aten = torch.ops.aten
 Close = Callable[[Sums], Mapping[int, Tensor]]
@@ -137,7 +138,7 @@ def open_gradient(sums: OpenSums, index: int, parameter: Tensor) -> DTensor:
     assert isinstance(parameter, DTensor) and parameter._spec.tensor_meta is not None, type(parameter)
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     spec = replace(parameter._spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
-    return DTensor(OpenGradient(sums, index, parameter._local_tensor, dtype), spec, requires_grad=False)
+    return new_dtensor(OpenGradient(sums, index, parameter._local_tensor, dtype), spec)
 
 
 def open_sums_of(parameters: Sequence[Tensor], close: Close) -> OpenSums | None:

@@ -10,7 +10,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, fx
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
@@ -22,6 +21,7 @@ from .border import Border, Door
 from .copies import Copies, Made
 from .ends import Ends
 from .executor import Saved, Sums, Values
+from .gradient import handed_over, is_accumulated, once_only
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
 from .runner import Runner
@@ -122,7 +122,7 @@ class Step:
         """
         if self.accumulation is None or not self._deferred:
             return {}
-        if not all(map(_is_accumulated, (nodes[put] for put in self._deferred))):
+        if not all(map(is_accumulated, (nodes[put] for put in self._deferred))):
             return {}
         parameters = {i: values[put] for put, i in self._deferred.items()}
         found: dict[int, Tensor] = {i: each for i, each in parameters.items() if isinstance(each, DTensor)}
@@ -263,16 +263,6 @@ def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
             )
 
 
-def _is_accumulated(node: Any) -> bool:
-    """Whether the backward that runs adds to ``.grad`` there; not so ``autograd.grad``, nor one of other ``inputs``."""
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad of a leaf
-        return False
-
-
 class _Run(torch.autograd.Function):
     """The forward part in torch's forward, the backward part in its backward."""
 
@@ -286,11 +276,21 @@ class _Run(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check(ctx.watched)
-        if ctx.step.copies is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(ctx.step.copies.note_backward)
-        nodes = [node for node, _ in ctx.next_functions]
-        waiting = ctx.step.waiting([value and value() for value in ctx.given], nodes[-len(ctx.given) :])
-        return None, *ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph(), waiting)
+        with torch.no_grad():
+            found = _gradients(ctx, gradients)
+        if torch.is_grad_enabled():
+            return None, *once_only(found)
+        nodes = [node for node, _ in ctx.next_functions][-len(found) :]
+        return None, *handed_over(found, [value and value() for value in ctx.given], nodes)
+
+
+def _gradients(ctx: Any, gradients: Values) -> list[Tensor | None]:
+    """Those of the inputs of a call, from those of its outputs."""
+    _check(ctx.watched)
+    if ctx.step.copies is not None:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.step.copies.note_backward)
+    nodes = [node for node, _ in ctx.next_functions[-len(ctx.given) :]]
+    waiting = ctx.step.waiting([value and value() for value in ctx.given], nodes)
+    found: list[Tensor | None] = ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph(), waiting)
+    return found

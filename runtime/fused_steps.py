@@ -1,0 +1,57 @@
+"""Fused optimizer steps over DTensors that lie alike: one kernel over their pieces, with nothing to propagate.
+
+DTensor's own dispatch makes a spec for each parameter's plain ``step`` anew, which costs as much as the kernel itself
+on a small model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+OPS = [
+    getattr(packet, overload)
+    for name in ("adam", "adamw", "sgd", "adagrad")
+    if (packet := getattr(torch.ops.aten, f"_fused_{name}_", None)) is not None
+    for overload in packet.overloads()
+    if "out" not in overload
+]
+
+
+def step_on_pieces() -> None:
+    """Let the kernels that update each tensor of a list by those at its place in other lists take the pieces."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(OPS, _step))
+
+
+def _step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Update in place. Where parameter, gradient and state lie otherwise than each other, DTensor does it."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(each, DTensor) for each in arg)]
+    if all(map(_lie_alike, zip(*lists, strict=True))) and not any(isinstance(v, DTensor) for v in kwargs.values()):
+        op(*map(_pieces, args), **kwargs)
+        return
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    del handlers[op]
+    try:
+        op(*args, **kwargs)
+    finally:
+        handlers[op] = _step
+
+
+def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether tensors are cut alike, and none is a partial sum."""
+    specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
+    if len(specs) < len(tensors):
+        return False
+    placements, mesh = specs[0].placements, specs[0].mesh
+    is_alike = all(spec.placements == placements and spec.mesh == mesh for spec in specs)
+    return is_alike and not any(placement.is_partial() for placement in placements)
+
+
+def _pieces(arg: Any) -> Any:
+    if not isinstance(arg, (list, tuple)):
+        return arg
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in arg]

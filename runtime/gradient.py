@@ -1,0 +1,64 @@
+"""Gradients at the end of a backward: given to their parameters at once where autograd would do nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def is_accumulated(node: Any) -> bool:
+    """Whether the backward that runs adds to ``.grad`` there; not so ``autograd.grad``, nor one of other ``inputs``."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad of a leaf
+        return False
+
+
+def once_only(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients, where a graph of them is made (``create_graph``): a RuntimeError if someone goes through it."""
+    refuse: Any = torch._C._functions.DelayedError(
+        b"a gradient of a parallel model has no gradient itself: leave create_graph out", len(gradients)
+    )
+    refused = refuse(*(gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
+    return tuple(refused)
+
+
+def handed_over(
+    gradients: Sequence[Tensor | None], values: Sequence[Tensor | None], nodes: Sequence[Any]
+) -> list[Tensor | None]:
+    """The gradients that are left for autograd, where those of parameters without one yet are set.
+
+    ``values``: the inputs that the gradients are of; ``nodes`` of autograd: where these would be passed on to, in a
+    list that alone holds them. Autograd would detach each gradient first, which for a DTensor costs more than a small
+    op. What hooks are to see is left, also where someone holds a node, who may have given it a hook.
+    """
+    holders, unheld = list(map(sys.getrefcount, nodes)), _unheld()
+    left = list(gradients)
+    for i, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
+        if isinstance(gradient, DTensor) and isinstance(value, DTensor) and holders[i] == unheld:
+            if _is_free(value) and gradient.stride() == value.stride() and is_accumulated(nodes[i]):
+                value.grad, left[i] = gradient, None
+    return left
+
+
+@cache
+@torch.enable_grad()
+def _unheld() -> int:
+    """How many hold a node in a list of nodes, if no one holds it beside."""
+    leaf = torch.zeros((), requires_grad=True)
+    made_by: Any = leaf.view_as(leaf).grad_fn
+    nodes = [node for node, _ in made_by.next_functions]
+    return next(map(sys.getrefcount, nodes))
+
+
+def _is_free(leaf: Tensor) -> bool:
+    """Whether it has no gradient yet, and no one is told of one."""
+    return leaf.is_leaf and leaf.grad is None and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
