@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.cut import extends, factor_cuts
+from shardc.fact import Origin
 from shardc.mesh import Axes, AxisPart
 from shardc.node import is_annotation
-from shardc.program import Origin, Program, Value
+from shardc.program import Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
 

@@ -23,8 +23,9 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from shardc.cut import extends, factor_cuts
+from shardc.fact import Origin
 from shardc.node import is_annotation
-from shardc.program import Origin, Program, Value
+from shardc.program import Program, Value
 from shardc.rule import Rule
 from shardc.sharding import WHOLE, Sharding
 

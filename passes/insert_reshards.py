@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.collective import EXCHANGES, reshard
+from shardc.fact import Origin
 from shardc.node import is_getitem, operand, operands, set_operands
-from shardc.program import Origin, Program, Value
+from shardc.program import Program, Value
 from shardc.sharding import Sharding
 from shardc.window import rows_sent
 

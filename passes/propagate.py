@@ -22,11 +22,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardc.cut import dims_sharding, extends, factor_cuts
+from shardc.fact import Origin
 from shardc.mesh import Axes, Mesh
 from shardc.node import is_getitem
 from shardc.ops.contraction import dot
 from shardc.pin import Pin
-from shardc.program import Origin, Program, Value
+from shardc.program import Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 

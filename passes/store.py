@@ -19,9 +19,10 @@ from itertools import pairwise
 from torch import fx
 
 from shardc.collective import reshard
+from shardc.fact import Output
 from shardc.mesh import AxisPart
 from shardc.node import casts_behind, is_cast, operand
-from shardc.program import Output, Program
+from shardc.program import Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
 

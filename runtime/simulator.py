@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardc.error import ShardingError, did_you_mean
-from shardc.program import Input, Program
+from shardc.fact import Input
+from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 
 from .comm import Comm, SimulatedComm

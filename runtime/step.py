@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
 from shardc.error import ShardingError
+from shardc.fact import Input, Output
 from shardc.lifetime import is_row_of_kept
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 
 from .border import Border, Door
 from .copies import Copies, Made

@@ -39,13 +39,14 @@ from shardc.convention import (
 )
 from shardc.decomposition import decompositions, resampling_whole
 from shardc.error import CaptureError
+from shardc.fact import Input, Output, Source, types_of
 from shardc.guard import DATA_DEPENDENT, Guards
 from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.opaque import Opaque, hold_opaques
 from shardc.options import Precision
 from shardc.partition import P
-from shardc.program import Input, Output, Program, Source, types_of
+from shardc.program import Program
 from shardc.recurrent import plain_cells
 from shardc.refusal import Refusals, capture_error, is_lookup_by_value, python_effects
 from shardc.sharding import TensorType

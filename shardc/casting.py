@@ -9,9 +9,10 @@ import torch
 from torch import fx, nn
 
 from shardc.error import CaptureError
+from shardc.fact import Input
 from shardc.node import casts_behind
 from shardc.options import Precision
-from shardc.program import Input, Program
+from shardc.program import Program
 from shardc.tree import flatten, rebuild
 
 Key = tuple[str, str]  # kind and name of an input of the program

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.error import CaptureError
+from shardc.fact import types_of
 from shardc.node import ancestors, is_random, op_name
 from shardc.opaque import Opaque, flat_call
 from shardc.ops.linalg import STEADY
-from shardc.program import types_of
 from shardc.sharding import TensorType
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)

@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from shardc.error import CaptureError
+from shardc.fact import Input, Output, Source, Types, types_of
 from shardc.node import is_getitem, op_name, reached
 from shardc.opaque import Opaque
-from shardc.program import Input, Output, Program, Source, Types, types_of
+from shardc.program import Program
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten

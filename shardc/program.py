@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from shardc.fact import Input, Origin, Output, Source, Types, types_of
 from shardc.mesh import Mesh
 from shardc.node import is_getitem, is_pointwise, op_name, operands, takes_device
 from shardc.options import Options
@@ -19,65 +20,11 @@ from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
 
-Phase = Literal["forward", "backward", "update"]
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
 LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
 
-Types = TensorType | tuple[TensorType | None, ...] | None
 Shardings = Sharding | tuple[Sharding | None, ...] | None
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a node comes from in the user's model: module path, ``file.py:line``, phase.
-
-    ``marks``: how many calls of ``stage_boundary`` lie before it.
-    """
-
-    module: str = ""
-    location: str = ""
-    phase: Phase = "forward"
-    marks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
-
-    ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
-    """
-
-    annotation: str
-    rank: int
-    via: str = ""
-    before: Origin | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
-
-    ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step.
-    """
-
-    name: str
-    kind: Literal["parameter", "buffer", "input", "tangent", "random"]
-    type: TensorType
-    requires_grad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An element of the output node's one tuple argument, in order.
-
-    ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
-    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written. ``guard``:
-    what keeps an op in the program that must find in values what it found at capture.
-    """
-
-    name: str
-    kind: Literal["output", "gradient", "buffer", "computed", "guard"]
 
 
 @dataclass(slots=True)
@@ -377,16 +324,6 @@ class Program:
     def remove_dead(self) -> None:
         """Erase every call whose value no one uses."""
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-
-
-def types_of(value: Any) -> Types:
-    """The type of what an op returned: of a tensor, or of each tensor of a tuple or list with None for what is none."""
-    if isinstance(value, torch.Tensor):
-        return TensorType(tuple(map(int, value.shape)), value.dtype)
-    if isinstance(value, (list, tuple)):
-        types = (types_of(entry) for entry in value)
-        return tuple(entry if isinstance(entry, TensorType) else None for entry in types)
-    return None
 
 
 def op_rule(target: Any) -> OpRule | None:

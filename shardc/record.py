@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shardc.borrow import changed
 from shardc.constant import known_number
 from shardc.error import CaptureError
+from shardc.fact import Input, Output
 from shardc.joint import Ends, assemble, traced_types
 from shardc.location import failing_line
 from shardc.node import ancestors
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 from shardc.sharding import TensorType
 from shardc.traced import TRACED_AS
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from shardc.fact import Input
 from shardc.forward_flow import Flow
 from shardc.lifetime import storages
-from shardc.program import Input
 from shardc.stage_units import Unit
 
 COPIES = 4  # of a trained parameter: itself, its gradient and the two states of Adam

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shardc.annotations import annotate_output
 from shardc.borrow import follow_modules
 from shardc.constant import known_number
+from shardc.fact import Phase, Source
 from shardc.guard import DATA_DEPENDENT, Guards, NoValueError
 from shardc.higher_order import REPLACED
 from shardc.location import user_location
 from shardc.partition import P
-from shardc.program import Phase, Source
 from shardc.refusal import Refusals, Unfit
 from shardc.stage_mark import marks_passed
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.fact import Input, Output
 from shardc.mesh import Mesh
 from shardc.partition import P
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 
 aten = torch.ops.aten

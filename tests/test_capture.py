@@ -21,9 +21,9 @@ from shardc.annotations import annotate
 from shardc.capture import Captured, capture
 from shardc.convention import TensorLeaf, call_signature, output_leaves
 from shardc.error import CaptureError, ShardingError
+from shardc.fact import Source
 from shardc.partition import P
 from shardc.passes.verify import verify
-from shardc.program import Source
 from shardc.sharding import TensorType
 from shardc.tree import flatten
 

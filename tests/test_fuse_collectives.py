@@ -9,8 +9,9 @@ from torch import Tensor, fx
 import shardc
 from shardc import Mesh, P
 from shardc.collective import all_reduce, shard_slice
+from shardc.fact import Input, Output
 from shardc.passes.fuse_collectives import fuse_collectives
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 
 MESH = Mesh(dp=2, tp=2)

@@ -9,10 +9,11 @@ from torch import fx
 
 from shardc.announcement import collectives_of
 from shardc.collective import COLLECTIVES, reshard
+from shardc.fact import Input, Output, Source
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.passes.lower_reshards import lower_reshards
-from shardc.program import Input, Output, Program, Source
+from shardc.program import Program
 from shardc.runtime.simulator import interpret
 from shardc.sharding import Sharding, TensorType
 

@@ -13,7 +13,8 @@ from torch import fx
 
 from shardc import Mesh, P, Precision, Remat, Zero, compile
 from shardc.cost import memory_of
-from shardc.program import Input, Output, Program
+from shardc.fact import Input, Output
+from shardc.program import Program
 from shardc.sharding import TensorType
 
 aten = torch.ops.aten

@@ -14,10 +14,11 @@ from shardc.announcement import collectives_of
 from shardc.collective import all_gather, all_reduce, shard_slice
 from shardc.cost import flops_of, memory_of
 from shardc.dump import json_text, program_dot, program_json
+from shardc.fact import Input, Output, Source
 from shardc.mesh import Mesh
 from shardc.ops.contraction import dot
 from shardc.partition import P
-from shardc.program import Input, Output, Program, Source
+from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 from shardc.text import bytes_text, collectives_text, parameters_text, program_text, table
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from shardc import Mesh, P
 from shardc.collective import all_gather, all_reduce, reduce_scatter
+from shardc.fact import Input, Output
 from shardc.ops.random import uniform
 from shardc.passes.verify import verify
-from shardc.program import Input, Output, Program
+from shardc.program import Program
 from shardc.rule import RULES, OpRule, pointwise_rule
 from shardc.runtime.comm import SimulatedComm
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType
