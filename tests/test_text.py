@@ -196,6 +196,7 @@ def test_memory_is_by_class_on_one_rank() -> None:
         "gradients": parameter,
         "optimizer": 2 * parameter,
         "saved": hidden,
+        "gathered": 0,
         "peak": 2 * parameter + x + loss + 2 * parameter,
     }
 
