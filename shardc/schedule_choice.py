@@ -63,14 +63,18 @@ class _Best:
 
 
 def _named(num_stages: int, count: int, num_ranks: int) -> Iterator[Schedule]:
+    """Each order once, under the first of its names."""
+    seen = set()
     for name in (name for name in ORDERS if fits(name, num_stages, num_ranks)):
-        yield named(name, num_stages, count, num_ranks)
-        for cap in _counts(num_ranks, count) if name in LINEAR else ():
-            yield replace(named(name, num_stages, count, num_ranks, cap), name=f"{name}, {cap} in flight")
+        for cap in (None, *range(1, max(2 * num_ranks, count) + 1)) if name in LINEAR else (None,):
+            found = named(name, num_stages, count, num_ranks, cap)
+            if found.actions not in seen:
+                seen.add(found.actions)
+                yield found if cap is None else replace(found, name=f"{name}, {cap} in flight")
 
 
 def _counts(num_ranks: int, count: int) -> list[int]:
-    """Caps on microbatches in flight: from one to all of them, closest around the number of ranks."""
+    """Caps on microbatches in flight, from one to all of them, that are tried with a search each."""
     near = [-(-num_ranks * quarters // 4) for quarters in (2, 4, 5, 6, 7, 8, 10, 12)]
     return sorted({1, count, *(cap for cap in near if cap < count)})
 

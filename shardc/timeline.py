@@ -15,7 +15,8 @@ class Task:
     """Something that takes time: a computation on one rank, a message, a collective that several ranks enter at once.
 
     It holds all its ``lanes`` while it runs, and starts once they are free and every task named in ``after`` has ended.
-    On each of its lanes it ``reads`` values, ``makes`` some (bytes by name) and ``frees`` others once it ends.
+    In the ``memory`` of its lanes, or of the ranks that it names, it ``reads`` values, ``makes`` some (bytes by name)
+    and ``frees`` others once it ends.
     """
 
     name: Hashable
@@ -25,6 +26,11 @@ class Task:
     reads: tuple[Hashable, ...] = ()
     makes: Mapping[Hashable, int] = field(default_factory=dict)
     frees: tuple[Hashable, ...] = ()
+    memory: tuple[Hashable, ...] | None = None
+
+    def touches(self, rank: Hashable) -> bool:
+        """Whether it reads or makes values of that rank."""
+        return rank in (self.lanes if self.memory is None else self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +106,21 @@ def timeline(
     """Run every lane's tasks in the order in which they are given, each as soon as it can.
 
     ``resident`` bytes lie on a rank from the start. Raises a ShardingError where tasks wait for each other in a circle,
-    and where one reads or frees what does not live on its lane.
+    and where one reads or frees what does not live in its memory.
     """
     by_name = {task.name: task for task in tasks}
     waits = _waits(tasks)
     starts: dict[Hashable, float] = {}
+    ends: dict[Hashable, float] = {}
     reasons: dict[Hashable, Hashable] = {}
     for name in _in_order(waits):
-        ends = {other: starts[other] + by_name[other].seconds for other in waits[name]}
-        starts[name] = max(ends.values(), default=0)
-        if ends:
-            reasons[name] = max(ends, key=lambda other: ends[other])
-    peaks = tuple(
-        peak_live([t for t in tasks if rank in t.lanes], rank, (resident or {}).get(rank, 0)) for rank in ranks
-    )
-    return Timeline(tuple(tasks), starts, reasons, tuple(ranks), peaks)
+        if waits[name]:
+            reasons[name] = max(waits[name], key=ends.__getitem__)
+        starts[name] = ends[reasons[name]] if waits[name] else 0
+        ends[name] = starts[name] + by_name[name].seconds
+    by_end = [by_name[name] for name in sorted(ends, key=ends.__getitem__)]  # of one end in the order of waiting
+    peaks = [peak_live([t for t in by_end if t.touches(rank)], rank, (resident or {}).get(rank, 0)) for rank in ranks]
+    return Timeline(tuple(tasks), starts, reasons, tuple(ranks), tuple(peaks))
 
 
 def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
@@ -128,6 +134,11 @@ def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
         for before, after in pairwise(names):
             waits[after].append(before)
     for task in tasks:
+        absent = [str(name) for name in task.after if name not in waits]
+        if absent:
+            raise ShardingError(
+                "timeline", f"{task.name} waits for {', '.join(absent)}", "no such task runs", "give it too"
+            )
         waits[task.name] += task.after
     return waits
 
@@ -140,15 +151,17 @@ def _in_order(waits: Mapping[Hashable, Sequence[Hashable]]) -> list[Hashable]:
         raise ShardingError("timeline", circle, "no task of a circle can start", "order the lanes otherwise") from None
 
 
-def peak_live(tasks: Sequence[Task], lane: Hashable, resident: int = 0) -> int:
-    """The most bytes that live between two tasks of a lane; a ShardingError where a task reads what does not live."""
+def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
+    """The most bytes that live on a rank after any of its tasks, in order; a ShardingError where one reads another."""
     live: dict[Hashable, int] = {}
     now = peak = resident
     for task in tasks:
         missing = [value for value in (*task.reads, *task.frees) if value not in live]
         if missing:
             what = f"{task.name} reads or frees {', '.join(map(str, missing))}"
-            raise ShardingError(f"lane {lane}", what, "it does not live there then", "make it before, free it after")
+            remedy = "make it before, free it after"
+            raise ShardingError(f"memory of rank {rank}", what, "that does not live there then", remedy)
+        assert not live.keys() & task.makes, (task.name, rank)
         live.update(task.makes)
         now += sum(task.makes.values()) - sum(live.pop(value) for value in task.frees)
         peak = max(peak, now)
