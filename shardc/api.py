@@ -208,23 +208,18 @@ def compile(
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
-    global shapes; meta tensors will do. ``train=False`` leaves the backward out. Raises ShardingError for what the user
-    did wrong, CaptureError for a model that cannot be captured. ``zero``, ``precision``,
-    ``remat``: see ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together.
-    ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
-    that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
+    global shapes; meta tensors will do. ``train=False``: no backward. ``zero``, ``precision``, ``remat``: see
+    ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together. ``fixed``: shardings that are
+    settled already and stand above annotations. ``strict``: a ShardingError for every op that has no rule and every
+    gather that no annotation asks for (see ``shardc.strict``).
+
+    Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
     from shardc.passes.pipeline import run_passes
 
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket)
     options.check(described)
-    if not hasattr(model, "named_parameters"):
-        raise ShardingError(
-            "model",
-            f"of type {type(model).__name__}",
-            "shardc compiles an nn.Module",
-            "put the function in a module's forward",
-        )
+    _check_module(model)
     matched = match(annotations or {}, model, args, kwargs or {}, described)
     stages: dict[str, Program] = {}
     seconds: dict[str, float] = {}
@@ -246,6 +241,16 @@ def compile(
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds)
+
+
+def _check_module(model: Any) -> None:
+    if not hasattr(model, "named_parameters"):
+        raise ShardingError(
+            "model",
+            f"of type {type(model).__name__}",
+            "shardc compiles an nn.Module",
+            "put the function in a module's forward",
+        )
 
 
 def parallelize(
