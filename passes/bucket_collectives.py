@@ -24,7 +24,10 @@ from shardc.bucket import Member, bucket, members
 from shardc.collective import Kind
 from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
+from shardc.mesh import MICROBATCH
+from shardc.node import ancestors, operand
 from shardc.program import Program
+from shardc.stage import is_sum
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
@@ -128,12 +131,20 @@ def _merged(run: list[Bucket], limit: int) -> list[Bucket]:
 def _sent(node: fx.Node) -> Member | None:
     """A collective by itself."""
     parts = members(node)
-    return parts[0] if node.target is not bucket and parts else None
+    return parts[0] if node.target is not bucket and parts and parts[0].args[0] != (MICROBATCH,) else None
 
 
 def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
     """What collectives of one bucket have in common."""
-    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
+    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase, _stages(program, node)
+
+
+def _stages(program: Program, node: fx.Node) -> frozenset[int]:
+    """The stages of a pipeline that it sums gradients of: those of a weight that two stages hold go apart."""
+    if program.num_stages == 1:
+        return frozenset()
+    sums = {operand(each) for each in ancestors(node) if is_sum(each)}
+    return frozenset(program.source(each).stage for each in sums or [node])
 
 
 def _nbytes(program: Program, node: fx.Node) -> int:

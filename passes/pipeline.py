@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 from shardc.program import Program
 
+from .accumulate import accumulate
 from .bucket_collectives import bucket_collectives
 from .canonicalize import canonicalize
+from .cut_stages import cut_stages
 from .decompose import decompose
 from .fuse_collectives import fuse_collectives
 from .insert_reshards import insert_reshards
@@ -29,12 +31,14 @@ from .verify import verify
 Pass = Callable[[Program], Program]
 
 PASSES: tuple[Pass, ...] = (
+    cut_stages,  # which stage of a pipeline each call is part of
     canonicalize,  # losses, means, dropout and views in few ops that have rules
     keep_dims,  # contractions keep the model's dims
     propagate,  # a sharding on every value
     decompose,  # softmax over a cut vocabulary and its like, as local work and small reductions
     insert_reshards,  # a reshard wherever producer and consumer differ
     store,  # parameters lie between uses as ZeRO says
+    accumulate,  # sums over microbatches before sums over ranks
     lower_reshards,  # each reshard as the cheapest collectives
     fuse_collectives,  # fewer and cheaper ones
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.fact import Origin
-from shardc.mesh import Axes, Mesh
+from shardc.mesh import MICROBATCH, Axes, Mesh
 from shardc.node import is_getitem
 from shardc.ops.contraction import dot
 from shardc.pin import Pin
@@ -238,7 +238,8 @@ class _State:
         before = cuts.get(factor, WHOLE)
         cut = self._free(value, cut, before)
         new_parts = [part for part in cut.all_axes if part not in before.all_axes]
-        if dim in self.closed.get(value, ()) or not new_parts or not op.rule.may_pass(factor, cut):
+        is_closed = dim in self.closed.get(value, ()) and any(part.name != MICROBATCH for part in new_parts)
+        if is_closed or not new_parts or not op.rule.may_pass(factor, cut):
             return
         if factor in op.rule.chunks and num_shards(cut.axes) > self.shapes[value][dim]:
             return  # a dim of few elements would be chunks of one, most of them none
@@ -266,7 +267,8 @@ class _State:
     def _is_storable(self, cut: DimSharding, size: int) -> bool:
         """Whether a DTensor can lie so: no part of an axis, and no uneven cut that torch would make otherwise."""
         sharding = Sharding(self.mesh, (cut,))
-        return all(map(self.mesh.is_whole, cut.all_axes)) and sharding.storable((size,)) == sharding
+        is_whole = all(map(self.mesh.is_whole, cut.all_axes)) and MICROBATCH not in [p.name for p in cut.all_axes]
+        return is_whole and sharding.storable((size,)) == sharding
 
     def write(self) -> None:
         """Put what was found on the nodes."""

@@ -12,7 +12,7 @@ from torch import fx
 from shardc.bucket import members
 from shardc.collective import EXCHANGES, reshard, steps_sharding
 from shardc.cut import dims_sharding, factor_cuts, lies_alike
-from shardc.mesh import AxisPart
+from shardc.mesh import MICROBATCH, AxisPart
 from shardc.node import is_annotation, is_getitem
 from shardc.program import LEVELS, Level, Program, Value
 from shardc.rule import Dims, Rule
@@ -174,8 +174,13 @@ def _pins_hold(program: Program) -> None:
                 else program.sharding(node)
             )
             dims = enumerate(zip(pin.sharding.dims, lies.dims, strict=True))
-            moved = [dim for dim, (said, found) in dims if said != found and dim not in pin.open]
+            moved = [dim for dim, (said, found) in dims if dim not in pin.open and not _is_as_said(said, found)]
             assert not moved, f"{pin.text}: {node} is {program.sharding(node)} in dims {moved}"
+
+
+def _is_as_said(said: DimSharding, found: DimSharding) -> bool:
+    """Whether a dim lies as the user said; they never speak of microbatches."""
+    return said in (found, found.without((MICROBATCH,)))
 
 
 def _collectives_give_what_they_say(program: Program) -> None:

@@ -19,7 +19,7 @@ from shardc.program import Program
 from shardc.sharding import Sharding, num_shards
 
 from .agreement import check_agreement
-from .comm import Comm, SimulatedComm
+from .comm import SimulatedComm, Starter
 from .copies import Copies
 from .distributed import TorchComm, gather_whole
 from .piece import pad, shard, unpad, unshard
@@ -42,7 +42,7 @@ class Door(Protocol):
 class Border(Protocol):
     """How tensors come in and go out. Pieces are a list, one for each rank that lives in this process."""
 
-    comm: Comm
+    comm: Starter
 
     def new_copies(self) -> Copies | None:
         """Where what is made of stored parameters is kept; None where it is made for every call."""
@@ -67,7 +67,7 @@ class VirtualBorder:
     """All ranks in this process: every tensor of the user's is plain and whole."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
-        self.comm: Comm = SimulatedComm(mesh, device)
+        self.comm: Starter = SimulatedComm(mesh, device)
 
     def new_copies(self) -> None:
         """None: a write through ``.data`` of a plain tensor cannot be seen."""
@@ -121,10 +121,10 @@ class DistributedBorder:
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.torch_comm = TorchComm(device_mesh)
-        self.comm: Comm = self.torch_comm
-        check_order(self.comm.mesh)
+        self.comm: Starter = self.torch_comm
+        check_order(self.torch_comm.mesh)
 
-    def new_copies(self) -> Copies:
+    def new_copies(self) -> Copies | None:
         """They are kept."""
         return Copies()
 
@@ -137,8 +137,8 @@ class DistributedBorder:
         """A replicated DTensor with a copy; of a DTensor, which holds a shard already, one that lies as it does."""
         if (lies := self.sharding(tensor, "parameter")) is not None:
             return to_dtensor(local(tensor).clone(), lies, tuple(tensor.shape), self.device_mesh)
-        whole = Sharding.replicated(self.comm.mesh, tensor.ndim)
-        copied = tensor.detach().to(self.comm.device).clone(memory_format=torch.contiguous_format)
+        whole = Sharding.replicated(self.torch_comm.mesh, tensor.ndim)
+        copied = tensor.detach().to(self.torch_comm.device).clone(memory_format=torch.contiguous_format)
         return to_dtensor(copied, whole, tuple(tensor.shape), self.device_mesh)
 
     def placed(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
@@ -161,7 +161,7 @@ class DistributedBorder:
                 name, f"a DTensor on {tensor.device_mesh}", f"the model is on {self.device_mesh}",
                 "make it on the model's mesh, with shardc.shard_batch",
             )  # fmt: skip
-        return sharding_of(tensor.placements, tensor.shape, self.comm.mesh, name)
+        return sharding_of(tensor.placements, tensor.shape, self.torch_comm.mesh, name)
 
     def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
         """A door between DTensors and local tensors."""

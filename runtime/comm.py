@@ -48,14 +48,12 @@ class Traffic:
         self.bytes.clear()
 
 
-class Comm(Protocol):
-    """Collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
+class Starter(Protocol):
+    """Starts collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
 
-    The methods are named and argued as the functions of shardc/collective.py; they take and return one tensor for each
-    of ``positions``. ``traffic`` is parallel to ``positions``. A collective in groups of one does nothing. ``start``
-    runs the method that it names, and gives what waits for the results; ``is_own``: no one else reads the operands;
-    ``into``: where results may be put, which is done where the runtime ``gathers_in_place``. ``start_bucket`` starts
-    one for many values.
+    ``traffic`` is parallel to ``positions``. ``start`` runs the method of ``Comm`` that it names, and gives what waits
+    for the results; ``is_own``: no one else reads the operands; ``into``: where results may be put, which is done where
+    the runtime ``gathers_in_place``. ``start_bucket`` starts one for many values.
     """
 
     @property
@@ -70,6 +68,14 @@ class Comm(Protocol):
     def gathers_in_place(self) -> bool: ...
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results: ...
     def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]: ...
+
+
+class Comm(Starter, Protocol):
+    """The collectives themselves, named and argued as the functions of shardc/collective.py.
+
+    They take and return one tensor for each of ``positions``. A collective in groups of one does nothing.
+    """
+
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors: ...

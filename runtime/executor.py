@@ -7,7 +7,7 @@ alive between the two is what is saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,7 +20,7 @@ from shardc.deferral import deferrable
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
-from .comm import Comm
+from .comm import Starter
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -62,6 +62,50 @@ class Started:
             env[self.instruction.result] = result
 
 
+def run(
+    instructions: Iterable[Instruction],
+    envs: Sequence[Env],
+    comm: Starter | None,
+    kept: Mapping[tuple[int, int], int] | None = None,
+    into: Sequence[Values] = (),
+) -> None:
+    """Run instructions, an ``Env`` for each rank of ``comm`` that lives in this process.
+
+    Collectives are started in the order of the program, which is the same on every rank, and waited for late.
+    ``into``: for each rank tensors where what gathers make may be put, ``kept`` by slot and member.
+    """
+    started: dict[int, Started] = {}
+    for each in instructions:
+        for slot in each.waits:
+            if slot in started:
+                started.pop(slot).finish(envs)
+        if each.collective:
+            assert comm is not None, each
+            started[each.result] = _start(each, envs, comm, kept or {}, into)
+        else:
+            target, result, kwargs = each.target, each.result, each.kwargs
+            for env in envs:
+                env[result] = target(*each.bound(env), **kwargs)
+        for slot in each.dead:
+            for env in envs:
+                env[slot] = None
+    for left in started.values():
+        left.finish(envs)
+
+
+def _start(
+    each: Instruction, envs: Sequence[Env], comm: Starter, kept: Mapping[tuple[int, int], int], into: Sequence[Values]
+) -> Started:
+    slots = [slot for _, slot in each.direct]
+    results = [kept.get((each.result, i)) for i in range(len(slots))] if into else []
+    places = [[None if i is None else values[i] for i in results] for values in into]
+    if each.flat is not None:
+        rows = [[env[slot] for slot in slots] for env in envs]
+        return Started(each, comm.start_bucket(each.flat, rows, places))
+    xs, first = [env[slots[0]] for env in envs], [place for place, *_ in places]
+    return Started(each, comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first))
+
+
 class Executor:
     """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
 
@@ -71,7 +115,7 @@ class Executor:
     """
 
     def __init__(
-        self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
+        self, program: Program, comm: Starter | None = None, device: torch.device | str = "cpu", is_eager: bool = True
     ) -> None:
         assert (comm is not None) == (program.level == "localized"), program.level
         self.program, self.comm = program, comm
@@ -206,37 +250,7 @@ class Executor:
     def _run(
         self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
     ) -> None:
-        """Collectives are started in the order of the program, which is the same on every rank, and waited for late.
-
-        ``into``: for each rank, parallel to the program's outputs, where what gathers make may be put.
-        """
-        started: dict[int, Started] = {}
-        for each in instructions:
-            for slot in each.waits:
-                if slot in started:
-                    started.pop(slot).finish(envs)
-            if each.collective:
-                started[each.result] = self._start(each, envs, into)
-            else:
-                target, result, kwargs = each.target, each.result, each.kwargs
-                for env in envs:
-                    env[result] = target(*each.bound(env), **kwargs)
-            for slot in each.dead:
-                for env in envs:
-                    env[slot] = None
-        for left in started.values():
-            left.finish(envs)
-
-    def _start(self, each: Instruction, envs: Sequence[Env], into: Sequence[Values] | None) -> Started:
-        assert self.comm is not None
-        slots = [slot for _, slot in each.direct]
-        results = [self._kept_in.get((each.result, i)) for i in range(len(slots))] if into else []
-        places = [[None if i is None else values[i] for i in results] for values in into or ()]
-        if each.flat is not None:
-            rows = [[env[slot] for slot in slots] for env in envs]
-            return Started(each, self.comm.start_bucket(each.flat, rows, places))
-        xs, first = [env[slots[0]] for env in envs], [place for place, *_ in places]
-        return Started(each, self.comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first))
+        run(instructions, envs, self.comm, self._kept_in if into else {}, into or ())
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
         envs: list[Env] = [[None] * self._num_slots for _ in inputs]

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardc.program import Program
 
-from .comm import Comm, Traffic
+from .comm import Starter, Traffic
 from .executor import Executor, Saved, Sums, Values
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -30,7 +30,7 @@ class InductorRunner:
     State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
     """
 
-    def __init__(self, program: Program, comm: Comm) -> None:
+    def __init__(self, program: Program, comm: Starter) -> None:
         self._executor, self._comm = Executor(program, comm, is_eager=False), comm
         self._fwd: Part | None = None
         self._bwd: Part | None = None
@@ -93,7 +93,7 @@ class Part:
     State: where in the flat arguments tensors stand, how arguments and results nest, and what a run sends.
     """
 
-    def __init__(self, run: Callable[[Any], Any], example: Any, comm: Comm) -> None:
+    def __init__(self, run: Callable[[Any], Any], example: Any, comm: Starter) -> None:
         self._run, self._comm = run, comm
         self._given, self._nest = pytree.tree_flatten(example)
         self._places = [i for i, value in enumerate(self._given) if isinstance(value, Tensor)]

@@ -16,18 +16,20 @@ from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
+from shardc.options import Pipeline
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
 
 from .border import Border, border_of
-from .comm import Comm
+from .comm import Starter
 from .copies import Copies
 from .distributed import make_device_mesh
 from .executor import Executor
 from .fused_steps import step_on_pieces
 from .inductor import InductorRunner
 from .open_sum import Accumulation
+from .pipeline_border import pipeline_on
 from .runner import Runner
 from .scaling import watch_overflows
 from .step import Compilation, Step
@@ -36,7 +38,7 @@ from .variants import Variants
 MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 RUNTIMES = ("auto", "virtual", "distributed")
-RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
+RUNNERS: dict[str, Callable[[Program, Starter], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
 watch_overflows()
@@ -51,7 +53,7 @@ class CompileFn(Protocol):
 
 
 def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto",
-                    backend: str = "eager") -> ParallelModule:  # fmt: skip
+                    backend: str = "eager", pipeline: Pipeline | None = None) -> ParallelModule:  # fmt: skip
     """The module for a mesh: virtual ranks for a Mesh, torch.distributed for a DeviceMesh or where ``runtime`` says so.
 
     ``backend`` runs the program: ``eager`` or ``inductor``.
@@ -65,8 +67,10 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
-    border = border_of(mesh, device)
-    return ParallelModule(model, border, compile_fn, RUNNERS[backend])
+    if pipeline is not None:
+        border, make_runner = pipeline_on(mesh, pipeline, device)
+        return ParallelModule(model, border, compile_fn, make_runner)
+    return ParallelModule(model, border_of(mesh, device), compile_fn, RUNNERS[backend])
 
 
 class ParallelModule(nn.Module):
@@ -82,7 +86,7 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
-                 make_runner: Callable[[Program, Comm], Runner] = Executor) -> None:  # fmt: skip
+                 make_runner: Callable[[Program, Starter], Runner] = Executor) -> None:  # fmt: skip
         super().__init__()
         self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from .executor import Saved, Sums, Values
+from .executor import Sums, Values
 
 
 class Runner(Protocol):
-    """The parts of one program, as ``Executor`` says."""
+    """The parts of one program, as ``Executor`` says; what is ``saved`` is a runner's own."""
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]: ...
     def forward(
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Saved]: ...
-    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
+    ) -> tuple[list[list[Tensor | None]], Any]: ...
+    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
     def accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool = False
+        self, saved: Any, tangents: Sequence[Values], keep: bool = False
     ) -> tuple[list[list[Tensor | None]], Sums]: ...
     def close(self, sums: Sums) -> list[list[Tensor | None]]: ...
     @property

@@ -112,7 +112,7 @@ class Step:
         for put, i in self._ends.gradients.items():
             if i in waiting:
                 found[put] = open_gradient(opened, i, waiting[i])
-            elif self._results[i] is not None:
+            elif any(piece is not None for piece in columns[i]):  # of a pipeline, another stage has it
                 found[put] = self._leave(i, columns[i], is_plain[put])
         return found
 

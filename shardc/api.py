@@ -17,7 +17,8 @@ from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
-from shardc.options import BUCKET, Options, Precision, Remat, Zero
+from shardc.microbatch import with_microbatches
+from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
@@ -199,6 +200,7 @@ def compile(
     train: bool = True,
     differentiable: tuple[str, ...] = (),
     zero: Zero | None = None,
+    pipeline: Pipeline | None = None,
     precision: Precision | None = None,
     remat: Remat | None = None,
     bucket: int = BUCKET,
@@ -217,10 +219,11 @@ def compile(
     """
     from shardc.passes.pipeline import run_passes
 
-    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket)
+    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline)
     options.check(described)
     _check_module(model)
-    matched = match(annotations or {}, model, args, kwargs or {}, described)
+    within = pipeline.stage_mesh(described) if pipeline else described
+    matched = match(annotations or {}, model, args, kwargs or {}, within)
     stages: dict[str, Program] = {}
     seconds: dict[str, float] = {}
 
@@ -233,9 +236,13 @@ def compile(
         precision=precision,
     )  # fmt: skip
     settled = {(pin.kind, pin.name) for pin in fixed}
-    asked = resolve(captured.program, matched, described)
-    pins = [pin for pin in asked if (pin.kind, pin.name) not in settled]
-    program = replace(captured.program, mesh=described, pins=(*pins, *fixed), options=options)
+    computing = pipeline.compute_mesh(described) if pipeline else described
+    asked = resolve(captured.program, matched, computing)
+    pins = [*(pin for pin in asked if (pin.kind, pin.name) not in settled), *fixed]
+    if pipeline:
+        pins = list(with_microbatches(captured.program, pins, pipeline, computing))
+    num_stages = pipeline.num_stages(described) if pipeline else 1
+    program = replace(captured.program, mesh=computing, pins=tuple(pins), options=options, num_stages=num_stages)
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
     if strict:
@@ -264,6 +271,7 @@ def parallelize(
     compile: Literal["eager", "inductor"] = "eager",
     differentiable: tuple[str, ...] = (),
     zero: Zero | None = None,
+    pipeline: Pipeline | None = None,
     precision: Precision | None = None,
     remat: Remat | None = None,
     bucket: int = BUCKET,
@@ -278,10 +286,10 @@ def parallelize(
     """
     from shardc.runtime.module import parallel_module
 
-    stated = {"zero": zero, "precision": precision, "remat": remat, "bucket": bucket}
+    stated = {"zero": zero, "pipeline": pipeline, "precision": precision, "remat": remat, "bucket": bucket}
     options = {"differentiable": differentiable, **stated, "strict": strict}
     call = partial(_compile_call, mesh, annotations, options)
-    module = parallel_module(model, mesh, call, runtime, compile)
+    module = parallel_module(model, mesh, call, runtime, compile, pipeline)
     if args is not None or kwargs is not None:
         module.compile_for(args or (), kwargs or {})
     return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,13 +17,16 @@ Types = TensorType | tuple[TensorType | None, ...] | None
 class Source:
     """Where a node comes from in the user's model: module path, ``file.py:line``, phase.
 
-    ``marks``: how many calls of ``stage_boundary`` lie before it.
+    ``marks``: how many calls of ``stage_boundary`` lie before it. ``ordinal``: which call of forward it is, or was made
+    for, in order; -1 where there is none. ``stage``: of a pipeline, where that call is.
     """
 
     module: str = ""
     location: str = ""
     phase: Phase = "forward"
     marks: int = 0
+    ordinal: int = field(default=-1, compare=False)
+    stage: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 from shardc.error import ShardingError, did_you_mean
 
+MICROBATCH = "microbatch"  # the axis of time: what it cuts is computed piece after piece, on the same ranks
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisPart:
@@ -127,8 +129,9 @@ class Mesh:
                 "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
             )
         ids = tuple(mesh.mesh.flatten().tolist())
-        axes = dict(zip(names, mesh.shape, strict=True))
-        return Mesh(device_ids=None if ids == tuple(range(len(ids))) else ids, **axes)
+        found = Mesh(**dict(zip(names, mesh.shape, strict=True)))
+        found.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
+        return found
 
     @cached_property
     def size(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.error import ShardingError, raise_all
-from shardc.mesh import Mesh
+from shardc.mesh import MICROBATCH, Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +106,61 @@ class Remat:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The model is cut in stages along one mesh axis, and the batch in microbatches that follow each other.
+
+    ``balance``: what is even over the stages; ``cuts``: globs over module paths, at whose start a stage begins, or
+    ``shardc.stage_boundary()`` in the model. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-h2``,
+    ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v`` and else 1.
+    ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
+    inputs as long there as the first. A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
+    Sources: GPipe, Huang et al. 2019; PipeDream, Narayanan et al. 2019; Zero Bubble, Qi et al. 2024.
+    """
+
+    axis: str = "pp"
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    balance: Literal["params", "flops", "time", "memory"] = "params"
+    cuts: tuple[str, ...] | None = None
+    chunks: int | None = None
+    batch: Mapping[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ShardingError(
+                "Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", "say 1 or more"
+            )
+
+    def check(self, mesh: Mesh) -> None:
+        """A ShardingError where the mesh has no such axis, or one of the name that microbatches go by."""
+        mesh.axis_size(self.axis)
+        if MICROBATCH in mesh.axis_names:
+            raise ShardingError(
+                "Pipeline", f"{mesh}", f"its axis {MICROBATCH!r} is the name of an axis of ours", "name it otherwise"
+            )
+
+    def num_stages(self, mesh: Mesh) -> int:
+        """Stages of the model: the ranks along the axis, times the stages of each."""
+        return mesh.axis_size(self.axis) * self.chunks_a_rank
+
+    @property
+    def chunks_a_rank(self) -> int:
+        """Stages that each rank holds."""
+        return self.chunks or (2 if self.schedule in ("interleaved", "zb-v") else 1)
+
+    def stage_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
+        rest = {name: size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name != self.axis}
+        return Mesh(device_ids=None, **(rest or {self.axis: 1}))
+
+    def compute_mesh(self, mesh: Mesh) -> Mesh:
+        """That of the program: a stage's ranks, at the time of each microbatch."""
+        stage = self.stage_mesh(mesh)
+        axes = {MICROBATCH: self.microbatches, **dict(zip(stage.axis_names, stage.shape, strict=True))}
+        return Mesh(device_ids=None, **axes)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What a program is compiled with beside mesh and annotations.
 
@@ -116,10 +172,14 @@ class Options:
     precision: Precision | None = None
     remat: Remat | None = None
     bucket: int = BUCKET
+    pipeline: Pipeline | None = None
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError for an option that is of another type or does not fit the mesh."""
-        given = (("zero", self.zero, Zero), ("precision", self.precision, Precision), ("remat", self.remat, Remat))
+        given = (
+            *(("zero", self.zero, Zero), ("precision", self.precision, Precision), ("remat", self.remat, Remat)),
+            ("pipeline", self.pipeline, Pipeline),
+        )
         for name, value, wanted in given:
             if value is not None and not isinstance(value, wanted):
                 problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
@@ -127,5 +187,6 @@ class Options:
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
             raise ShardingError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
-        if self.zero is not None:
-            self.zero.check(mesh)
+        for option in (self.zero, self.pipeline):
+            if option is not None:
+                option.check(mesh)

@@ -34,6 +34,7 @@ class Program:
     ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
     local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
     user asked for beside. ``computed``: how parameters that are stored otherwise lie where they are computed on.
+    ``num_stages`` of the pipeline that it is cut for; ``mesh`` is then that of one stage, with an axis of microbatches.
     """
 
     graph: fx.Graph
@@ -45,6 +46,7 @@ class Program:
     notes: tuple[str, ...] = field(default=())
     options: Options = field(default_factory=Options)
     computed: Mapping[str, Sharding] = field(default_factory=dict)
+    num_stages: int = 1
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""

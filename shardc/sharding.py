@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +47,15 @@ class DimSharding:
     def all_axes(self) -> Axes:
         """Every part that cuts the dim, major first."""
         return self.axes + tuple(part for _, axes in self.minor for part in axes)
+
+    def without(self, axes: Collection[str]) -> DimSharding:
+        """The same, not cut by ``axes``."""
+
+        def kept(parts: Axes) -> Axes:
+            return tuple(part for part in parts if part.name not in axes)
+
+        minor = tuple((size, kept(parts)) for size, parts in self.minor)
+        return DimSharding(kept(self.axes), minor if any(parts for _, parts in minor) else ())
 
     def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
         """The dim as separate ``(size, axes)`` dims, each cut whole."""
@@ -118,6 +128,11 @@ class Sharding:
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
         return not self.cut_axes and not self.partial
+
+    def on(self, mesh: Mesh) -> Sharding:
+        """The same on a mesh that lacks some axes: those cut nothing there, and nothing is open over them."""
+        dims = tuple(dim.without(set(self.mesh.axis_names) - set(mesh.axis_names)) for dim in self.dims)
+        return Sharding(mesh, dims, tuple(each for each in self.partial if each[0].name in mesh.axis_names))
 
     def reduced(self) -> Sharding:
         """The same cuts with no reduction open."""

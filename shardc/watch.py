@@ -34,7 +34,7 @@ class Watch(TorchDispatchMode):
     What an op finds in values is guarded, unless the user's own line asks for it or there are no ``guards``.
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, the source of the op that made the autograd
-    node of that number.
+    node of that number; ``count`` of the calls of forward.
     """
 
     supports_higher_order_operators = True
@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
         self.by_sequence: dict[int, Source] = {}
-        self.latest = Source()
+        self.latest, self.count = Source(), 0
         for path, spec in annotations.items():
             model.get_submodule(path).register_forward_hook(partial(_annotate_hook, spec))
         follow_modules(model, self.modules)
@@ -89,7 +89,8 @@ class Watch(TorchDispatchMode):
         autograd_node = torch._C._current_autograd_node()
         if autograd_node is None and self.phase == "forward":
             line = user_location(sys._getframe(2), stop=self.stop)
-            found = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed())
+            found = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
+            self.count += 1
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, found)
             return found
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):

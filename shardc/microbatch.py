@@ -1,0 +1,62 @@
+"""Microbatches: the batch dims of a program's inputs are cut along the axis of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.fact import Input
+from shardc.mesh import MICROBATCH, Mesh
+from shardc.options import Pipeline
+from shardc.pin import Pin
+from shardc.program import Program
+from shardc.sharding import WHOLE, DimSharding, Sharding
+
+
+def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
+    """The pins of a program with those of its inputs cut in microbatches too, within the cut that they have.
+
+    ``mesh``: the program's. Raises a ShardingError for an option ``batch`` that names no input or no dim of it.
+    """
+    inputs = {put.name: put for put in program.inputs if put.kind == "input"}
+    dims = batch_dims(inputs, pipeline)
+    given = {pin.name: pin for pin in pins if pin.kind == "input"}
+    yield from (pin for pin in pins if pin.kind != "input" or pin.name not in dims)
+    for name, dim in dims.items():
+        ndim = len(inputs[name].type.shape)
+        whole = Sharding(mesh, (WHOLE,) * ndim)
+        text = f"input {name!r} is cut in microbatches along dim {dim}"
+        pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
+        cut = pin.sharding.dims[dim]
+        if cut.minor:
+            raise ShardingError(
+                f"input {name!r}", f"{pin.text} cuts blocks of dim {dim}", "that dim is cut in microbatches too",
+                f"cut it by an axis, or say Pipeline(batch={{{name!r}: None}})",
+            )  # fmt: skip
+        sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
+        yield replace(pin, sharding=sharding, open=pin.open - {dim})
+
+
+def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int]:
+    """The dim of each input that is cut in microbatches, by name."""
+    errors = [_no_input(name, inputs) for name in pipeline.batch if name not in inputs]
+    for name, dim in pipeline.batch.items():
+        shape = inputs[name].type.shape if name in inputs else ()
+        if name in inputs and dim is not None and not 0 <= dim < len(shape):
+            remedy = f"say a dim from 0 to {len(shape) - 1}, or None" if shape else "say None"
+            errors.append(ShardingError(f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}",
+                                        "there is no such dim", remedy))  # fmt: skip
+    raise_all(errors)
+    found = {name: dim for name, dim in pipeline.batch.items() if dim is not None}
+    sizes = [inputs[name].type.shape[dim] for name, dim in found.items()]
+    sizes += [put.type.shape[0] for put in inputs.values() if put.type.shape]
+    for name, put in inputs.items():
+        if name not in pipeline.batch and put.type.shape and put.type.shape[0] == sizes[0]:
+            found[name] = 0
+    return found
+
+
+def _no_input(name: str, inputs: Mapping[str, Input]) -> ShardingError:
+    remedy = did_you_mean(name, inputs) or f"name one of {', '.join(inputs)}"
+    return ShardingError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)

@@ -1,0 +1,235 @@
+"""Reads the stages of a pipeline off a program whose calls have stages.
+
+A value that microbatches cut or leave open is *timed*: made anew for each of them; all others are made once a step. A
+timed value that depends on inputs and not on parameters (a mask, one-hot labels, dropout) is *shared*: each stage that
+reads it makes it, unless that is much work. Any other is one stage's *own*, and is sent to the stages that read it.
+
+A call of forward is as far down the pipeline as its operands at least. Of backward, what a tangent reaches is as far up
+as the gradients that it takes at most: values that forward saved have no say. What else there is in backward is where
+it is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torch import fx
+
+from shardc.bucket import members
+from shardc.collective import EXCHANGES, LOCAL_KINDS
+from shardc.error import ShardingError, raise_all
+from shardc.lifetime import split
+from shardc.mesh import MICROBATCH
+from shardc.node import ancestors, descendants, is_getitem, operand, reached
+from shardc.ops.contraction import dot
+from shardc.program import Program
+from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut_in_time, is_sum
+
+Calls = dict[Part, tuple[fx.Node, ...]]
+
+
+def stages_of(program: Program) -> Stages:
+    """The stages of a lowered or localized program.
+
+    Raises a ShardingError for each op that needs the whole batch before its last microbatch is done.
+    """
+    kinds = Kinds(program)
+    kinds.check()
+    places = Places(kinds)
+    holders = places.holders()
+    crossings, stages = places.crossings(), []
+    for i in range(program.num_stages):
+        closing, taken = _closing(places, i, holders)
+        for source, node in taken:
+            crossings[Crossing(source, i, "after")].add(node)
+        names = tuple(name for node, name in kinds.parameters.items() if i in holders[node])
+        stages.append(Stage(*_parts(places, i, closing), names))
+    sent = {crossing: tuple(sorted(nodes)) for crossing, nodes in crossings.items()}
+    return Stages(program, tuple(stages), sent, places.home())
+
+
+class Kinds:
+    """What kind of value each node of a program is; a call is ``timed`` and ``shared``, ``timed`` and ``own``, or once.
+
+    ``closing``: sums over microbatches of own values; ``late``: what depends on them.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        inputs = zip(program.inputs, program.placeholders, strict=True)
+        self.parameters = {node: put.name for put, node in inputs if put.kind == "parameter"}
+        self.timed = self._find_timed()
+        self.own = self._find_own()
+        self.closing = {node for node in program.calls if is_sum(node) and operand(node) in self.own}
+        self.late = descendants(*self.closing)
+
+    def _find_timed(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.program.graph.nodes:
+            if node.op == "output" or is_sum(node):
+                continue
+            shardings = (self.program.sharding(node),) if is_getitem(node) else self.program.shardings(node)
+            if any(map(is_cut_in_time, shardings)) or not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _find_own(self) -> set[fx.Node]:
+        of_parameters = descendants(*self.parameters)
+        work = [node for node in self.timed if node.target is dot or _is_sent(node)]
+        return self.timed & (of_parameters | descendants(*work))
+
+    def check(self) -> None:
+        """A ShardingError for what needs the whole batch in the middle of a step."""
+        counts = {node for node in self.program.calls if is_sum(node)} - self.closing
+        twice = {operand(node) for node in counts} & descendants(*counts)
+        found = [node for node in self.program.calls if not is_sum(node) and MICROBATCH in _axes(node)]
+        found += [node for node in self.program.calls if node in twice or node in self.timed & self.late]
+        raise_all(list({str(error): error for error in map(self._needs_all, found)}.values()))
+
+    def _needs_all(self, node: fx.Node) -> ShardingError:
+        source = self.program.source(node)
+        where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
+        return ShardingError(
+            f"{node.name} in {where}", self.program.cause(node) or f"{node.target}",
+            "it needs the whole batch in the middle of a step, and a microbatch is a part of one",
+            "compute it of each sample by itself, or leave pipeline out",
+        )  # fmt: skip
+
+
+class Places:
+    """The ``stage`` and ``part`` of each own value of a program; ``own``, these in program order."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds, self.program = kinds, kinds.program
+        self.own = [node for node in self.program.graph.nodes if node in kinds.own]
+        self.stage: dict[fx.Node, int] = {}
+        self.part: dict[fx.Node, Part] = {}
+        self._find_stages()
+        self._split_backward()
+
+    def _find_stages(self) -> None:
+        tangents = [node for (kind, _), node in self.program.named_inputs.items() if kind == "tangent"]
+        forward, gradients, last = set(split(self.program).forward), descendants(*tangents), self.program.num_stages - 1
+        for node in self.own:
+            before = [each for each in node.all_input_nodes if each in self.stage]
+            if node in forward:
+                self.stage[node] = max([self._tag(node, 0), *map(self.stage.__getitem__, before)])
+            elif node in gradients:
+                above = [self.stage[each] for each in before if each in gradients]
+                self.stage[node] = min([self._tag(node, last), *above])
+            self.part[node] = "forward" if node in forward else "weight_gradient"
+        for node in reversed(self.own):
+            if node not in self.stage:
+                read = [self.stage[user] for user in node.users if user in self.stage]
+                self.stage[node] = max(read, default=self._tag(node, last))
+
+    def _tag(self, node: fx.Node, default: int) -> int:
+        source = self.program.source(operand(node) if is_getitem(node) else node)
+        return default if source.stage < 0 else source.stage
+
+    def _split_backward(self) -> None:
+        """Of a stage's backward, what another stage's backward needs is its input gradient."""
+        sent = [node for crossing, nodes in self.crossings().items() if crossing.part != "forward" for node in nodes]
+        for node in ancestors(*sent):
+            if self.part.get(node) == "weight_gradient":
+                self.part[node] = "input_gradient"
+        for node in self.own:
+            if is_getitem(node):
+                self.part[node] = self.part[operand(node)]
+
+    def crossings(self) -> dict[Crossing, set[fx.Node]]:
+        """The values that other stages read than the one that makes them, in the course of the microbatches."""
+        found: dict[Crossing, set[fx.Node]] = defaultdict(set)
+        for node in self.own:
+            for user in node.users:
+                if user in self.stage and self.stage[user] != self.stage[node]:
+                    is_down = self.stage[user] < self.stage[node]
+                    assert is_down or self.part[node] == "forward", f"{node}, read by {user}"
+                    part: Part = "input_gradient" if is_down else "forward"
+                    found[Crossing(self.stage[node], self.stage[user], part)].add(node)
+        return found
+
+    def holders(self) -> dict[fx.Node, set[int]]:
+        """The stages that read each parameter; the first one if none does."""
+        found: dict[fx.Node, set[int]] = {node: set() for node in self.kinds.parameters}
+        for stage in range(self.program.num_stages):
+            own = {node for node in self.own if self.stage[node] == stage}
+            for node in reached(own, _down(self.kinds.own - own)) & set(found):
+                found[node].add(stage)
+        return {node: stages or {0} for node, stages in found.items()}
+
+    def home(self) -> dict[int, int]:
+        """The stage of each output of which every microbatch has a part."""
+        last, ends = self.program.num_stages - 1, enumerate(self.program.results)
+        return {i: self.stage.get(node, last) for i, node in ends if node is not None and node in self.kinds.timed}
+
+
+def _closing(
+    places: Places, stage: int, holders: Mapping[fx.Node, set[int]]
+) -> tuple[set[fx.Node], list[tuple[int, fx.Node]]]:
+    """What a stage closes a step with, and of this what it is sent, after the stage that has it."""
+    kinds = places.kinds
+
+    def step(node: fx.Node) -> Iterable[fx.Node]:
+        return () if node in kinds.closing else (each for each in node.all_input_nodes if each not in kinds.timed)
+
+    found = reached(_results(kinds, stage, holders), step)
+    sums = [(places.stage[operand(node)], node) for node in found & kinds.closing]
+    lacking = [(min(holders[node]), node) for node in found & set(holders) if stage not in holders[node]]
+    return found, [(source, node) for source, node in (*sums, *lacking) if source != stage]
+
+
+def _results(kinds: Kinds, stage: int, holders: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
+    """What a stage returns once a step: of parameters' gradients its own, all else on every stage."""
+    parameters = {name: node for node, name in kinds.parameters.items()}
+    for node, output in zip(kinds.program.results, kinds.program.outputs, strict=True):
+        of = parameters.get(output.name) if output.kind in ("gradient", "computed") else None
+        if node is not None and node not in kinds.timed and (of is None or stage in holders[of]):
+            yield node
+
+
+def _parts(places: Places, stage: int, closing: set[fx.Node]) -> tuple[Calls, Calls]:
+    """The calls of each part of a stage's work, and the sums that each part adds to."""
+    kinds, parts = places.kinds, {part: set[fx.Node]() for part in PARTS}
+    made, lasting = set[fx.Node](), set[fx.Node]()  # for a microbatch, in a part before; once a step
+    results = {node for i, node in enumerate(kinds.program.results) if node and places.home().get(i) == stage}
+    for part in SCHEDULED:
+        own = {node for node in places.own if (places.stage[node], places.part[node]) == (stage, part)}
+        read = reached(own | (results - kinds.own if part == "forward" else set()), _down(kinds.own - own))
+        parts[part] = (read & kinds.timed) - made
+        made |= parts[part]
+        lasting |= read - kinds.timed
+    counts = {node for node in lasting | closing if is_sum(node)} - kinds.closing
+    counted = reached(map(operand, counts), _down(set()))
+    parts["count"], lasting = counted & kinds.timed, lasting | (counted - kinds.timed)
+    settled = descendants(*counts)
+    parts["settle"], parts["once"] = (lasting & settled) - counts, lasting - settled
+    parts["after"] = closing - lasting - counts - kinds.closing
+    sums = {part: set[fx.Node]() for part in PARTS}
+    sums["count"] = counts
+    for node in kinds.closing:
+        if places.stage[operand(node)] == stage:
+            sums[places.part[operand(node)]].add(node)
+    return _in_order(parts), _in_order(sums)
+
+
+def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
+    """A step to what a node needs, but not to ``without``, and not past a sum over microbatches."""
+    return lambda node: () if is_sum(node) else (each for each in node.all_input_nodes if each not in without)
+
+
+def _in_order(parts: Mapping[Part, set[fx.Node]]) -> Calls:
+    return {part: tuple(sorted(node for node in nodes if node.op != "placeholder")) for part, nodes in parts.items()}
+
+
+def _is_sent(node: fx.Node) -> bool:
+    return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
+
+
+def _axes(node: fx.Node) -> set[str]:
+    """The axes along which ranks exchange what a node moves."""
+    given = [part.args[0] for part in members(node) if part.kind not in LOCAL_KINDS]
+    given += [part.args[1] for part in members(node) if part.kind == "collective_permute"]
+    given += [node.args[1]] if node.target in EXCHANGES else []
+    return {axis.partition(":")[0] for axes in given for axis in axes}

@@ -1,0 +1,114 @@
+"""A pipeline equals one device: skips, tied weights, masks, frozen stages, dropout, uneven microbatches, schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardc
+from shardc import Mesh, P
+from shardc.options import Pipeline
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+WIDTH, VOCAB = 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, state: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        x = state["x"]
+        assert x is not None
+        return {"x": x + self.dropout(torch.tanh(self.linear(self.norm(x)))), "none": None}
+
+
+class Model(nn.Module):
+    """Blocks that pass dicts with None in them, the first one's output once more to the last but one."""
+
+    def __init__(self, *, dropout: float = 0.0, is_tied: bool = False, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(8))
+        if is_tied:
+            self.head.weight = self.embed.weight
+        if is_frozen:
+            self.embed.requires_grad_(False)
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, ids: Tensor, targets: Tensor, keep: Tensor | None = None) -> Tensor:
+        first = x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            x = block({"x": x, "none": None})["x"]
+            if keep is not None:
+                x = x.masked_fill(~keep[:, None, None], 0.5)
+            first = x if i == 0 else first
+            x = x + first if i == len(self.blocks) - 2 else x
+        return functional.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (rows, 5), generator=torch.Generator().manual_seed(1))
+    return ids, ids.roll(1, 1)
+
+
+def some_targets(rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Few targets count, and not as many in every microbatch."""
+    ids, targets = data(rows)
+    return ids, torch.where(torch.arange(5 * rows).reshape(rows, 5) % 7 < 3, targets, -100)
+
+
+COLUMNS = {
+    "skip": ({}, data()),
+    "tied": ({"is_tied": True}, data()),
+    "mask": ({}, (*data(), torch.arange(8) % 3 > 0)),
+    "frozen": ({"is_frozen": True}, data()),
+    "uneven": ({}, data(10)),
+    "targets": ({}, some_targets(10)),
+    "dropout": ({"dropout": 0.3}, data()),
+}
+
+
+def check(
+    options: dict[str, object], args: tuple[Tensor, ...], mesh: Mesh, pipeline: Pipeline, batch: P | None = None,
+    backwards: int = 2,
+) -> None:  # fmt: skip
+    """Losses and gradients are those of one device within 1e-12, after one step and after two without zero_grad."""
+    torch.manual_seed(0)
+    model = Model(**options).double()  # type: ignore[arg-type]
+    annotations = {"ids": batch, "targets": batch} if batch else {}
+    piped = shardc.parallelize(model, mesh, annotations, pipeline=pipeline)
+    whole = shardc.parallelize(model, Mesh(one=1))
+    for _ in range(backwards):
+        mine, expected = piped(*args), whole(*args)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+        mine.backward()
+        expected.backward()
+    for (name, one), (_, other) in zip(piped.named_parameters(), whole.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(piped.eval()(*args), whole.eval()(*args), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_one_device(schedule: str) -> None:
+    check({"is_tied": True, "dropout": 0.3}, some_targets(10), Mesh(pp=4), Pipeline(microbatches=4, schedule=schedule))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_model_is_one_device(column: str) -> None:
+    check(*COLUMNS[column], Mesh(pp=3), Pipeline(microbatches=4))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_any_count_of_microbatches(microbatches: int) -> None:
+    check({}, data(), Mesh(pp=4), Pipeline(microbatches=microbatches))
+
+
+def test_the_batch_is_cut_over_ranks_too() -> None:
+    check({"is_tied": True}, some_targets(10), Mesh(dp=2, pp=2), Pipeline(microbatches=4), P("dp"))
