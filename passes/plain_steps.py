@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
-from shardc.collective import Kind, Step, steps_sharding, wire_numel
+from shardc.collective import Kind, Step, steps_sharding
 from shardc.mesh import Axes, AxisPart, merge_parts, part_ends, split_parts, unused_parts
+from shardc.payload import wire_numel
 from shardc.sharding import WHOLE, Sharding, ceil_div, num_shards
 
 from .move_axes import LATENCY, Atoms, Move, Space, State

@@ -2,7 +2,8 @@
 
 Both shardings are first seen alike: dims with cuts in blocks as one dim for each block level, axes split where parts
 of both begin or end. What both share at the major end of a dim stays; the rest is searched (plain_steps.py). Where
-two sides cannot be seen alike, those dims are gathered and sliced again.
+two sides cannot be seen alike, neighbours give each other the edges of their chunks where that is enough, else those
+dims are gathered and sliced again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from itertools import pairwise
 from shardc.collective import Step
 from shardc.cut import split_dim, without_idle
 from shardc.mesh import merge_parts, part_ends, split_parts
-from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div
+from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
+from shardc.window import Windows
 
 from .plain_steps import plain_steps
 
@@ -40,6 +42,9 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
         ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
         return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
     apart = _apart(src, dst, sizes, fine)
+    moved = [i for i in sorted(apart) if has_chunks_in_a_row(src.dims[i], dst.dims[i], type.shape[i])]
+    if moved:
+        return _rechunked(src, dst, type, moved[0])
     if apart:
         via = _whole_at(dst, apart)
         return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
@@ -56,6 +61,38 @@ def is_open(src: Sharding, dst: Sharding) -> bool:
     ends = part_ends(src.partial_axes + dst.partial_axes)
     fine = [{(piece, op) for part, op in at.partial for piece in split_parts((part,), ends)} for at in (src, dst)]
     return fine[1] <= fine[0]
+
+
+# Where the same axes cut both sides in a row, in chunks of different sizes, neighbours give each other their edges.
+
+
+def has_chunks_in_a_row(src: DimSharding, dst: DimSharding, size: int) -> bool:
+    """Whether each rank holds one run of the dim on both sides, in the order of the same axes."""
+
+    def is_in_a_row(cut: DimSharding) -> bool:
+        (lead, axes), *minor = cut.subdims(size)
+        first, *rest = axes or (None,)
+        return (
+            first is not None
+            and ceil_div(lead, first.size) % num_shards(tuple(rest)) == 0
+            and not any(cuts for _, cuts in minor)
+        )
+
+    return src.axes == dst.axes and size > 0 and is_in_a_row(src) and is_in_a_row(dst)
+
+
+def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tuple[Step, ...]:
+    """The dim's chunks as on the other side, first of all where that makes them smaller, else last."""
+    size, cut = type.shape[dim], dst.dims[dim]
+    held, chunk = src.dims[dim].local_size(size), cut.local_size(size)
+    count, inner = num_shards(cut.axes), math.prod(sub for sub, _ in cut.minor)
+    total = size if ceil_div(size, count) == chunk else count * chunk
+    window = Windows(count, size, total, 0, of=held)
+    args = (tuple(map(src.mesh.print_part, cut.axes)), dim, window.values, inner)
+    if chunk <= held:
+        via = src.with_dim(dim, cut)
+        return (Step("rechunk", args, via, type.shape), *plan_reshard(via, dst, type))
+    return (*plan_reshard(src, dst.with_dim(dim, src.dims[dim]), type), Step("rechunk", args, dst, type.shape))
 
 
 # Seeing both sides alike.

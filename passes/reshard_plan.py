@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardc.collective import Collective, Step, group_size, payload_numel, wire_bytes
+from shardc.collective import Collective, Step, group_size, wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
+from shardc.payload import payload_numel, rechunked_numel
 from shardc.sharding import Sharding, TensorType
 
 from .plain_steps import plain_steps
@@ -65,9 +66,12 @@ def _collectives(
 def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
     assert step.kind != "view"
     after, count = step.sharding.local_shape(step.shape), group_size(step.sharding.mesh, step.kind, step.args)
+    name = str(dtype).removeprefix("torch.")
+    if step.kind == "rechunk":
+        moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
+        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given)
     payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
     sent = wire_bytes(step.kind, payload, count)
-    name = str(dtype).removeprefix("torch.")
     return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent)
 
 

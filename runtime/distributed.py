@@ -94,6 +94,10 @@ class TorchComm:
         parts = parse_parts(self.mesh, axes)
         return [masked(x, self.mesh, self.position, parts, dim, size, inner, fill) for x in xs]
 
+    def rechunk(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], inner: int) -> Tensors:
+        """Our new chunk."""
+        return self.windows(xs, axes, dim, values, 0)
+
     def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors:
         """Our window, from our chunk and the neighbours'."""
         return self._exchange(xs, axes, WindowExchange(values, dim, fill))

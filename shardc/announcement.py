@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from shardc.bucket import Member, bucket, members
-from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, payload_numel, wire_bytes
+from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, wire_bytes
+from shardc.payload import payload_numel, rechunked_numel
 from shardc.sharding import TensorType
 from shardc.window import overlap_add, rows_sent
 
@@ -46,6 +47,9 @@ def _collective(program: Program, node: fx.Node) -> Collective:
         kind: Kind = "collective_permute"
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
         payload, wire = edge_bytes(node, before)
+    elif parts[0].kind == "rechunk":
+        kind, axes = "collective_permute", parts[0].args[0]
+        payload, wire = (n * before.dtype.itemsize for n in rechunked_numel(parts[0].args, before.shape))
     else:
         assert program.mesh is not None
         kind, axes = parts[0].kind, parts[0].args[0]

@@ -29,6 +29,7 @@ Kind = Literal[
     "recv",
     "shard_slice",
     "mask_padding",
+    "rechunk",
 ]
 LOCAL_KINDS = ("shard_slice", "mask_padding")  # a rank's own work, by where it stands on the mesh
 
@@ -75,6 +76,14 @@ def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int,
     return x
 
 
+def rechunk(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], inner: int) -> Any:
+    """``axes`` cut ``dim`` in other chunks, of units of ``inner`` elements: each rank takes what its own lacks.
+
+    ``values`` are those of the ``Windows`` that are the new chunks.
+    """
+    return x
+
+
 def reshard(x: Any) -> Any:
     """A change of sharding, still abstract; the target is the node's own sharding."""
     return x
@@ -88,6 +97,7 @@ COLLECTIVES: dict[Callable[..., Any], Kind] = {
     all_to_all: "all_to_all",
     collective_permute: "collective_permute",
     mask_padding: "mask_padding",
+    rechunk: "rechunk",
 }
 
 
@@ -194,6 +204,8 @@ def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding
             return _cut(_reduced(src, axes, args[1]), axes, args[2])
         case "collective_permute":
             return _permuted(src, axes, _parts(src.mesh, args[1]))
+        case "rechunk":
+            return src.with_dim(args[1], DimSharding(axes, ((args[3], ()),) if args[3] > 1 else ()))
     raise AssertionError(f"{kind} does not change a sharding")
 
 
@@ -256,44 +268,3 @@ def _take(parts: list[AxisPart], weight: int) -> Axes:
 def _weight(parts: Axes) -> int:
     """Into how many pieces the parts cut, one of a single rank counted as two, so that it has a place."""
     return math.prod(max(part.size, 2) for part in parts)
-
-
-Fit = tuple[int, int]  # a dim, and the size that it must have
-
-
-def fits(
-    kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
-) -> tuple[Fit | None, Fit | None]:
-    """What a collective in groups of ``count`` needs of its operand, and what is to be done with its result.
-
-    ``taken`` and ``made`` are the local shapes before and after, ``args`` those after the value. Collectives cut and
-    join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
-    """
-    before: Fit | None = None
-    after: Fit | None = None
-    if kind in ("all_gather", "all_to_all") and made[args[1]] != count * taken[args[1]]:
-        after = args[1], made[args[1]]
-    if kind in ("shard_slice", "reduce_scatter", "all_to_all"):
-        dim = args[1 if kind == "shard_slice" else 2]
-        before = (dim, count * made[dim]) if taken[dim] != count * made[dim] else None
-    return before, after
-
-
-def payload_numel(kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]) -> int:
-    """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
-    before, after = fits(kind, args, count, taken, made)
-    inside, outside = list(taken), list(made)
-    if before:
-        inside[before[0]] = before[1]
-    if after:
-        outside[after[0]] = count * taken[after[0]]
-    return max(math.prod(inside), math.prod(outside))
-
-
-def wire_numel(step: Step, taken: tuple[int, ...]) -> int:
-    """Elements that one rank sends in a step by the ring algorithms, given the local shape before it."""
-    if step.kind == "view":
-        return 0
-    count = group_size(step.sharding.mesh, step.kind, step.args)
-    made = step.sharding.local_shape(step.shape)
-    return wire_bytes(step.kind, payload_numel(step.kind, step.args, count, taken, made), count)

@@ -36,7 +36,7 @@ class Windows:
     Position ``t`` looks at elements ``start + t * stride`` to ``start + t * stride + span``; the window of a chunk is
     what its positions look at. What lies beyond the dim is filled in, or an element of the dim: see ``FILLED`` and its
     like. With a negative stride a window still runs upwards. Chunks, of the dim and of the positions, are those of
-    ``torch.chunk``.
+    ``torch.chunk``, save where those of the dim have ``of`` elements each.
     """
 
     count: int
@@ -46,11 +46,13 @@ class Windows:
     stride: int = 1
     span: int = 1
     beyond: int = FILLED
+    of: int = 0
 
     @property
     def values(self) -> tuple[int, ...]:
         """The numbers, as a node's argument."""
-        return self.count, self.length, self.total, self.start, self.stride, self.span, self.beyond
+        found = (self.count, self.length, self.total, self.start, self.stride, self.span, self.beyond)
+        return (*found, self.of) if self.of else found
 
     @property
     def chunk(self) -> int:
@@ -60,7 +62,7 @@ class Windows:
     @property
     def held(self) -> int:
         """Elements of one chunk of the dim."""
-        return ceil_div(self.length, self.count)
+        return self.of or ceil_div(self.length, self.count)
 
     @property
     def size(self) -> int:

@@ -11,10 +11,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardc.collective import Step, fits, group_size
+from shardc.collective import Step, group_size
 from shardc.cut import join_dim
 from shardc.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.ops.padding import fit
+from shardc.payload import fits
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.piece import pad, shard, unshard
 from shardc.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards

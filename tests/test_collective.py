@@ -123,7 +123,7 @@ def everything() -> Iterator[tuple[Sharding, Call]]:
 def test_every_collective_keeps_values_and_has_its_adjoint() -> None:
     checked = [check(SimulatedComm(src.mesh), src, call, (24, 48)) for src, call in everything()]
     kinds = {call[0] for _, call in everything()}
-    assert kinds == set(COLLECTIVES.values()) - {"mask_padding"} and len(checked) > 150
+    assert kinds == set(COLLECTIVES.values()) - {"mask_padding", "rechunk"} and len(checked) > 150
 
 
 @settings(max_examples=60)
@@ -268,7 +268,7 @@ def parsed(text: str) -> Sharding:
 
 
 def test_bytes_on_the_wire_are_those_of_the_ring_algorithms() -> None:
-    found = {kind: wire_bytes(kind, 1200, 4) for kind in COLLECTIVES.values()}
+    found = {kind: wire_bytes(kind, 1200, 4) for kind in COLLECTIVES.values() if kind != "rechunk"}
     assert found == {
         "all_gather": 900, "shard_slice": 0, "all_reduce": 1800, "reduce_scatter": 900, "all_to_all": 900,
         "collective_permute": 1200, "mask_padding": 0,

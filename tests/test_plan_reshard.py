@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take, uneven_cases
 
 from shardc.collective import Collective, Kind, Step, group_size, steps_sharding
-from shardc.cut import lies_alike
+from shardc.cut import join_dim, lies_alike
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
@@ -25,6 +25,7 @@ from shardc.runtime.comm import SimulatedComm
 from shardc.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 
 F32 = torch.float32
+Sub = tuple[tuple[int, str], ...]  # parts of a dim, each of a size and cut by axes of one letter
 
 
 # The plan is right.
@@ -261,6 +262,36 @@ def test_an_axis_of_neither_end_shares_what_is_moved_twice(src: str, dst: str, e
     assert ", ".join(map(text, plan_reshard(*ends, TensorType(shape, F32)))) == expected
     assert sum(each.wire_bytes for each in reshard_plan(mesh, shape, F32, *ends)) == sent
     check_values(Case(shape, ends[0], ends[1]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "src", "dst", "kinds", "sent"),
+    [
+        (Mesh(a=4), (24,), ((24, "a"),), ((6, "a"), (4, "")), ["rechunk"], 6),
+        (Mesh(a=4), (24,), ((6, "a"), (4, "")), ((24, "a"),), ["rechunk"], 6),
+        (Mesh(a=2), (70,), ((7, "a"), (10, "")), ((14, "a"), (5, "")), ["rechunk"], 5),
+        (Mesh(a=3, b=2), (40,), ((10, "a"), (4, "")), ((8, "a"), (5, "")), ["rechunk"], 2),
+        (Mesh(a=2, b=2), (60,), ((15, "ab"), (4, "")), ((60, "ab"),), ["rechunk"], 3),
+        (
+            Mesh(a=3, b=2),
+            (42,),
+            ((14, "ab"), (3, "")),
+            ((42, "ab"),),
+            ["view", "all_gather", "view", "shard_slice"],
+            35,
+        ),
+    ],
+)
+def test_chunks_of_one_axis_in_a_row_change_their_size_with_neighbours(
+    mesh: Mesh, shape: tuple[int, ...], src: Sub, dst: Sub, kinds: list[str], sent: int
+) -> None:
+    ends = [Sharding(mesh, (join_dim([(n, DimSharding(tuple(map(mesh.axis, axes)))) for n, axes in sub]),))
+            for sub in (src, dst)]  # fmt: skip
+    case = Case(shape, ends[0], ends[1])
+    check_values(case)
+    check_local_sizes(case)
+    assert [step.kind for step in plan_reshard(*ends, case.type)] == kinds
+    assert bytes_sent(case) == 8 * sent
 
 
 def test_what_is_joined_of_uneven_pieces_counts_with_its_padding() -> None:
