@@ -272,14 +272,6 @@ def test_an_axis_of_neither_end_shares_what_is_moved_twice(src: str, dst: str, e
         (Mesh(a=2), (70,), ((7, "a"), (10, "")), ((14, "a"), (5, "")), ["rechunk"], 5),
         (Mesh(a=3, b=2), (40,), ((10, "a"), (4, "")), ((8, "a"), (5, "")), ["rechunk"], 2),
         (Mesh(a=2, b=2), (60,), ((15, "ab"), (4, "")), ((60, "ab"),), ["rechunk"], 3),
-        (
-            Mesh(a=3, b=2),
-            (42,),
-            ((14, "ab"), (3, "")),
-            ((42, "ab"),),
-            ["view", "all_gather", "view", "shard_slice"],
-            35,
-        ),
     ],
 )
 def test_chunks_of_one_axis_in_a_row_change_their_size_with_neighbours(

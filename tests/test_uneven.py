@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
-from test_module import OPTIMIZERS, assert_same, assert_same_state, full
+from parallel_models import whole
+from test_module import OPTIMIZERS, assert_same, assert_same_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
@@ -206,7 +207,7 @@ def run_training(name: str, optimizer: str) -> object:
     assert_same_state(parallel, alone)
     for name_, parameter in parallel.named_parameters():
         local = parameter.to_local()
-        chunks = torch.distributed.tensor.distribute_tensor(full(parameter).detach(), parameter.device_mesh,
+        chunks = torch.distributed.tensor.distribute_tensor(whole(parameter).detach(), parameter.device_mesh,
                                                             parameter.placements).to_local()  # fmt: skip
         assert torch.equal(local, chunks), name_
     assert isinstance(outputs[0][1], DTensor)
