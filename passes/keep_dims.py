@@ -143,20 +143,18 @@ def _is_ready(program: Program, product: _Product, side: int, name: str, group: 
     other = product.operands[1 - side]
     while other.target is aten.permute.default:
         other = operand(other)
-    if other.target is not aten.reshape.default:
-        return False
-    source = operand(other)
-    groups = merged_dims(program.type(source).shape, program.type(other).shape)
-    return groups is not None and group in groups
+    return other.target is aten.reshape.default and _merges(program, operand(other), other, group)
 
 
 def _takes_apart(program: Program, user: fx.Node, group: tuple[int, ...]) -> bool:
     if user.target is aten.permute.default:
         return any(_takes_apart(program, next_user, group) for next_user in user.users)
-    if user.target is not aten.reshape.default:
-        return False
-    source = operand(user)
-    groups = merged_dims(program.type(user).shape, program.type(source).shape)
+    return user.target is aten.reshape.default and _merges(program, user, operand(user), group)
+
+
+def _merges(program: Program, apart: fx.Node, together: fx.Node, group: tuple[int, ...]) -> bool:
+    """Whether a view from the one to the other does nothing but merge dims, and these sizes into one of them."""
+    groups = merged_dims(program.type(apart).shape, program.type(together).shape)
     return groups is not None and group in groups
 
 
