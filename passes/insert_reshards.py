@@ -26,7 +26,7 @@ from shardc.fact import Origin
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Program, Value
 from shardc.sharding import Sharding
-from shardc.window import rows_sent
+from shardc.window import moves_rows
 
 from .choose_cuts import Plan
 from .choose_sides import cheapest_plan
@@ -57,7 +57,7 @@ class _Rewriter:
                 made = self.plan.made[node]
                 self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
                 self._explain_partial(node)
-                if node.target in EXCHANGES and any(rows_sent(node.args[3])[0]):
+                if node.target in EXCHANGES and moves_rows(node.args[3]):
                     self._explain_exchange(node)
             if node.op != "output" and not self.program.has_many(node):
                 self._reduce(node)
@@ -114,12 +114,8 @@ class _Rewriter:
         """A reshard of the node for a user."""
         type_ = self.program.value_type(self.program.value(node))
         lies = self.program.sharding(node)
-        new = self.program.insert(reshard, (node,), type_, node)
-        self.program.set_sharding(new, wanted)
-        self.program.set_origins(new, (self.program.origin(node),))
         why = f"{_name(self.program, node)} is {lies.text(type_)}, {user} wants {wanted.text(type_)}"
-        self.program.set_cause(new, "; ".join([why, *_origins(self.program, node)]))
-        return new
+        return inserted(self.program, node, wanted, node, "; ".join([why, *_origins(self.program, node)]))
 
     def _output(self, node: fx.Node) -> None:
         ends = zip(self.program.outputs, self.program.results, self.plan.returned(), strict=True)
@@ -138,6 +134,15 @@ class _Rewriter:
             with self.program.graph.inserting_after(held):
                 self.done[held, wanted] = self._insert(held, wanted, what)
         return self.done[held, wanted]
+
+
+def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, why: str) -> fx.Node:
+    """A reshard of a node's value, with the source of ``like``, put at the graph's insertion point."""
+    new = program.insert(reshard, (node,), program.value_type(program.value(node)), like)
+    program.set_sharding(new, wanted)
+    program.set_origins(new, (program.origin(node),))
+    program.set_cause(new, why)
+    return new
 
 
 def _name(program: Program, node: fx.Node) -> str:

@@ -25,6 +25,8 @@ from shardc.node import casts_behind, is_cast, operand
 from shardc.program import Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
+from .insert_reshards import inserted
+
 
 def store(program: Program) -> Program:
     """The program with parameters stored as ``Zero`` and cast as ``Precision`` says; the same without them."""
@@ -140,7 +142,7 @@ class _Storer:
     def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: str) -> fx.Node:
         """Let users have a value in another sharding."""
         with self.program.graph.inserting_before(before):
-            made = self._reshard(node, lies, users[0], why)
+            made = inserted(self.program, node, lies, users[0], why)
         for user in users:
             user.replace_input_with(node, made)
         return made
@@ -162,13 +164,5 @@ class _Storer:
             program.set_cause(chain[-1], f"{program.cause(chain[-1])}; {why}")
         else:
             with program.graph.inserting_after(made):
-                results[place] = self._reshard(made, stored, made, why)
+                results[place] = inserted(program, made, stored, made, why)
             program.output_node.args = (tuple(results),)
-
-    def _reshard(self, value: fx.Node, lies: Sharding, like: fx.Node, why: str) -> fx.Node:
-        program = self.program
-        made = program.insert(reshard, (value,), program.value_type(program.value(value)), like)
-        program.set_sharding(made, lies)
-        program.set_origins(made, (program.origin(value),))
-        program.set_cause(made, why)
-        return made

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardc.window import Link, Windows, links, rows_sent
+from shardc.window import Link, Windows, links, moves_rows
 
 Pieces = Sequence[Tensor]  # what one rank gives to one other, in the order of its links
 
@@ -40,7 +40,7 @@ class WindowExchange:
     @property
     def moves(self) -> bool:
         """Whether any rank gives anything to another."""
-        return any(rows_sent(self.values)[0])
+        return moves_rows(self.values)
 
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """What each window has of our chunk."""
@@ -78,7 +78,7 @@ class OverlapExchange:
     @property
     def moves(self) -> bool:
         """Whether any rank gives anything to another."""
-        return any(rows_sent(self.values)[0])
+        return moves_rows(self.values)
 
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """What our window has of each chunk."""

@@ -9,7 +9,7 @@ from shardc.bucket import Member, bucket, members
 from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, wire_bytes
 from shardc.payload import payload_numel, rechunked_numel
 from shardc.sharding import TensorType
-from shardc.window import overlap_add, rows_sent
+from shardc.window import moves_rows, overlap_add, rows_sent
 
 if TYPE_CHECKING:
     from torch import fx
@@ -30,7 +30,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def moves_edges(node: fx.Node) -> bool:
     """Whether a node takes from neighbours, or gives to them, the edges of their chunks of a cut dim."""
-    return node.target in EXCHANGES and bool(node.args[1]) and any(rows_sent(node.args[3])[0])  # type: ignore[arg-type]
+    return node.target in EXCHANGES and bool(node.args[1]) and moves_rows(node.args[3])  # type: ignore[arg-type]
 
 
 def bytes_sent(program: Program, node: fx.Node) -> int:

@@ -123,6 +123,11 @@ def _element(element: Any, window: Windows) -> Any:
 
 
 @lru_cache(maxsize=1024)
+def moves_rows(values: tuple[int, ...]) -> bool:
+    """Whether any rank gives any rows to another."""
+    return any(rows_sent(values)[0])
+
+
 def rows_sent(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Elements of the dim that each rank gives to others and that it takes from others, to make windows."""
     gives: Counter[int] = Counter()
