@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-UNTIMED = 4  # steps of everyone in a row beside the rounds: the first, a weighed, a counted and a profiled one
+UNTIMED = 3  # steps of everyone in a row beside the rounds: the first, one that is weighed, and one profiled
 
 
 class Budget:

@@ -66,7 +66,8 @@ class Figures:
 def figures(row: Row, ranks: Sequence[dict[str, Report]]) -> list[Figures]:
     """Those of everyone in a row, from each rank's reports. shardc is held against the fastest peer."""
     slowest = {name: _slowest([rank[name] for rank in ranks]) for name in row.names}
-    peers = [name for name in row.ways.names if not is_ours(name)]
+    most = max(map(len, slowest.values()))
+    peers = [name for name in row.names[1:] if not is_ours(name) and len(slowest[name]) == most]
     best = min(peers, key=lambda name: median(slowest[name].values()))
     return [_of(row, name, ranks, slowest, best if is_ours(name) else None) for name in row.names]
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ from trainer import Trainer
 
 from shardc.runtime.wire import sent_bytes
 
-SCENE = 3  # rounds of everyone; of those after them every fourth is, the others are of shardc and its fastest peer
+SCENE = 2  # rounds of everyone; of those after them every sixth is, the others are of shardc and its fastest peer
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """How many rounds there are, in each of which a step is timed: from ``least`` to ``most``, as ``seconds`` allow.
 
-    The seconds are for the row, from its start to its end. Four more steps of everyone are not timed.
+    The seconds are for the row, from its start to its end. Three more steps are not timed.
     """
 
     least: int = 5
@@ -66,7 +65,7 @@ class Runner:
     """One way to train on this rank, and what is seen of it."""
 
     def __init__(self, row: Row, name: str) -> None:
-        before = live_storages()
+        forget_objects()
         self._batches = row.batches()
         self.name, self.report = name, Report()
         dist.barrier()
@@ -75,35 +74,32 @@ class Runner:
         groups = self.trainer.optimizer.param_groups
         self.report.parameters = sum(each.numel() for group in groups for each in group["params"])
         self.takes_part = not self.trainer.alone or dist.get_rank() == 0
-        self.step()
-        self.report.first_seconds = time.perf_counter() - start
-        self.report.announced = self.trainer.announced
         self._between = 0  # bytes that live between steps
-        if self.takes_part:
-            self._weigh(before)
+        self._weighed_step(start)
+        self.report.announced = self.trainer.announced
+        if not self.trainer.alone:
+            self.counted_step()
 
-    def step(self) -> None:
-        """One step, with the next batch."""
+    def step(self) -> Clock:
+        """One step, with the next batch; how long it took."""
+        start = Clock.now()
         if self.takes_part:
             with threads(self.trainer), record_function(STEP):
                 batch = self._batches[len(self.report.losses) % len(self._batches)]
                 self.report.losses.append(self.trainer.step(batch))
+        return start.until_now()
 
     def timed_step(self, number: int) -> None:
         """A round's step, which all ranks begin together."""
         dist.barrier()
-        start = Clock.now()
-        self.step()
-        self.report.steps[number] = start.until_now()
+        self.report.steps[number] = self.step()
 
     def counted_step(self) -> Clock:
-        """One step between two readings of what all ranks have sent; how long it took."""
+        """One step between two readings of what all ranks have sent."""
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
-        start = Clock.now()
-        self.step()
-        clock = start.until_now()
+        clock = self.step()
         dist.barrier()
         after = sent_bytes()
         dist.barrier()
@@ -126,26 +122,22 @@ class Runner:
             self.report.peak = max(self.report.peak, live)
         self.report.spent = spent(_of_step(events), clock, list(self.report.steps.values()))
 
-    def _weigh(self, before: dict[int, int]) -> None:
-        """Live bytes of ours: before gradients are dropped, and after."""
-        with threads(self.trainer):
-            self.report.losses.append(self.trainer.update(self._batches[1]))
-        self.report.persistent = self._live(before)
-        self.trainer.optimizer.zero_grad()
-        self._between = self._live(before)
-
-    def _live(self, before: dict[int, int]) -> int:
-        return sum(size for start, size in live_storages().items() if before.get(start) != size)
+    def _weighed_step(self, start: float) -> None:
+        """The first step, and what lives before its gradients are dropped, and after; ``start``: when all began."""
+        if self.takes_part:
+            with threads(self.trainer):
+                self.report.losses.append(self.trainer.update(self._batches[0]))
+            self.report.first_seconds = time.perf_counter() - start
+            self.report.persistent = live_bytes()
+            self.trainer.optimizer.zero_grad()
+            self._between = live_bytes()
 
 
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
     """What this rank sees of everyone in a row."""
     begun = time.perf_counter()
     runners = [Runner(row, name) for name in row.names]
-    for runner in runners:
-        runner.counted_step()
-    gc.collect()
-    gc.freeze()  # collections do not walk what the others hold
+    forget_objects()  # collections do not walk what the others hold
     _take_rounds(runners, steps, begun)
     for runner in runners:
         runner.profiled_step()
@@ -157,7 +149,7 @@ def _take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
     """Rounds until it would be too late for another, and for the steps that are profiled after them."""
     start, going_on, all_at_once = time.perf_counter(), runners, 0.0
     for i in range(steps.most):
-        for runner in everyone_first(runners if i < SCENE or i % 4 == 3 else going_on, i):
+        for runner in everyone_first(runners if i < SCENE or i % 6 == 5 else going_on, i):
             runner.timed_step(i)
         if i + 1 == SCENE:
             going_on, all_at_once = _decisive(runners), (time.perf_counter() - start) / SCENE
@@ -174,9 +166,8 @@ def everyone_first(runners: Sequence[Runner], i: int) -> list[Runner]:
 def _decisive(runners: Sequence[Runner]) -> list[Runner]:
     """shardc, and the fastest peer by rank 0's clock."""
     peers = [i for i, runner in enumerate(runners) if not runner.trainer.alone and not is_ours(runner.name)]
-    fastest = _rank_zero_says(
-        min(peers, key=lambda i: median(step.seconds for step in runners[i].report.steps.values()))
-    )
+    best = {i: min(step.seconds for step in runners[i].report.steps.values()) for i in peers}
+    fastest = _rank_zero_says(min(peers, key=lambda i: best[i]))
     return [runner for i, runner in enumerate(runners) if i == fastest or is_ours(runner.name)]
 
 
@@ -213,9 +204,15 @@ def threads(trainer: Trainer) -> Iterator[None]:
         torch.set_num_threads(1)
 
 
-def live_storages() -> dict[int, int]:
-    """The memory of all tensors alive: address to bytes."""
+def forget_objects() -> None:
+    """What there is now is neither collected nor weighed, until ``gc.unfreeze``."""
+    gc.collect()
+    gc.freeze()
+
+
+def live_bytes() -> int:
+    """The memory of tensors that live, of those made since objects were forgotten."""
     gc.collect()
     tensors = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter, nn.Buffer) and x.device.type != "meta")
     storages = (x.untyped_storage() for x in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())

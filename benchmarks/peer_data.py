@@ -40,18 +40,22 @@ def ddp_zero(model: Any, job: Job) -> Trainer:
     return Trainer(parallel, optimizer, own_rows)
 
 
-def fsdp2(model: Any, job: Job, precision: MixedPrecisionPolicy | None = None) -> Trainer:
+def fsdp2(model: Any, job: Job, **options: Any) -> Trainer:
     """A unit a block, and one of what is left."""
-    shard = partial(fully_shard, mesh=job.mesh("dp"), mp_policy=precision or MixedPrecisionPolicy())
-    for block in model.blocks:
-        shard(block)
-    shard(model)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=job.mesh("dp"), **options)
     return Trainer(model, job.adamw(model.parameters()), own_rows)
+
+
+def fsdp2_kept(model: Any, job: Job) -> Trainer:
+    """What is gathered in forward is kept for backward."""
+    return fsdp2(model, job, reshard_after_forward=False)
 
 
 def fsdp2_bf16(model: Any, job: Job) -> Trainer:
     """Gathered and computed in bfloat16, reduced in float32."""
-    return fsdp2(model, job, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fsdp2(model, job, mp_policy=policy)
 
 
 def fsdp2_compiled(model: Any, job: Job) -> Trainer:

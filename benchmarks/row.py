@@ -20,6 +20,7 @@ PEERS = {
     "DDP compiled": peer_data.ddp_compiled,
     "DDP + ZeroRedundancyOptimizer": peer_data.ddp_zero,
     "FSDP2": peer_data.fsdp2,
+    "FSDP2, gathered once": peer_data.fsdp2_kept,
     "FSDP2 bf16": peer_data.fsdp2_bf16,
     "FSDP2 compiled": peer_data.fsdp2_compiled,
     "Megatron by hand": peer_tensor.by_hand,
@@ -35,9 +36,13 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Who trains the same model by one plan, and the ratio to its best peer that shardc's step is held to."""
+    """Who trains the same model by one plan, and the ratio to its best peer that shardc's step is held to.
+
+    ``far``: peers known to be far behind.
+    """
 
     names: tuple[str, ...]
+    far: tuple[str, ...] = ()
     limit: float = 1.00
     has_experts: bool = False
     microbatches: int = 1
@@ -47,25 +52,27 @@ ROWS = {
     "data": Ways(("DDP", "shardc dp")),
     "accumulate": Ways(("DDP", "shardc dp"), microbatches=8),
     "zero1": Ways(("DDP + ZeroRedundancyOptimizer", "shardc zero1", "shardc zero2")),
-    "zero3": Ways(("FSDP2", "shardc zero3", "shardc fsdp, gathered once"), limit=0.95),
+    "zero3": Ways(("FSDP2", "shardc zero3"), limit=0.95),
+    "zero3-kept": Ways(("FSDP2, gathered once", "shardc fsdp, gathered once")),
     "precision": Ways(("FSDP2 bf16", "shardc zero3 bf16"), limit=0.95),
     "remat": Ways(("DDP + checkpoint", "shardc dp remat")),
-    "tensor": Ways(("Megatron by hand", "DTensor plan", "DTensor weights", "shardc tp")),
+    "tensor": Ways(("Megatron by hand", "shardc tp"), far=("DTensor plan", "DTensor weights")),
     "sequence": Ways(("DTensor sequence plan", "shardc tp + sequence")),
-    "expert": Ways(("experts by hand", "DTensor expert weights", "shardc ep"), has_experts=True),
+    "expert": Ways(("experts by hand", "shardc ep"), far=("DTensor expert weights",), has_experts=True),
     "data-compiled": Ways(("DDP compiled", "shardc dp inductor")),
     "zero3-compiled": Ways(("FSDP2 compiled", "shardc zero3 inductor"), limit=0.95),
-    "tensor-compiled": Ways(("Megatron by hand compiled", "DTensor plan compiled", "shardc tp inductor")),
+    "tensor-compiled": Ways(("Megatron by hand compiled", "shardc tp inductor"), far=("DTensor plan compiled",)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan at one size by one job."""
+    """One plan at one size by one job; ``is_full``: with the peers that are far behind."""
 
     plan: str
     size: str
     job: Job
+    is_full: bool = True
 
     @property
     def title(self) -> str:
@@ -80,7 +87,7 @@ class Row:
     @property
     def names(self) -> tuple[str, ...]:
         """Who takes part: one device, the peers, shardc."""
-        return (ONE_DEVICE, *self.ways.names)
+        return (ONE_DEVICE, *(self.ways.far if self.is_full else ()), *self.ways.names)
 
     @property
     def weight(self) -> float:

@@ -113,7 +113,7 @@ def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> 
 
 def test_each_row_holds_a_plan_of_ours_to_a_peer() -> None:
     for plan, ways in ROWS.items():
-        assert all(name in (PLANS if is_ours(name) else PEERS) for name in ways.names), plan
+        assert all(name in (PLANS if is_ours(name) else PEERS) for name in (*ways.far, *ways.names)), plan
         assert 0 < sum(map(is_ours, ways.names)) < len(ways.names)
 
 
@@ -127,11 +127,13 @@ def test_time_is_shared_out_by_weight_and_a_row_that_would_end_late_is_left_out(
     budget = Budget(100.0, [1.0, 3.0, 1.0, 20.0], clock=lambda: now[0])
     assert budget.share() == 4.0
     now[0] = 20.0
-    budget.note(rounds=11, least=5)  # five rounds would have taken 12
+    budget.note(rounds=13, least=5)  # five rounds would have taken 10
     assert budget.share() == 10.0
-    now[0] = 30.0
+    now[0] = 50.0
     budget.note(rounds=5, least=5)
-    assert budget.share() == 70.0 / 21
+    assert budget.share() == 50.0 / 21
+    now[0] = 51.0
+    budget.note(rounds=5, least=5)
     assert budget.share() is None
 
 
