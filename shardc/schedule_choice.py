@@ -11,7 +11,7 @@ from shardc.error import ShardingError
 from shardc.schedule_greedy import Policy, greedy
 from shardc.schedule_order import LINEAR, ORDERS, fits, looped_place, named, v_place
 from shardc.schedule_run import run
-from shardc.schedule_time import peak_bytes
+from shardc.schedule_time import peak_bytes, saved_bytes
 from shardc.stage_cost import Costs, StageCost, costs_for
 
 POLICIES = {f"W over by {part}": Policy(True, part) for part in (0.25, 0.5, 0, 1)} | {"B": Policy(False)}
@@ -48,17 +48,19 @@ class _Best:
     memory: int | None
     schedule: Schedule | None = None
     makespan: float = inf
-    peak: int = 0
+    peak: float = inf
     least: float = inf
 
     def offer(self, makespan: float, candidate: Schedule) -> None:
-        """Take it if it is better and fits."""
-        if makespan > self.makespan:
+        """Take it if it is better and fits; what it saves alone says of most that they are not or do not."""
+        saved = max(saved_bytes(candidate, self.costs))
+        is_worse = makespan > self.makespan or (makespan == self.makespan and saved >= self.peak)
+        if is_worse or (self.memory is not None and saved > self.memory and saved >= self.least):
             return
         peak = max(peak_bytes(candidate, self.costs))
         self.least = min(self.least, peak)
-        is_better = self.schedule is None or (makespan, peak) < (self.makespan, self.peak)
-        if is_better and (self.memory is None or peak <= self.memory):
+        fits = self.memory is None or peak <= self.memory
+        if fits and (makespan, peak) < (self.makespan, self.peak):
             self.schedule, self.makespan, self.peak = candidate, makespan, peak
 
 

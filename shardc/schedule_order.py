@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,10 @@ def schedule(
 ) -> Schedule:
     """The schedule of that name, compute-only, over the chain of stages; a ShardingError where there is none.
 
-    ``num_stages`` are those of the whole model, ``num_ranks`` as many, or half of them for ``interleaved`` and
-    ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2`` has begun and not
-    ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that need no more than
-    ``memory`` bytes on any rank.
+    ``num_stages`` are those of the whole model, ``num_ranks`` as many, or half of them for ``interleaved``,
+    ``interleaved-zb`` and ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2``
+    has begun and not ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that
+    need no more than ``memory`` bytes on any rank.
     """
     _check_counts(name, num_stages, num_microbatches, in_flight)
     ranks = num_ranks if num_ranks is not None else num_stages // 2 if name in CHUNKED else num_stages
@@ -78,10 +80,13 @@ def _one_forward_one_backward(
     return _spell(stages, count, ("F", min(1 + ahead, count)), ("B F", count))
 
 
-def _interleaved(rank: int, num_ranks: int, stages: Sequence[int], count: int, _: int | None) -> Iterator[Action]:
+def _interleaved(
+    rank: int, num_ranks: int, stages: Sequence[int], count: int, _: int | None, steps: int = 2
+) -> Iterator[Action]:
     """Narayanan et al. 2021b: a round of microbatches through every stage of a rank, then the next round.
 
     Rounds hold as many microbatches as there are ranks, or a few more, the larger first, where these do not divide.
+    A rank is ahead of the next one by so many ``steps``: a microbatch goes down to it and comes back.
     """
     num_rounds = max(1, count // num_ranks)
     size, larger = divmod(count, num_rounds)
@@ -89,11 +94,24 @@ def _interleaved(rank: int, num_ranks: int, stages: Sequence[int], count: int, _
     rounds = [range(*ends) for ends in pairwise(starts)]
     forward = [Action("F", stage, i) for one in rounds for stage in stages for i in one]
     backward = [Action("B", stage, i) for one in rounds for stage in reversed(stages) for i in one]
-    ahead = (len(stages) - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank)
+    ahead = (len(stages) - 1) * len(rounds[0]) + steps * (num_ranks - 1 - rank)
     yield from forward[:ahead]
     for i, action in enumerate(backward):
         yield from forward[ahead + i : ahead + i + 1]
         yield action
+
+
+def _interleaved_zero_bubble(
+    rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None
+) -> Iterator[Action]:
+    """Interleaved, with backward in two as in ZB-H1, and with its memory: a rank is ahead by half as much."""
+    owed: deque[Action] = deque()
+    for action in _interleaved(rank, num_ranks, stages, count, cap, steps=1):
+        yield action if action.kind == "F" else replace(action, kind="I")
+        owed.extend([replace(action, kind="W")] if action.kind == "B" else [])
+        if len(owed) > rank:
+            yield owed.popleft()
+    yield from owed
 
 
 def _zero_bubble_1(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
@@ -139,18 +157,19 @@ ORDERS: dict[str, Order] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
+    "interleaved-zb": _interleaved_zero_bubble,
     "zb-h1": _zero_bubble_1,
     "zb-h2": _zero_bubble_2,
     "zb-v": _zero_bubble_v,
 }
-CHUNKED = ("interleaved", "zb-v")  # two stages a rank or more
+CHUNKED = ("interleaved", "interleaved-zb", "zb-v")  # two stages a rank or more
 LINEAR = ("1f1b", "zb-h1", "zb-h2")  # one, and a cap on microbatches in flight
 
 
 def fits(name: str, num_stages: int, num_ranks: int) -> bool:
     """Whether the schedule of that name can have so many stages on so many ranks, which divide them."""
     chunks = num_stages // num_ranks
-    return chunks == 1 if name in LINEAR else chunks == 2 if name == "zb-v" else chunks > 1 or name != "interleaved"
+    return chunks == 1 if name in LINEAR else chunks == 2 if name == "zb-v" else chunks > 1 or name not in CHUNKED
 
 
 def _check_counts(name: str, num_stages: int, num_microbatches: int, in_flight: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from shardc.action import RECEIVES, SENDS, Action, Edge, Schedule, edge_of
 from shardc.schedule_run import edges_from, edges_into
@@ -33,6 +34,18 @@ def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None) -> tu
             rows[schedule.place[task.name.stage]].append(task)
     resident = _resident(schedule, known)
     return tuple(peak_live(row, rank, resident[rank]) for rank, row in enumerate(rows))
+
+
+def saved_bytes(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most bytes that each rank keeps for backward, with what is resident: the peak if messages had no bytes."""
+    changes = [
+        {"F": cost.saved, "I": cost.held - cost.saved, "W": -cost.held, "B": -cost.saved} for cost in costs.stages
+    ]
+    resident = _resident(schedule, costs)
+    return tuple(
+        max(accumulate((changes[a.stage].get(a.kind, 0) for a in row), initial=resident[rank]))
+        for rank, row in enumerate(schedule.actions)
+    )
 
 
 def _resident(schedule: Schedule, costs: Costs) -> dict[Hashable, int]:

@@ -31,6 +31,7 @@ TORCH_FREE = {
     "shardc.schedule_greedy",
     "shardc.schedule_messages",
     "shardc.schedule_order",
+    "shardc.schedule_picture",
     "shardc.schedule_run",
     "shardc.schedule_text",
     "shardc.schedule_time",

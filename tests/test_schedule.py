@@ -7,7 +7,7 @@ from shardc.action import Action, Edge
 from shardc.error import ShardingError
 from shardc.schedule_text import from_csv, parse_action
 
-NAMED = ("gpipe", "1f1b")
+NAMED = ("gpipe", "1f1b")  # backward in one, a stage a rank
 
 
 @pytest.mark.parametrize("name", NAMED)
