@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, get_args
 
 from torch import fx
 
@@ -18,13 +17,11 @@ from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
 from shardc.min_max import Walk
 from shardc.node import is_getitem
+from shardc.options import BALANCES
 from shardc.program import Program
 from shardc.ranks import Runs, balance_ranks
 from shardc.stage_load import Loads, mask_of
 from shardc.stage_units import units_of
-
-Balance = Literal["params", "flops", "time", "memory"]
-BALANCES: tuple[str, ...] = get_args(Balance)
 
 
 def choose_stages(
@@ -73,12 +70,17 @@ class Stages:
     """A program's forward in stages, each a mask of units."""
 
     loads: Loads
+    wish: Wish
     masks: tuple[int, ...]
     assignment: Mapping[fx.Node, int] = field(repr=False)
 
     def units(self, stage: int) -> list[int]:
         """The indices of the units of a stage."""
         return [i for i in range(len(self.loads.units)) if self.masks[stage] >> i & 1]
+
+    def stage_of(self, units: int) -> int:
+        """The stage that holds one of these units."""
+        return next(stage for stage, mask in enumerate(self.masks) if mask & units)
 
 
 def split_stages(program: Program, wish: Wish) -> Stages:
@@ -93,7 +95,7 @@ def split_stages(program: Program, wish: Wish) -> Stages:
     check_stages(len(starts), wish.num_stages, forced)
     stages = _stages(loads, wish, forced)
     masks = tuple(mask_of({i for i, its in enumerate(stages) if its == stage}) for stage in range(wish.num_stages))
-    return Stages(loads, masks, _assignment(flow, [unit.end for unit in loads.units], stages))
+    return Stages(loads, wish, masks, _assignment(flow, [unit.end for unit in loads.units], stages))
 
 
 def _places_of(flow: Flow, cuts: Sequence[str]) -> list[int]:

@@ -1,9 +1,8 @@
-"""The command line: ``shardc dump`` and ``shardc verify``. Data goes to stdout, talk to stderr."""
+"""The command line: ``shardc dump``, ``shardc verify`` and ``shardc stages``. Data goes to stdout, talk to stderr."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import sys
 import time
@@ -13,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardc.arguments import DTYPES, parser
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.options import BUCKET, Precision, Remat, Zero
+from shardc.options import Precision
 from shardc.partition import P
 
 if TYPE_CHECKING:
@@ -23,18 +23,10 @@ if TYPE_CHECKING:
 
 GOOD, CHECK_FAILED, USAGE, CAPTURE_FAILED, BAD_ANNOTATION, INTERNAL = 0, 1, 2, 3, 4, 70
 
-TARGET_HELP = """\
-TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
-that takes mesh is given it. Or it is hf:MODEL_TYPE, transformers' default config of that type with random weights.
-SPEC has an entry for each dim: an axis, - whole, ? open, dp+tp several axes, blocks(3,tp), a trailing ... all open.
-"""
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; argparse itself exits with 2."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         return _run(options)
     except BrokenPipeError:
@@ -49,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     from shardc.capture import CaptureError
     from shardc.target import UsageError
 
-    commands = {"dump": _dump, "verify": _verify}
+    commands = {"dump": _dump, "verify": _verify, "stages": _stages}
     try:
         return commands[options.command](options)
     except UsageError as error:
@@ -63,109 +55,6 @@ def _run(options: argparse.Namespace) -> int:
 def _complain(error: Exception, code: int) -> int:
     print(f"shardc: {error}", file=sys.stderr)
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    dump = _command(commands, "dump", "print the program, its shardings and its collectives")
-    dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
-    dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
-    dump.add_argument("--only", choices=("collectives",), default="", help="leave out all else")
-    dump.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
-    dump.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
-    dump.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
-    dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
-    _command(commands, "verify", "hold the sharded program against a single device, and against the eager model")
-    return parser
-
-
-def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help_,
-        description=help_,
-        epilog=TARGET_HELP + EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("target", metavar="TARGET")
-    parser.add_argument("--mesh", type=_mesh, required=True, help="axes and sizes: dp=2,tp=4")
-    parser.add_argument(
-        "--annotate",
-        metavar="PATTERN=SPEC",
-        action="append",
-        default=[],
-        help="may be repeated; replaces hf defaults, adds to a function's own",
-    )
-    parser.add_argument(
-        "--zero",
-        metavar="AXIS=STAGE",
-        type=_zero,
-        help="store parameters cut by an axis between uses, as ZeRO does: dp=3",
-    )
-    parser.add_argument(
-        "--remat",
-        metavar="GLOB|BYTES",
-        type=_remat,
-        help="make again in backward what is inside modules, h.*, or all but so many bytes a rank",
-    )
-    parser.add_argument(
-        "--bucket", metavar="BYTES", type=int, default=BUCKET, help="bytes of collectives that go together (25 MiB)"
-    )
-    parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        type=_setting,
-        dest="settings",
-        help="a field of the hf config, or an argument of the function",
-    )
-    parser.add_argument("--batch", type=int, help="batch size of made up inputs (8)")
-    parser.add_argument("--seq", type=int, help="sequence length of made up inputs (64)")
-    return parser
-
-
-def _mesh(text: str) -> Mesh:
-    axes = [item.partition("=") for item in text.split(",")]
-    if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=2,tp=4")
-    if len({name for name, _, _ in axes}) < len(axes):
-        raise argparse.ArgumentTypeError(f"{text!r} has an axis twice")
-    try:
-        return Mesh(**{name: int(size) for name, _, size in axes})  # type: ignore[arg-type]
-    except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _zero(text: str) -> Zero:
-    axis, equals, stage = text.partition("=")
-    if not axis.isidentifier() or (equals and not stage.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=3")
-    try:
-        return Zero(axis, int(stage or 3))  # type: ignore[arg-type]
-    except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _remat(text: str) -> Remat:
-    try:
-        return Remat(budget=int(text)) if text.lstrip("-").isdigit() else Remat(text)
-    except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like n_layer=2")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
@@ -241,6 +130,21 @@ def _write(text: str, path: str | None) -> None:
 
         raise UsageError(f"-o {path}: {error.strerror}") from error
     print(f"shardc: wrote {path}", file=sys.stderr)
+
+
+def _stages(options: argparse.Namespace) -> int:
+    from shardc.capture import capture
+    from shardc.choose_stages import Wish, split_stages
+    from shardc.stages_text import stages_text
+
+    options.mesh = options.mesh or Mesh(pp=options.stages)
+    wish = Wish(options.stages, options.by, tuple(options.cut), (), options.microbatches, options.max_memory)
+    target = _load(options, device="meta")
+    with _progress(f"cutting into {options.stages} stages"):
+        program = capture(target.model, target.args, target.kwargs, train=options.train).program
+        found = split_stages(program, wish)
+    _write(stages_text(found, options.format), options.output)
+    return GOOD
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 STAGES = (1, 2, 3)
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
+BALANCES = ("params", "flops", "time", "memory")  # in what stages of a pipeline are even
 
 
 @dataclass(frozen=True, slots=True)

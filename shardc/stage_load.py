@@ -14,6 +14,7 @@ from math import prod
 from shardc.fact import Input
 from shardc.forward_flow import Flow
 from shardc.lifetime import storages
+from shardc.program import Value
 from shardc.stage_units import Unit
 
 COPIES = 4  # of a trained parameter: itself, its gradient and the two states of Adam
@@ -24,6 +25,7 @@ class Crossing:
     """A value that another unit than its own reads."""
 
     name: str
+    type: str
     nbytes: int
     maker: int
     readers: int
@@ -51,9 +53,14 @@ class Loads:
             for value, places in self.flow.readers.items():
                 maker, *readers = (bisect_right(starts, at) - 1 for at in (self.flow.place[value[0]], *places))
                 if others := {reader for reader in readers if reader != maker}:
-                    yield Crossing(value[0].name, self.flow.nbytes(value), 1 << maker, mask_of(others))
+                    yield self._crossing(value, 1 << maker, mask_of(others))
 
         return tuple(found())
+
+    def _crossing(self, value: Value, maker: int, readers: int) -> Crossing:
+        node, index = value
+        name = f"{node.name}[{index}]" if self.flow.program.has_many(node) else node.name
+        return Crossing(name, str(self.flow.program.value_type(value)), self.flow.nbytes(value), maker, readers)
 
     @cached_property
     def edges(self) -> set[tuple[int, int]]:

@@ -325,3 +325,30 @@ def test_a_bucket_of_one_byte_holds_one_collective(capsys: pytest.CaptureFixture
     assert counts[0] < counts[1]
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--bucket", "0"]) == 4
     assert "say 1 to let each go alone" in capsys.readouterr().err
+
+
+# Stages.
+
+
+def test_stages_prints_what_each_holds_and_how_uneven_that_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--cut", "down"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 stages, even in params\n") and "max/mean: 1.04 in params" in out
+    assert "\n    0  up            dropout " in out and "\nto stage  from  value" in out
+
+
+def test_stages_in_json_and_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "stages.json"
+    command = ["stages", f"{FILE}:for_mesh", "--stages", "2", "--by", "memory", "--format", "json", "-o", str(path)]
+    assert main([*command, "--mesh", "dp=2"]) == 0
+    record = json.loads(path.read_text())
+    assert capsys.readouterr().out == "" and record["version"] == 1 and len(record["stages"]) == 2
+    assert sum(stage["parameters"] for stage in record["stages"]) == 8 * 32 + 32 + 32 * 8 + 8
+
+
+def test_stages_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--cut", "dwn"]) == 4
+    assert "did you mean down" in capsys.readouterr().err
+    assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--max-memory", "100"]) == 4
+    assert "bytes, " in capsys.readouterr().err
+    assert main(["stages", f"{FILE}:branching", "--stages", "2"]) == 3

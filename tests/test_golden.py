@@ -10,6 +10,7 @@ from targets import convolution, mlp
 
 from shardc import Mesh, compile
 from shardc.announcement import collectives_of
+from shardc.cli import main
 from shardc.cost import flops_of, memory_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -45,3 +46,16 @@ def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
     assert collectives_of(lowered) == compiled.collectives
     assert memory_of(lowered) == compiled.memory
     assert flops_of(lowered, of_rank=True) == flops_of(compiled.program)
+
+
+@pytest.mark.parametrize("format_", ["text", "json"])
+def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
+    format_: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["stages", "gpt:gpt_tied", "--stages", "3", "--by", "flops", "--format", format_]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    path = GOLDEN / f"stages.{format_.replace('text', 'txt')}"
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()

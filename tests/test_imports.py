@@ -18,6 +18,7 @@ TORCH_FREE = {
     "shardc.__main__",
     "shardc.action",
     "shardc.annotations",
+    "shardc.arguments",
     "shardc.chain",
     "shardc.cli",
     "shardc.collective",
@@ -185,7 +186,7 @@ def test_torch_is_private_only_to_capture_and_the_runtime() -> None:
         ("torch.distributed", inside("shardc.runtime")),
         ("networkx", MAY_CUT_GRAPHS),
         ("sympy", {"shardc.cost"}),
-        ("argparse", {"shardc.cli"}),
+        ("argparse", {"shardc.arguments", "shardc.cli"}),
     ],
 )
 def test_one_library_one_room(library: str, rooms: set[str]) -> None:
