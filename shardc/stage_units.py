@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -65,18 +65,25 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Un
 def _starts(flow: Flow, num_units: int) -> list[int]:
     """Between two ops that hold parameters or contract, the place where the fewest bytes cross.
 
-    Of these those stay where no more crosses than at an end of the block that they are in. Where that makes fewer than
-    ``num_units`` units all stay, and where those are too few still, a unit may begin at every op. None begins between
-    two ops after one another that read no other, such as the embeddings of tokens and of positions.
+    Of these those stay where a block begins, and those in a block where no more crosses than at an end of it and that
+    leave some of its work on both sides. Where that makes fewer than ``num_units`` units all stay, and where those are
+    too few still, a unit may begin at every op. None begins between two ops after one another that read no other, such
+    as the embeddings of tokens and of positions.
     """
     heavy = [i for i, node in enumerate(flow.ops) if flow.parameters[i] or flops_of_call(flow.program, node)]
     reads = {place for places in flow.readers.values() for place in places}
     apart = [(a, b) for a, b in pairwise(heavy) if a in reads or b in reads]
-    narrow = [min(range(a + 1, b + 1), key=lambda i: (flow.crossing[i], -i)) for a, b in apart]
     blocks = _blocks(flow)
-    ends = [0, *(i for i in narrow if blocks[i] != blocks[i - 1]), len(flow.ops)]
-    most = {i: max(flow.crossing[a], flow.crossing[b]) for a, b in pairwise(ends) for i in range(a + 1, b)}
-    fine = [i for i in narrow if flow.crossing[i] <= most.get(i, 0)]
+    begins = [i > 0 and blocks[i] != blocks[i - 1] for i in range(len(blocks))]
+    narrow = [min(range(a + 1, b + 1), key=lambda i: (flow.crossing[i], not begins[i], -i)) for a, b in apart]
+    ends = [0, *(i for i in narrow if begins[i]), len(flow.ops)]
+    work = list(accumulate((flops_of_call(flow.program, node) for node in flow.ops), initial=0))
+    fine = [
+        i
+        for a, b in pairwise(ends)
+        for i in narrow
+        if a < i < b and flow.crossing[i] <= max(flow.crossing[a], flow.crossing[b]) and work[a] < work[i] < work[b]
+    ]
     choices = ({*ends[:-1], *fine}, {0, *narrow}, set(range(len(flow.ops))))
     return sorted(next((starts for starts in choices if len(starts) >= num_units), choices[0]))
 

@@ -95,7 +95,7 @@ def test_dump_writes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_seconds_are_printed_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--format", "json", "-v"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["seconds"])[:2] == ["capture", "canonicalize"]
+    assert list(json.loads(capsys.readouterr().out)["seconds"])[:2] == ["capture", "cut_stages"]
 
 
 def test_annotations_are_read_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
