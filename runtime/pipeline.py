@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardc.action import Action, Edge, Phase, Schedule
+from shardc.action import Action
 from shardc.program import Program
-from shardc.schedule_order import schedule
-from shardc.stage import Crossing, Part, Stages, is_cut_in_time
+from shardc.stage import Crossing, Part, is_cut_in_time
 from shardc.stage_cut import stages_of
+from shardc.stage_schedule import PART_OF_PHASE, schedule_of
 
 from .channel import Channel, Key, Mailbox, Message
 from .comm import REDUCE, Comm
@@ -31,7 +31,6 @@ COMPUTES: dict[str, tuple[Part, ...]] = {
     "W": ("weight_gradient",),
     "B": ("input_gradient", "weight_gradient"),
 }
-PART_OF_PHASE: dict[Phase, Part] = {"F": "forward", "B": "input_gradient"}
 
 
 @dataclass(slots=True)
@@ -120,23 +119,6 @@ class PipelineRunner:
     def keeps_output(self, index: int) -> bool:
         """Nothing of the user's is kept."""
         return False
-
-
-def schedule_of(stages: Stages) -> Schedule:
-    """The schedule of a program's stages, with its messages."""
-    program = stages.program
-    pipeline = program.options.pipeline
-    assert pipeline is not None
-    edges = [
-        Edge(crossing.source, crossing.target, phase)
-        for crossing in stages.crossings
-        for phase, part in PART_OF_PHASE.items()
-        if crossing.part == part
-    ]
-    ranks = program.num_stages // pipeline.chunks_a_rank
-    found = schedule(pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks)
-    trains = any(put.kind == "tangent" for put in program.inputs)
-    return (found if trains else found.forward_only()).with_messages(edges)
 
 
 class _Run:
