@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
+from shardc.model_state import State, Watched, tensors_of
 from shardc.options import Pipeline
 from shardc.pin import Pin
 from shardc.program import Program
@@ -102,21 +103,21 @@ class ParallelModule(nn.Module):
 
         0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
         """
-        tensors = dict(self._tensors())
-        variants = self._variants_for(args, kwargs, tensors)
+        state, tensors = self._watched.read()
+        variants = self._variants_for(args, kwargs, state, tensors)
         random = torch.tensor([self.seed, self.step])
         self.step += self.training
 
         def run(step: Step) -> Any:
             constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
-            return step(constants | tensors, args, kwargs, random)
+            return step({**constants, **tensors}, args, kwargs, random)
 
         train = variants.latest.compiled.convention.signature.train
         return variants.run(run, lambda: self._new_step(args, kwargs, train))
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call before it is made; parameters take their shardings."""
-        self._variants_for(args, kwargs, dict(self._tensors()))
+        self._variants_for(args, kwargs, *self._watched.read())
 
     @property
     def program(self) -> Any:
@@ -169,19 +170,20 @@ class ParallelModule(nn.Module):
 
     def _adopt(self, model: nn.Module) -> None:
         """Hold a model's children, parameters and buffers as one's own: the same dicts, under the same names."""
-        self.__dict__["_model"] = model
+        self.__dict__["_model"], self.__dict__["_watched"] = model, Watched(model)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
 
-    def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Tensors) -> Variants:
+    def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State, tensors: Tensors) -> Variants:
         """The programs for a call; the first is compiled if its signature is new."""
         leaves, _ = call_leaves(self._model.forward, args, kwargs)
         given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))
         placed = tuple(tensor.placements for tensor in given if isinstance(tensor, DTensor))
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
-        key = call_signature(self._model, args, kwargs, train), placed, dtypes, _autocast(self._border.comm.device.type)
+        autocast = _autocast(self._border.comm.device.type)
+        key = call_signature(self._model, args, kwargs, train, state), placed, dtypes, autocast
         if key not in self._variants:
             self._variants[key] = Variants(self._new_step(args, kwargs, train))
             self._forget_oldest()
@@ -225,7 +227,7 @@ class ParallelModule(nn.Module):
 
     def _place(self, program: Program) -> None:
         """Give parameters and buffers the shardings that a program wants, the first time."""
-        tensors = dict(self._tensors())
+        tensors = dict(tensors_of(self._model))
         for put, node in zip(program.inputs, program.placeholders, strict=True):
             tensor = tensors.get((put.kind, put.name))
             if tensor is None:
@@ -241,7 +243,7 @@ class ParallelModule(nn.Module):
 
     def _type_gradients(self, program: Program) -> None:
         """Let gradients arrive in the dtype that a program gives them, where that is not their parameter's."""
-        parameters = {name: tensor for (kind, name), tensor in self._tensors() if kind == "parameter"}
+        parameters = {name: tensor for (kind, name), tensor in tensors_of(self._model) if kind == "parameter"}
         for output, node in zip(program.outputs, program.results, strict=True):
             parameter = parameters.get(output.name) if output.kind == "gradient" and node is not None else None
             if parameter is None or node is None or parameter.dtype == program.type(node).dtype:
@@ -253,13 +255,6 @@ class ParallelModule(nn.Module):
                     "leave gradients= out, or use torch 2.13",
                 )  # fmt: skip
             parameter.grad_dtype = program.type(node).dtype
-
-    def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Parameters and buffers by kind and name, tied ones under each of their names."""
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            yield ("parameter", name), parameter
-        for name, buffer in self._model.named_buffers(remove_duplicate=False):
-            yield ("buffer", name), buffer
 
     def _like(self, mine: Any, value: Any, name: str) -> Any:
         if isinstance(mine, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):

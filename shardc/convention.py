@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from shardc.borrow import state_names
 from shardc.error import CaptureError, ShardingError, did_you_mean, raise_all
 from shardc.frozen import frozen
+from shardc.model_state import State, model_state
 from shardc.sharding import TensorType
 from shardc.tree import LEAF, Tree, flatten, rebuild
 
@@ -23,14 +25,15 @@ class Signature:
     """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
 
     ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
-    value. ``state``: the ``requires_grad`` of every parameter, what every module holds besides tensors, and the default
-    dtype. ``autocast``: the dtype that autocast casts to, by device type.
+    value. ``state``: that of the model, which is often one object and so is compared sooner than hashed. ``autocast``:
+    the dtype that autocast casts to, by device type.
     """
 
     leaves: tuple[tuple[str, Hashable], ...]
     tree: Tree
     train: bool
-    state: tuple[tuple[str, Hashable], ...]
+    state: State = field(hash=False)
+    default_dtype: torch.dtype = torch.float32
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def differences(self, other: Signature) -> list[str]:
@@ -43,7 +46,7 @@ class Signature:
         ]
         mine, theirs = dict(self.state), dict(other.state)
         found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        return found or ["gradients on or off, or autocast"]
+        return found or ["gradients on or off, the default dtype, or autocast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,31 +119,15 @@ class CallingConvention:
         return rebuild(self.output_tree, leaves)
 
 
-def call_signature(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Signature:
-    """The signature of a call of ``model``."""
+def call_signature(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
+) -> Signature:
+    """The signature of a call of ``model``, whose ``state`` may be known."""
     leaves, tree = call_leaves(model.forward, args, kwargs)
-    memo: dict[int, Hashable] = {}
-    state: list[tuple[str, Hashable]] = [
-        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in model.named_parameters()
-    ]
-    state += [(f"module {path!r}", _module_state(module, memo)) for path, module in model.named_modules()]
-    state.append(("the default dtype", torch.get_default_dtype()))
+    state = model_state(model) if state is None else state
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     described = tuple((name, leaf_of(value)) for name, value in leaves)
-    return Signature(described, tree, train, tuple(state), tuple(autocast))
-
-
-_CONTAINERS = {dict, OrderedDict, list, set}  # empty they are left out, which saves most of the time
-_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
-
-
-def _module_state(module: nn.Module, memo: dict[int, Hashable]) -> Hashable:
-    """What a module is and holds besides tensors and modules, ``training`` and hooks among it: forward may read all."""
-    return type(module), tuple(
-        (name, frozen(value, memo))
-        for name, value in vars(module).items()
-        if value is not None and name not in _APART and not (type(value) in _CONTAINERS and not value)
-    )
+    return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
 
 
 def call_leaves(
@@ -181,7 +168,7 @@ def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[st
 
 
 def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    signature = inspect.signature(forward)
+    signature = _signature(forward)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -191,6 +178,18 @@ def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             str(error),
             "give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name",
         ) from None
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """That of a callable; one of a method is found once for all objects that have it."""
+    if isinstance(forward, MethodType):
+        return _signature_of_method(forward.__func__)
+    return inspect.signature(forward)
+
+
+@lru_cache(maxsize=256)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
 
 
 def rebuild_call(

@@ -164,6 +164,12 @@ def test_an_argument_that_changes_in_place_is_a_new_signature() -> None:
     assert model.agree(rows(), config) == 3
 
 
+def renamed(model: Any) -> None:
+    """Another name for the last of its attributes."""
+    name, value = vars(model).popitem()
+    vars(model)[f"{name}_"] = value
+
+
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "a number": (lambda self, x: self.linear(x) * self.drop.p, lambda model: setattr(model.drop, "p", 0.25)),
     "a list": (lambda self, x: self.linear(x) * sum(self.sizes), lambda model: model.sizes.append(3)),
@@ -187,6 +193,18 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
         lambda model: model.linear.register_forward_hook(lambda module, args, output: output * 2),
     ),
     "requires_grad": (lambda self, x: self.linear(x), lambda model: model.linear.bias.requires_grad_(False)),
+    "a buffer": (
+        lambda self, x: self.linear(x) + len(self._buffers), lambda model: model.register_buffer("new", torch.ones(()))
+    ),
+    "a buffer of a child": (
+        lambda self, x: self.linear(x) + len(self.linear._buffers),
+        lambda model: model.linear.register_buffer("new", torch.ones(())),
+    ),
+    "the type of a module": (
+        lambda self, x: self.linear(x) * len(type(self.drop).__name__),
+        lambda model: setattr(model.drop, "__class__", nn.AlphaDropout),
+    ),
+    "a name": (lambda self, x: self.linear(x) + sum(map(len, vars(self.drop))), lambda model: renamed(model.drop)),
     "a module": (lambda self, x: self.drop(self.linear(x)), lambda model: setattr(model, "drop", nn.Tanh())),
 }  # fmt: skip
 
