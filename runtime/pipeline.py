@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from shardc.action import Action
+from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program
 from shardc.stage import Crossing, Part, is_cut_in_time
 from shardc.stage_cut import stages_of
-from shardc.stage_schedule import PART_OF_PHASE, schedule_of
+from shardc.stage_schedule import schedule_of
 
 from .channel import Channel, Key, Mailbox, Message
 from .comm import REDUCE, Comm

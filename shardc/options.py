@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from shardc.error import ShardingError, raise_all
+from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import MICROBATCH, Mesh
+from shardc.schedule_order import CHUNKED, LINEAR, ORDERS, fits
 
 if TYPE_CHECKING:
     import torch
 
 STAGES = (1, 2, 3)
+Balance = Literal["params", "flops", "time", "memory"]
+BALANCES: tuple[str, ...] = get_args(Balance)
+SCHEDULES = (*ORDERS, "auto")
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
 BALANCES = ("params", "flops", "time", "memory")  # in what stages of a pipeline are even
 
@@ -121,7 +125,7 @@ class Pipeline:
     axis: str = "pp"
     microbatches: int = 8
     schedule: str = "1f1b"
-    balance: Literal["params", "flops", "time", "memory"] = "params"
+    balance: Balance = "params"
     cuts: tuple[str, ...] | None = None
     chunks: int | None = None
     batch: Mapping[str, int | None] = field(default_factory=dict)
@@ -131,6 +135,20 @@ class Pipeline:
             raise ShardingError(
                 "Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", "say 1 or more"
             )
+        for name, value, known in (("schedule", self.schedule, SCHEDULES), ("balance", self.balance, BALANCES)):
+            if value not in known:
+                remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
+                raise ShardingError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):
+            raise ShardingError("Pipeline", f"chunks={self.chunks!r}", "it counts a rank's stages", "say 1 or more")
+        if self.schedule != "auto" and not fits(self.schedule, self.chunks_a_rank, 1):
+            problem = "it has one stage a rank" if self.schedule in LINEAR else "it has two stages a rank"
+            others = [name for name in ORDERS if fits(name, self.chunks_a_rank, 1)]
+            what = f"schedule={self.schedule!r}, chunks={self.chunks}"
+            raise ShardingError("Pipeline", what, problem, f"leave chunks out, or say {' or '.join(others)} for these")
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError where the mesh has no such axis, or one of the name that microbatches go by."""
@@ -147,7 +165,7 @@ class Pipeline:
     @property
     def chunks_a_rank(self) -> int:
         """Stages that each rank holds."""
-        return self.chunks or (2 if self.schedule in ("interleaved", "zb-v") else 1)
+        return self.chunks or (2 if self.schedule in CHUNKED else 1)
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""

@@ -18,7 +18,8 @@ from typing import Literal
 
 from torch import fx
 
-from shardc.collective import all_reduce
+from shardc.bucket import members
+from shardc.collective import EXCHANGES, LOCAL_KINDS, all_reduce
 from shardc.mesh import MICROBATCH
 from shardc.program import Program
 from shardc.sharding import Sharding
@@ -69,6 +70,11 @@ class Stages:
 def is_sum(node: fx.Node) -> bool:
     """Whether a node adds up what all microbatches have."""
     return node.target is all_reduce and node.args[1] == (MICROBATCH,)
+
+
+def is_sent(node: fx.Node) -> bool:
+    """Whether ranks exchange values in a call."""
+    return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
 
 
 def is_cut_in_time(sharding: Sharding | None) -> bool:

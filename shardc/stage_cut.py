@@ -24,7 +24,7 @@ from shardc.mesh import MICROBATCH
 from shardc.node import ancestors, descendants, is_getitem, operand, reached
 from shardc.ops.contraction import dot
 from shardc.program import Program
-from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut_in_time, is_sum
+from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut_in_time, is_sent, is_sum
 
 Calls = dict[Part, tuple[fx.Node, ...]]
 
@@ -76,7 +76,7 @@ class Kinds:
 
     def _find_own(self) -> set[fx.Node]:
         of_parameters = descendants(*self.parameters)
-        work = [node for node in self.timed if node.target is dot or _is_sent(node)]
+        work = [node for node in self.timed if node.target is dot or is_sent(node)]
         return self.timed & (of_parameters | descendants(*work))
 
     def check(self) -> None:
@@ -221,10 +221,6 @@ def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
 
 def _in_order(parts: Mapping[Part, set[fx.Node]]) -> Calls:
     return {part: tuple(sorted(node for node in nodes if node.op != "placeholder")) for part, nodes in parts.items()}
-
-
-def _is_sent(node: fx.Node) -> bool:
-    return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
 
 
 def _axes(node: fx.Node) -> set[str]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from shardc.action import Edge, Phase, Schedule
+from shardc.action import Schedule
+from shardc.pipeline_cost import costs_of, edges_of
 from shardc.schedule_order import schedule
-from shardc.stage import Part, Stages
-
-PART_OF_PHASE: dict[Phase, Part] = {"F": "forward", "B": "input_gradient"}
+from shardc.stage import Stages
 
 
 def schedule_of(stages: Stages) -> Schedule:
-    """The schedule of a program's stages, with its messages."""
+    """The schedule of a localized program's stages, with its messages; ``auto`` by what they cost."""
     program = stages.program
     pipeline = program.options.pipeline
     assert pipeline is not None
-    edges = [
-        Edge(crossing.source, crossing.target, phase)
-        for crossing in stages.crossings
-        for phase, part in PART_OF_PHASE.items()
-        if crossing.part == part
-    ]
     ranks = program.num_stages // pipeline.chunks_a_rank
-    found = schedule(pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks)
+    costs = costs_of(stages) if pipeline.schedule == "auto" else None
+    found = schedule(pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks, costs=costs)
     trains = any(put.kind == "tangent" for put in program.inputs)
-    return (found if trains else found.forward_only()).with_messages(edges)
+    return (found if trains else found.forward_only()).with_messages(edges_of(stages))

@@ -52,7 +52,7 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Un
             lasts[end - 1],
             frozenset().union(*flow.parameters[start:end]),
             sum(flops[start:end]),
-            sum(map(partial(_time, flow.program), flow.ops[start:end])),
+            sum(map(partial(time_of_call, flow.program), flow.ops[start:end])),
             sum(time[start:end]),
         )
         for start, end in pairwise([*starts, len(flow.ops)])
@@ -125,7 +125,7 @@ def _costs(flow: Flow) -> tuple[list[int], list[int]]:
     forward = set(flow.ops) | set(flow.following)
     backward = [node for node in program.calls if node not in forward]
     flops = _with_backward(flow, {node: flops_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
-    time = _with_backward(flow, {node: _time(program, node) for node in (*flow.ops, *backward)}, backward)
+    time = _with_backward(flow, {node: time_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
     return flops, time
 
 
@@ -154,8 +154,11 @@ def _with_backward(flow: Flow, cost: Mapping[fx.Node, int], backward: Sequence[f
     return total
 
 
-def _time(program: Program, node: fx.Node) -> int:
-    """Estimated: the longer of computing and of moving operands and results; none of what only shows a value."""
+def time_of_call(program: Program, node: fx.Node) -> int:
+    """Estimated: the longer of computing and of moving operands and results; none of what only shows a value.
+
+    In bytes of memory traffic that take as long.
+    """
     if is_getitem(node) or is_view(node):
         return 0
     values: set[Value] = {program.value(read) for read in node.all_input_nodes}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.nn import functional
 
 import shardc
 from shardc import Mesh, P
+from shardc.error import ShardingError
 from shardc.options import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -112,3 +115,29 @@ def test_any_count_of_microbatches(microbatches: int) -> None:
 
 def test_the_batch_is_cut_over_ranks_too() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(dp=2, pp=2), Pipeline(microbatches=4), P("dp"))
+
+
+def test_auto_is_one_device_and_chosen_by_what_stages_cost() -> None:
+    check({"is_tied": True}, some_targets(10), Mesh(pp=2), Pipeline(microbatches=3, schedule="auto", chunks=2))
+
+
+REFUSED = {
+    "Pipeline: schedule='1f2b'\n  there is no such schedule\n  did you mean 1f1b?": {"schedule": "1f2b"},
+    "Pipeline: balance='bytes'\n  there is no such balance\n  say one of params, flops, time, memory": {
+        "balance": "bytes"
+    },
+    "Pipeline: chunks=0\n  it counts a rank's stages\n  say 1 or more": {"chunks": 0},
+    "Pipeline: schedule='zb-h1', chunks=2\n  it has one stage a rank\n  leave chunks out, or say gpipe": {
+        "schedule": "zb-h1", "chunks": 2,
+    },
+    "Pipeline: schedule='zb-v', chunks=3\n  it has two stages a rank\n  leave chunks out": {
+        "schedule": "zb-v", "chunks": 3,
+    },
+    "Pipeline: microbatches=0\n  it counts pieces of a batch\n  say 1 or more": {"microbatches": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_an_option_that_cannot_be_is_refused_where_it_is_made(text: str) -> None:
+    with pytest.raises(ShardingError, match=re.escape(text)):
+        Pipeline(**REFUSED[text])  # type: ignore[arg-type]
