@@ -30,7 +30,7 @@ Works = list[Any]
 
 def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tensor]]:
     """For each of the pieces those of all ranks, joined."""
-    small = [i for i, (x, _, _) in enumerate(given) if x.nbytes < SMALL]
+    small = [i for i, (x, _, _) in enumerate(given) if x.nbytes <= SMALL]
     alone = [i for i in range(len(given)) if i not in small]
     rows = [_rows(*given[i], group) for i in alone]
     if small:
@@ -54,7 +54,7 @@ def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tenso
 def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callable[[], list[Tensor]]:
     """For each of the operands our piece of the reduction over all ranks, which is made in the order of the group."""
     pieces = [split(x, group.size, dim) for x, dim in given]
-    small = [i for i, each in enumerate(pieces) if each[0].nbytes < SMALL]
+    small = [i for i, each in enumerate(pieces) if each[0].nbytes <= SMALL]
     alone = [i for i in range(len(given)) if i not in small]
     sent = [pieces[i] for i in alone]
     if small:

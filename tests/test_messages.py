@@ -4,7 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
+from parallel_models import MLP, batch
 
+import shardc
+from shardc import P, Zero
 from shardc.mesh import Mesh
 from shardc.runtime import functional, messages
 from shardc.runtime.comm import parse_parts
@@ -13,7 +16,7 @@ from shardc.runtime.distributed import TorchComm, make_device_mesh
 MESHES = (Mesh(dp=4), Mesh(dp=2, tp=2))
 GROUPS = (("dp",), ("dp", "tp"), ("tp", "dp"))
 SHAPES = (((8,), 0), ((4, 12), 0), ((8, 4, 2), 1), ((0, 4), 0), ((4, 8), 1))
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.int64)
 
 
 def values(rank, dtype):
@@ -36,7 +39,7 @@ def run_both_ways(small):
                 given = values(torch.distributed.get_rank(), dtype)
                 gathered = messages.all_gather([(x, dim, None) for x, dim in given], group)()
                 found += map(torch.equal, gathered, (functional.all_gather(x, group, dim)() for x, dim in given))
-                for op in ("sum", "max"):
+                for op in ("sum", "max") if dtype is not torch.bool else ():
                     kept = messages.reduce_scatter(given, op, group)()
                     wanted = (functional.reduce_scatter(x, group, op, dim)() for x, dim in given)
                     found += map(torch.equal, kept, wanted)
@@ -62,6 +65,33 @@ def run_into():
 
 def test_a_piece_is_gathered_into_the_memory_that_it_lies_in_without_a_copy(gloo):
     assert gloo.run(run_into) == [(True, set())] * 4
+
+
+def run_update(stage, bucket):
+    """Of a forward after an optimizer's step: the calls of gathers and waits, in order; whether pieces lie in place."""
+    parallel = shardc.parallelize(
+        MLP(), make_device_mesh(Mesh(dp=4)), {"x": P("dp")}, args=batch(0), zero=Zero("dp", stage), bucket=bucket
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    parallel(*batch(0)).backward()
+    optimizer.step()
+    calls, places, gather = [], [], messages.all_gather
+
+    def noting(given, group):
+        calls.append("start")
+        places.extend((x.untyped_storage().data_ptr(), place.untyped_storage().data_ptr()) for x, _, place in given)
+        finish = gather(given, group)
+        return lambda: (calls.append("wait"), finish())[1]
+
+    with mock.patch.object(messages, "all_gather", noting):
+        parallel(*batch(1))
+    return calls, len(places), all(mine == kept for mine, kept in places)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_after_a_step_all_kept_copies_are_gathered_together_where_they_lie(gloo, stage):
+    for bucket, calls in ((25 * 2**20, ["start", "wait"]), (1, ["start"] * 4 + ["wait"] * 4)):
+        assert gloo.run(run_update, stage, bucket) == [(calls, 4, True)] * 4
 
 
 def run_into_turned():
