@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.bucket import Member, bucket, members
-from shardc.collective import Kind
+from shardc.collective import Kind, adds_microbatches
 from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
 from shardc.node import ancestors, operand
 from shardc.program import Program
-from shardc.stage import is_sum
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
@@ -143,7 +142,7 @@ def _stages(program: Program, node: fx.Node) -> frozenset[int]:
     """The stages of a pipeline that it sums gradients of: those of a weight that two stages hold go apart."""
     if program.num_stages == 1:
         return frozenset()
-    sums = {operand(each) for each in ancestors(node) if is_sum(each)}
+    sums = {operand(each) for each in ancestors(node) if adds_microbatches(each)}
     return frozenset(program.source(each).stage for each in sums or [node])
 
 

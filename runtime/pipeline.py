@@ -36,9 +36,10 @@ COMPUTES: dict[str, tuple[Part, ...]] = {
 
 @dataclass(slots=True)
 class Gradients:
-    """What a step found, for each position; None once it is freed."""
+    """What a step found, for each position, from a tangent of ``scale``; None once it is freed."""
 
     rows: list[list[Tensor | None]] | None
+    scale: float
 
 
 class PipelineRunner:
@@ -57,7 +58,7 @@ class PipelineRunner:
         here: Sequence[int] | None = None,
         channel: Channel | None = None,
     ) -> None:
-        self.program, self.stages = program, stages_of(program)
+        self.program, self.stages, self.device = program, stages_of(program), comm.device
         self.schedule = schedule_of(self.stages)
         self.here = tuple(range(self.schedule.num_ranks)) if here is None else tuple(here)
         self.channel = channel or Mailbox()
@@ -69,11 +70,6 @@ class PipelineRunner:
             for stage, rank in enumerate(self.schedule.place)
             if rank in self.here
         }
-        self.tangents = {
-            i: torch.ones(put.type.shape, dtype=put.type.dtype, device=comm.device)
-            for i, put in enumerate(program.inputs)
-            if put.kind == "tangent"
-        }
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
 
     def forward(
@@ -81,13 +77,14 @@ class PipelineRunner:
     ) -> tuple[list[list[Tensor | None]], Gradients]:
         """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
         self.channel.place = self.schedule.place
-        rows = _Run(self, inputs).run()
+        scale = self._scale()
+        rows = _Run(self, [self._with_tangents(row, scale) for row in inputs]).run()
         kinds = [output.kind == "gradient" for output in self.program.outputs]
         results, gradients = (
             [[value if is_gradient == kind else None for value, kind in zip(row, kinds, strict=True)] for row in rows]
             for is_gradient in (False, True)
         )
-        return results, Gradients(gradients)
+        return results, Gradients(gradients, scale)
 
     def backward(self, saved: Gradients, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """The gradients, times what comes in; they are freed unless told to ``keep`` them."""
@@ -96,8 +93,22 @@ class PipelineRunner:
         rows = saved.rows
         if not keep:
             saved.rows = None
-        by = [next(value for value in given if value is not None) for given in tangents]
+        by = [next(value for value in given if value is not None) / saved.scale for given in tangents]
         return [_scaled(*pair) for pair in zip(rows, by, strict=True)]
+
+    def _scale(self) -> float:
+        """The tangent of the loss."""
+        pipeline = self.program.options.pipeline
+        assert pipeline is not None
+        return 1.0 if pipeline.loss_scale is None else float(pipeline.loss_scale.get_scale())
+
+    def _with_tangents(self, row: Values, scale: float) -> list[Tensor | None]:
+        """The inputs of a position with a tangent of ``scale``."""
+        types = [put.type if put.kind == "tangent" else None for put in self.program.inputs]
+        return [
+            value if type_ is None else torch.full(type_.shape, scale, dtype=type_.dtype, device=self.device)
+            for type_, value in zip(types, row, strict=True)
+        ]
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
         """Nothing is kept between steps."""
@@ -173,7 +184,7 @@ class _Run:
         env = [None] * len(self.runner.program.graph.nodes) if env is None else env
         for slot, (value, timed) in enumerate(zip(row, self.runner.is_timed, strict=True)):
             if timed == is_timed:
-                env[slot] = self.runner.tangents.get(slot, value)
+                env[slot] = value
         return env
 
     def _new_envs(self, stage: int, microbatch: int) -> list[Env]:

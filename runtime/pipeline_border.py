@@ -21,6 +21,7 @@ from .channel import RankChannel
 from .comm import SimulatedComm, Starter
 from .distributed import TorchComm
 from .pipeline import PipelineRunner
+from .scaling import join_lines
 from .timed import TimedComm, TimedDoor
 
 MakeRunner = Callable[[Program, Starter], PipelineRunner]
@@ -46,6 +47,7 @@ class PipelineBorder(DistributedBorder):
         axis = (device_mesh.mesh_dim_names or ()).index(pipeline.axis)
         lines = device_mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()
         self.channel = RankChannel(lines, self.torch_comm.device)
+        join_lines(self.torch_comm.device_mesh, self.channel.groups[0])
 
     def new_copies(self) -> None:
         """None: what is made of stored parameters is made once a step."""

@@ -7,17 +7,27 @@ hears of an overflow in another rank's piece of a later one.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+_LINES: WeakKeyDictionary[DeviceMesh, ProcessGroup] = WeakKeyDictionary()  # of a stage's mesh, the pipeline's ranks
 CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def watch_overflows() -> None:
     """Let the check of gradients ask all ranks over which one of them is cut."""
     DTensor._op_dispatcher._custom_op_handlers[CHECK] = _check_and_unscale
+
+
+def join_lines(stage: DeviceMesh, line: ProcessGroup) -> None:
+    """Let an overflow on a stage's mesh be seen by all ranks of a pipeline."""
+    _LINES[stage] = line
 
 
 def _check_and_unscale(op_call: Any, args: Any, kwargs: Any) -> None:
@@ -32,3 +42,5 @@ def _check_and_unscale(op_call: Any, args: Any, kwargs: Any) -> None:
             for axis in zip(*lies, strict=True)
         ]
         found.copy_(DTensor.from_local(found, mesh, asked, run_check=False).full_tensor())
+        if mesh in _LINES:
+            dist.all_reduce(found, dist.ReduceOp.MAX, _LINES[mesh])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardc.bucket import Member, bucket, members
-from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, group_size, wire_bytes
+from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, adds_microbatches, group_size, wire_bytes
 from shardc.payload import payload_numel, rechunked_numel
 from shardc.sharding import TensorType
 from shardc.window import moves_rows, overlap_add, rows_sent
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """Every collective of a lowered or localized program, in program order; what is local is none, a bucket is one."""
-    return tuple(_collective(program, node) for node in program.calls if is_collective(node))
+    """Every collective of a lowered or localized program, in program order; what is local is none, a bucket is one.
+
+    Of a pipeline those of each stage, with the messages that it sends.
+    """
+    if program.num_stages > 1:
+        from shardc.stage_traffic import traffic_of
+
+        return tuple(traffic_of(program))
+    return tuple(collective_at(program, node) for node in program.calls if is_collective(node))
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node sends anything."""
     parts = members(node)
-    return parts[0].kind not in LOCAL_KINDS if parts else moves_edges(node)
+    return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node) if parts else moves_edges(node)
 
 
 def moves_edges(node: fx.Node) -> bool:
@@ -35,14 +43,15 @@ def moves_edges(node: fx.Node) -> bool:
 
 def bytes_sent(program: Program, node: fx.Node) -> int:
     """The bytes that one rank sends in a collective."""
-    return _collective(program, node).wire_bytes
+    return collective_at(program, node).wire_bytes
 
 
-def _collective(program: Program, node: fx.Node) -> Collective:
+def collective_at(program: Program, node: fx.Node) -> Collective:
+    """What a node sends that is a collective."""
     parts = members(node)
     moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
-    before = _joined([program.local_type(each) for each in moved])
-    after = _joined([program.local_type(node, i) for i in range(len(moved))])
+    before = joined_type([program.local_type(each) for each in moved])
+    after = joined_type([program.local_type(node, i) for i in range(len(moved))])
     if node.target in EXCHANGES:
         kind: Kind = "collective_permute"
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
@@ -73,7 +82,7 @@ def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:
     return payload_numel(part.kind, part.args, count, taken.shape, made.shape) * made.dtype.itemsize
 
 
-def _joined(types: list[TensorType | None]) -> TensorType:
+def joined_type(types: Sequence[TensorType | None]) -> TensorType:
     """The type of a flat buffer of values; of one value its own."""
     (first, *others) = (type_ for type_ in types if type_ is not None)
     return TensorType((sum(type_.numel for type_ in (first, *others)),), first.dtype) if others else first

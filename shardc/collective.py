@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
+from shardc.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.partition import parse_part
 from shardc.sharding import DimSharding, Sharding, num_shards
 from shardc.window import overlap_add, windows
@@ -110,7 +110,8 @@ class Collective:
 
     ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
     on one rank), ``wire_bytes`` what one rank sends by the ring algorithm; ``name`` is the node's, ``source`` the line
-    of the user's model, ``node`` the node whose value it moves, ``cause`` says why it is there.
+    of the user's model, ``node`` the node whose value it moves, ``cause`` says why it is there. Of a pipeline it is one
+    ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
     """
 
     kind: Kind
@@ -125,6 +126,8 @@ class Collective:
     node: str = ""
     source: str = ""
     cause: str = ""
+    stage: int | None = None
+    times: int = 1
 
 
 def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
@@ -144,6 +147,11 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
 def collective_kind(node: fx.Node) -> Kind:
     """The kind of a node that is a collective."""
     return COLLECTIVES[node.target]  # type: ignore[index]
+
+
+def adds_microbatches(node: fx.Node) -> bool:
+    """Whether a node adds up what all microbatches have: sums on a rank, which sends nothing."""
+    return node.target is all_reduce and node.args[1] == (MICROBATCH,)
 
 
 def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:

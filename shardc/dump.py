@@ -116,7 +116,8 @@ def _only_collectives(program: Program) -> dict[str, Any]:
 
 
 def _without_name(collective: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in collective.items() if key != "name"}
+    of_pipeline = () if collective["stage"] is not None else ("stage", "times")
+    return {key: value for key, value in collective.items() if key not in ("name", *of_pipeline)}
 
 
 def _inputs(program: Program, kind: str) -> Iterator[dict[str, Any]]:

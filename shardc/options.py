@@ -118,7 +118,9 @@ class Pipeline:
     ``shardc.stage_boundary()`` in the model. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-h2``,
     ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v`` and else 1.
     ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
-    inputs as long there as the first. A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
+    inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss, whose scale
+    starts the backward too, which is done before the loss is scaled: small gradients of float16 would be lost.
+    A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
     Sources: GPipe, Huang et al. 2019; PipeDream, Narayanan et al. 2019; Zero Bubble, Qi et al. 2024.
     """
 
@@ -129,6 +131,7 @@ class Pipeline:
     cuts: tuple[str, ...] | None = None
     chunks: int | None = None
     batch: Mapping[str, int | None] = field(default_factory=dict)
+    loss_scale: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, int) or self.microbatches < 1:

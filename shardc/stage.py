@@ -19,7 +19,7 @@ from typing import Literal
 from torch import fx
 
 from shardc.bucket import members
-from shardc.collective import EXCHANGES, LOCAL_KINDS, all_reduce
+from shardc.collective import EXCHANGES, LOCAL_KINDS
 from shardc.mesh import MICROBATCH
 from shardc.program import Program
 from shardc.sharding import Sharding
@@ -27,6 +27,7 @@ from shardc.sharding import Sharding
 Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
 PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
+TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,6 @@ class Stages:
     stages: tuple[Stage, ...]
     crossings: Mapping[Crossing, tuple[fx.Node, ...]]
     home: Mapping[int, int]
-
-
-def is_sum(node: fx.Node) -> bool:
-    """Whether a node adds up what all microbatches have."""
-    return node.target is all_reduce and node.args[1] == (MICROBATCH,)
 
 
 def is_sent(node: fx.Node) -> bool:

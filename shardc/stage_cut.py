@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import fx
 
 from shardc.bucket import members
-from shardc.collective import EXCHANGES, LOCAL_KINDS
+from shardc.collective import EXCHANGES, LOCAL_KINDS, adds_microbatches
 from shardc.error import ShardingError, raise_all
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
 from shardc.node import ancestors, descendants, is_getitem, operand, reached
 from shardc.ops.contraction import dot
 from shardc.program import Program
-from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut_in_time, is_sent, is_sum
+from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut_in_time, is_sent
 
 Calls = dict[Part, tuple[fx.Node, ...]]
 
@@ -61,13 +61,13 @@ class Kinds:
         self.parameters = {node: put.name for put, node in inputs if put.kind == "parameter"}
         self.timed = self._find_timed()
         self.own = self._find_own()
-        self.closing = {node for node in program.calls if is_sum(node) and operand(node) in self.own}
+        self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
         self.late = descendants(*self.closing)
 
     def _find_timed(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
         for node in self.program.graph.nodes:
-            if node.op == "output" or is_sum(node):
+            if node.op == "output" or adds_microbatches(node):
                 continue
             shardings = (self.program.sharding(node),) if is_getitem(node) else self.program.shardings(node)
             if any(map(is_cut_in_time, shardings)) or not found.isdisjoint(node.all_input_nodes):
@@ -81,9 +81,9 @@ class Kinds:
 
     def check(self) -> None:
         """A ShardingError for what needs the whole batch in the middle of a step."""
-        counts = {node for node in self.program.calls if is_sum(node)} - self.closing
+        counts = {node for node in self.program.calls if adds_microbatches(node)} - self.closing
         twice = {operand(node) for node in counts} & descendants(*counts)
-        found = [node for node in self.program.calls if not is_sum(node) and MICROBATCH in _axes(node)]
+        found = [node for node in self.program.calls if not adds_microbatches(node) and MICROBATCH in _axes(node)]
         found += [node for node in self.program.calls if node in twice or node in self.timed & self.late]
         raise_all(list({str(error): error for error in map(self._needs_all, found)}.values()))
 
@@ -200,7 +200,7 @@ def _parts(places: Places, stage: int, closing: set[fx.Node]) -> tuple[Calls, Ca
         parts[part] = (read & kinds.timed) - made
         made |= parts[part]
         lasting |= read - kinds.timed
-    counts = {node for node in lasting | closing if is_sum(node)} - kinds.closing
+    counts = {node for node in lasting | closing if adds_microbatches(node)} - kinds.closing
     counted = reached(map(operand, counts), _down(set()))
     parts["count"], lasting = counted & kinds.timed, lasting | (counted - kinds.timed)
     settled = descendants(*counts)
@@ -216,7 +216,9 @@ def _parts(places: Places, stage: int, closing: set[fx.Node]) -> tuple[Calls, Ca
 
 def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
     """A step to what a node needs, but not to ``without``, and not past a sum over microbatches."""
-    return lambda node: () if is_sum(node) else (each for each in node.all_input_nodes if each not in without)
+    return lambda node: (
+        () if adds_microbatches(node) else (each for each in node.all_input_nodes if each not in without)
+    )
 
 
 def _in_order(parts: Mapping[Part, set[fx.Node]]) -> Calls:

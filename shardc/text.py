@@ -175,6 +175,9 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
         for c in collectives
     ]
     header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
+    if any(c.stage is not None for c in collectives):
+        header = ("stage", "times", *header)  # type: ignore[assignment]
+        listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
 
 
@@ -200,8 +203,10 @@ def _by_kind(collectives: Sequence[Collective]) -> str:
 
 
 def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
-    moved, sent = sum(found.bytes for found in collectives), sum(found.wire_bytes for found in collectives)
-    return len(collectives), moved, sent
+    counts = [found.times for found in collectives]
+    moved = sum(found.bytes * times for found, times in zip(collectives, counts, strict=True))
+    sent = sum(found.wire_bytes * times for found, times in zip(collectives, counts, strict=True))
+    return sum(counts), moved, sent
 
 
 def parameters_text(program: Program) -> str:

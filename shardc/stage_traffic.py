@@ -1,0 +1,50 @@
+"""What the stages of a pipeline announce: their ranks' collectives, and what they send to other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from shardc.announcement import collective_at, is_collective, joined_type
+from shardc.collective import Collective
+from shardc.fact import Phase
+from shardc.program import Program
+from shardc.stage import TIMED, Crossing
+from shardc.stage_cut import stages_of
+from shardc.stage_schedule import schedule_of
+
+
+def traffic_of(program: Program) -> Iterator[Collective]:
+    """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
+    stages = stages_of(program)
+    place = schedule_of(stages).place
+    assert program.options.pipeline is not None
+    pipeline, named = program.options.pipeline, set[str]()
+    for i, stage in enumerate(stages.stages):
+        for part, calls in stage.parts.items():
+            times = pipeline.microbatches if part in TIMED else 1
+            found = [collective_at(program, node) for node in calls if is_collective(node)]
+            for way, nodes in stages.crossings.items():
+                if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
+                    found.append(_message(program, way, nodes, pipeline.axis))
+            for each in found:
+                name = f"{each.name}_stage_{i}" if each.name in named else each.name
+                named.add(name)
+                yield replace(each, name=name, stage=i, times=times)
+
+
+def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], axis: str) -> Collective:
+    """What one stage sends to another, all of it together."""
+    types = [type_ for type_ in map(program.local_type, nodes) if type_ is not None]
+    nbytes, joined = sum(type_.nbytes for type_ in types), joined_type(types)
+    shape = types[0].shape if len(types) == 1 else joined.shape
+    sources = dict.fromkeys(filter(None, (program.source(node).location for node in nodes)))
+    phase: Phase = "forward" if crossing.part == "forward" else "backward"
+    return Collective(
+        "send", (axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes,
+        name=f"send_{phase}_{crossing.source}_to_{crossing.target}".replace("backward", crossing.part),
+        phase=phase, node=", ".join(node.name for node in nodes), source=", ".join(sources),
+        cause=f"stage {crossing.target} reads what stage {crossing.source} makes",
+    )  # fmt: skip
