@@ -19,11 +19,13 @@ class Policy:
 
     Backward comes first, in two where it ``splits`` into I and W; then F under the cap, of several stages the one
     furthest down the model; then a W that is owed, where it ends, but for the part ``overhang``, before the next
-    message known to come.
+    message known to come. ``ahead`` is how many microbatches each rank's stages may have begun and not brought back,
+    the W that it owes not counted.
     """
 
     splits: bool = True
     overhang: float = 0.5
+    ahead: tuple[int, ...] | None = None
 
 
 def greedy(
@@ -109,6 +111,8 @@ class _Search:
         """The first of its preferences that it can do now; a W while nothing comes, or where memory waits for it."""
         coming, is_blocked = inf, False
         for stage, phase in self.order[rank]:
+            if phase == "F" and self._is_ahead(rank, stage):
+                continue
             microbatch = self.following[stage, phase]
             ready = self.ready.get((stage, phase, microbatch), inf)
             if ready <= now and (phase == "B" or self._has_room(rank, stage)):
@@ -128,14 +132,16 @@ class _Search:
         reserve = max((self.costs.stages[s].saved for s in later), default=0)
         return self.live[rank] + self.costs.stages[stage].saved + reserve <= self.caps[rank]
 
+    def _is_ahead(self, rank: int, stage: int) -> bool:
+        begun = self.following[stage, "F"] - self.following[stage, "B"]
+        return self.policy.ahead is not None and begun >= self.policy.ahead[rank]
+
     def _do(self, rank: int, action: Action, now: float) -> None:
         end = now + self.costs.seconds(action)
         cost = self.costs.stages[action.stage]
         self.rows[rank].append(action)
         self.free[rank] = end
-        self.live[rank] += {"F": cost.saved, "I": cost.held - cost.saved, "B": -cost.saved, "W": -cost.held}[
-            action.kind
-        ]
+        self.live[rank] += cost.change(action.kind)
         heapq.heappush(self.events, (end, rank))
         if action.kind == "W":
             return

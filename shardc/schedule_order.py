@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from shardc.action import Action, Schedule, chain
+from shardc.action import Action, Edge, Schedule, chain
 from shardc.error import ShardingError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,24 +22,28 @@ def schedule(
     *,
     num_ranks: int | None = None,
     in_flight: int | None = None,
+    edges: Iterable[Edge] | None = None,
     costs: Costs | StageCost | None = None,
     memory: int | None = None,
 ) -> Schedule:
-    """The schedule of that name, compute-only, over the chain of stages; a ShardingError where there is none.
+    """The schedule of that name, compute-only; a ShardingError where there is none.
 
     ``num_stages`` are those of the whole model, ``num_ranks`` as many, or half of them for ``interleaved``,
     ``interleaved-zb`` and ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2``
     has begun and not ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that
-    need no more than ``memory`` bytes on any rank.
+    need no more than ``memory`` bytes on any rank. Messages go over ``edges``, from earlier stages to later ones in
+    forward, back in backward; by default over the chain of stages.
     """
     _check_counts(name, num_stages, num_microbatches, in_flight)
     ranks = num_ranks if num_ranks is not None else num_stages // 2 if name in CHUNKED else num_stages
     _check_ranks(name, num_stages, ranks)
+    over = chain(num_stages) if edges is None else tuple(edges)
     if name != "auto":
-        return named(name, num_stages, num_microbatches, ranks, in_flight)
+        return replace(named(name, num_stages, num_microbatches, ranks, in_flight), edges=over)
     from shardc.schedule_choice import fastest
+    from shardc.stage_cost import costs_for
 
-    return fastest(num_stages, num_microbatches, ranks, costs, memory)
+    return fastest(num_microbatches, ranks, over, costs_for(num_stages, costs), memory)
 
 
 def named(name: str, num_stages: int, count: int, num_ranks: int, in_flight: int | None = None) -> Schedule:
@@ -76,7 +80,7 @@ def _one_forward_one_backward(
 
     With another cap the stages share it evenly, from all of it down to one.
     """
-    ahead, _ = _shares(rank, num_ranks, cap or num_ranks)
+    ahead = share(rank, num_ranks, cap or num_ranks)
     return _spell(stages, count, ("F", min(1 + ahead, count)), ("B F", count))
 
 
@@ -116,7 +120,9 @@ def _interleaved_zero_bubble(
 
 def _zero_bubble_1(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
     """ZB-H1, Qi et al. 2023: 1F1B with its memory; the lower a rank, the more W it owes, which fill its last gaps."""
-    ahead, owed = _shares(rank, num_ranks, cap or num_ranks)
+    cap = cap or num_ranks
+    ahead = share(rank, num_ranks, cap)
+    owed = cap - 1 - ahead
     return _spell(stages, count, ("F", ahead), ("F I", owed), ("F I W", max(count - owed, 0)), ("W", owed))
 
 
@@ -125,10 +131,9 @@ def _zero_bubble_2(rank: int, num_ranks: int, stages: Sequence[int], count: int,
     return _zero_bubble_1(rank, num_ranks, stages, count, cap or 2 * num_ranks - 1)
 
 
-def _shares(rank: int, num_ranks: int, cap: int) -> tuple[int, int]:
-    """Of a cap on microbatches, how many a rank is ahead in forward, beside the one at hand, and how many W it owes."""
-    ahead = -(-(cap - 1) * (num_ranks - 1 - rank) // max(num_ranks - 1, 1))
-    return ahead, cap - 1 - ahead
+def share(rank: int, num_ranks: int, cap: int) -> int:
+    """Of a cap on microbatches, how many a rank is ahead in forward, from all but one on the first down to none."""
+    return -(-(cap - 1) * (num_ranks - 1 - rank) // max(num_ranks - 1, 1))
 
 
 def _zero_bubble_v(rank: int, num_ranks: int, stages: Sequence[int], count: int, _: int | None) -> Iterator[Action]:

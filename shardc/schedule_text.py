@@ -75,7 +75,7 @@ def parse_action(text: str, who: str = "action") -> Action:
 
 def _place(rows: list[tuple[Action, ...]]) -> tuple[int, ...]:
     homes = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind == "F"}
-    if sorted(homes) != list(range(len(homes))):
+    if not homes or sorted(homes) != list(range(len(homes))):
         what = f"forward of the stages {sorted(homes)}"
         raise ShardingError("schedule", what, "stages are numbered from 0 without a gap", "name every stage's F")
     return tuple(homes[stage] for stage in sorted(homes))

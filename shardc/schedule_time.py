@@ -38,12 +38,9 @@ def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None) -> tu
 
 def saved_bytes(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """The most bytes that each rank keeps for backward, with what is resident: the peak if messages had no bytes."""
-    changes = [
-        {"F": cost.saved, "I": cost.held - cost.saved, "W": -cost.held, "B": -cost.saved} for cost in costs.stages
-    ]
     resident = _resident(schedule, costs)
     return tuple(
-        max(accumulate((changes[a.stage].get(a.kind, 0) for a in row), initial=resident[rank]))
+        max(accumulate((costs.stages[a.stage].change(a.kind) for a in row), initial=resident[rank]))
         for rank, row in enumerate(schedule.actions)
     )
 

@@ -35,6 +35,11 @@ class StageCost:
         by_kind = {"F": self.forward, "I": self.input, "W": self.weight, "REDUCE": self.reduce}
         return self.input + self.weight if kind == "B" else by_kind[kind]
 
+    def change(self, kind: str) -> int:
+        """Of the bytes kept for backward by an action: F saves them, B frees them, I some of them and W the rest."""
+        by_kind = {"F": self.saved, "I": self.held - self.saved, "W": -self.held, "B": -self.saved}
+        return by_kind.get(kind, 0)
+
 
 def _negative(what: str, remedy: str) -> ShardingError:
     return ShardingError("cost of a stage", what, "it is negative", remedy)

@@ -27,6 +27,7 @@ TORCH_FREE = {
     "shardc.mesh",
     "shardc.min_max",
     "shardc.rule",
+    "shardc.schedule_bound",
     "shardc.schedule_check",
     "shardc.schedule_choice",
     "shardc.schedule_greedy",

@@ -67,6 +67,12 @@ def test_what_is_no_action_is_refused(text: str) -> None:
         parse_action(text)
 
 
+@pytest.mark.parametrize("text", ["", "1F0\n", "0F0\n2F0\n"])
+def test_a_csv_without_a_stage_is_refused(text: str) -> None:
+    with pytest.raises(ShardingError, match="numbered from 0 without a gap"):
+        from_csv(text)
+
+
 def test_an_action_prints_as_torch_writes_it() -> None:
     assert [str(Action("F", 2, 0)), str(Action("SEND_B", 3, 1, 2))] == ["2F0", "3SEND_B1"]
 
@@ -77,6 +83,7 @@ def test_an_action_prints_as_torch_writes_it() -> None:
         (("1f2b", 2, 2), "did you mean 1f1b"),
         (("gpipe", 0, 2), "say num_stages=1 or more"),
         (("gpipe", 2, 0), "say num_microbatches=1 or more"),
+        (("zb-v", 5, 2), "say num_stages as a multiple of num_ranks"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(arguments: tuple[str, int, int], problem: str) -> None:

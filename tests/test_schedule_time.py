@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import shardc
 from shardc.action import Action, Edge, Schedule
 from shardc.error import ShardingError
+from shardc.schedule_bound import lower_bound
 from shardc.schedule_order import LINEAR, ORDERS, fits
 from shardc.schedule_run import run
 from shardc.stage_cost import Costs, StageCost, costs_for
@@ -179,10 +180,44 @@ def test_auto_is_never_slower_than_a_named_schedule_and_stays_under_the_cap() ->
         found = chosen.simulate(costs)
         assert memory is None or max(found.peak_bytes) <= memory, chosen.name
         for name in (name for name in ORDERS if fits(name, num_stages, ranks)):
-            for cap in (None, *range(1, 2 * ranks + 1)) if name in LINEAR else (None,):
+            for cap in (None, 1, ranks + 1, 2 * ranks) if name in LINEAR else (None,):
                 rival = shardc.schedule(name, num_stages, count, num_ranks=ranks, in_flight=cap)
                 if max(end for *_, end in run(rival, costs)) < found.makespan:
                     assert memory is not None and max(rival.simulate(costs).peak_bytes) > memory, (name, cap)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "times", "latency", "cap", "optimum"),
+    [
+        (4, 8, (10, 10, 10), 0, 4, 270),
+        (4, 8, (10, 12, 8), 0, 4, 282),
+        (4, 8, (10, 12, 8), 2, 6, 278),
+        (4, 12, (10, 12, 8), 2, 6, 398),
+        (4, 12, (10, 14, 6), 1, 6, 408),
+        (8, 16, (10, 12, 8), 2, 12, 574),
+    ],
+)
+def test_auto_reaches_what_no_schedule_can_beat(
+    k: int, m: int, times: tuple[int, int, int], latency: int, cap: int, optimum: int
+) -> None:
+    costs = Costs((StageCost(*times),) * k, latency)
+    chosen = shardc.schedule("auto", k, m, costs=costs, memory=cap)
+    assert chosen.simulate(costs).makespan == lower_bound(chosen, costs, cap) == optimum
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_beats_the_lower_bound(case: tuple[Schedule, Costs]) -> None:
+    schedule, costs = case
+    found = schedule.simulate(costs)
+    assert lower_bound(schedule, costs, max(found.peak_bytes)) <= found.makespan
+
+
+def test_auto_orders_two_towers_that_meet_at_the_end() -> None:
+    """Stages 0 and 1 do not wait for each other; both send to stage 2."""
+    edges = (Edge(0, 2, "F"), Edge(1, 2, "F"), Edge(2, 0, "B"), Edge(2, 1, "B"))
+    chosen = shardc.schedule("auto", 3, 4, edges=edges, costs=StageCost(), memory=9).check()
+    assert chosen.edges == edges and chosen.simulate().makespan < shardc.schedule("auto", 3, 4).simulate().makespan
 
 
 def test_auto_is_the_same_every_time() -> None:
