@@ -24,18 +24,21 @@ if TYPE_CHECKING:
     from shardc.runtime.border import shard_batch
     from shardc.schedule_order import schedule
     from shardc.sharding import Sharding
+    from shardc.stage_cost import Costs, StageCost
     from shardc.stage_mark import stage_boundary
 
 __all__ = [
     "CaptureError",
     "Collective",
     "Compiled",
+    "Costs",
     "Mesh",
     "P",
     "Precision",
     "Remat",
     "Sharding",
     "ShardingError",
+    "StageCost",
     "Zero",
     "annotate",
     "balance",
@@ -57,6 +60,8 @@ _HOMES = {
     "reshard_plan": "passes.reshard_plan",
     "Collective": "collective",
     "Compiled": "api",
+    "Costs": "stage_cost",
+    "StageCost": "stage_cost",
     "Mesh": "mesh",
     "P": "partition",
     "Precision": "options",
