@@ -52,8 +52,9 @@ def report(name: str, annotations: Mapping[str, P]) -> None:
     full = compiled(gpt2(12), mesh, annotations, 16, 1024)
     busy = time.process_time() - begun
     print(f"GPT-2 small, T=1024, B=16, dp=2,tp=4, {name}:")
-    print(f"  {sum(full.seconds.values()):.1f} s to compile, {busy:.1f} s of them this process computed, of which")
-    print("  " + ", ".join(f"{name} {took:.2f}" for name, took in full.seconds.items()))
+    print(f"  {sum(full.seconds.values()):.1f} s to compile, {busy:.1f} s of them computed here; slowest first:")
+    slowest = sorted(full.seconds.items(), key=lambda each: -each[1])
+    print("  " + ", ".join(f"{name} {took:.2f}" for name, took in slowest))
     wire = sum(each.wire_bytes for each in full.collectives)
     flops = json.loads(full.dump(format="json"))["flops"]
     print(f"  {len(full.collectives)} collectives, {wire / 2**20:.0f} MiB on the wire a rank, a step")

@@ -22,6 +22,7 @@ from torch import fx
 
 from shardc.bucket import Member, bucket, members
 from shardc.collective import Kind, adds_microbatches
+from shardc.deferral import deferrable
 from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
@@ -75,11 +76,14 @@ def _reductions(program: Program, limit: int) -> list[Bucket]:
 
 
 def _reduction_keys(program: Program, limit: int) -> dict[fx.Node, object]:
-    """The reductions that are smaller than a bucket, each with what those of one bucket have in common."""
-    backward = set(split(program).backward)
+    """The reductions that are smaller than a bucket, each with what those of one bucket have in common.
+
+    Those that run once for several backwards are not joined to one that runs in each.
+    """
+    backward, late = set(split(program).backward), deferrable(program)
     sent = [(node, part) for node in program.calls if (part := _sent(node)) is not None and part.kind in REDUCTIONS]
     return {
-        node: (_key(program, node, part), part.args[1], node in backward)
+        node: (_key(program, node, part), part.args[1], node in backward, node in late)
         for node, part in sent
         if _nbytes(program, node) < limit
     }

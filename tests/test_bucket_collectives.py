@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, ShardingError, Zero
-from shardc.announcement import collectives_of
+from shardc.announcement import collectives_of, is_collective
+from shardc.deferral import deferrable
 from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.simulator import simulate
 
@@ -50,6 +51,15 @@ def test_gradients_wait_for_each_other_in_the_order_in_which_they_are_made() -> 
         gradient b: all_reduce_dp_1
         """.replace("BUCKET", 'bucket("all_reduce", ("dp",), (("sum",), ("sum",), ("sum",)), reshape, dot_2, dot_4)')
     )
+
+
+def test_what_is_reduced_once_for_several_backwards_goes_apart_from_what_is_not() -> None:
+    """The positions of a sequence shorter than their table are summed over ranks before they are put into it."""
+    ids, targets = torch.randint(128, (2, 8, 16))
+    program = shardc.compile(GPT(Config(context=32)), Mesh(dp=2), DATA, args=(ids, targets)).program
+    sent = zip(filter(is_collective, program.calls), collectives_of(program), strict=True)
+    at_once = [found for node, found in sent if found.phase == "backward" and node not in deferrable(program)]
+    assert [found.local_shape_in for found in at_once] == [(16, 64)]
 
 
 def test_weights_that_one_layer_reads_are_gathered_together() -> None:
