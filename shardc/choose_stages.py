@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import pairwise
 
 from torch import fx
 
@@ -19,9 +18,12 @@ from shardc.min_max import Walk
 from shardc.node import is_getitem
 from shardc.options import BALANCES
 from shardc.program import Program
-from shardc.ranks import Runs, balance_ranks
+from shardc.ranks import MOST_LOOPED, Runs, balance_ranks
 from shardc.stage_load import Loads, mask_of
+from shardc.stage_places import places_of_cuts
 from shardc.stage_units import units_of
+
+WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must save that much
 
 
 def choose_stages(
@@ -67,12 +69,18 @@ class Wish:
 
 @dataclass(frozen=True)
 class Stages:
-    """A program's forward in stages, each a mask of units."""
+    """A program's forward in stages, each a mask of units.
+
+    ``heaviest``: what the heaviest stage or rank weighs, in what is even; no split that was looked for is below
+    ``bound``.
+    """
 
     loads: Loads
     wish: Wish
     masks: tuple[int, ...]
     assignment: Mapping[fx.Node, int] = field(repr=False)
+    heaviest: float
+    bound: float
 
     def units(self, stage: int) -> list[int]:
         """The indices of the units of a stage."""
@@ -86,63 +94,62 @@ class Stages:
 def split_stages(program: Program, wish: Wish) -> Stages:
     """As ``choose_stages``, with the units and where they were cut."""
     flow = flow_of(program)
-    places = sorted({*_places_of(flow, wish.cuts), *_marked(flow)})
-    if len(places) >= wish.num_stages:
-        raise _too_many(wish, [flow.program.source(flow.ops[i]).module for i in places])
-    loads = Loads(flow, units_of(flow, wish.num_stages, places), wish.microbatches)
-    starts = [unit.start for unit in loads.units]
-    forced = tuple(starts.index(at) for at in places)
-    check_stages(len(starts), wish.num_stages, forced)
-    stages = _stages(loads, wish, forced)
-    masks = tuple(mask_of({i for i, its in enumerate(stages) if its == stage}) for stage in range(wish.num_stages))
-    return Stages(loads, wish, masks, _assignment(flow, [unit.end for unit in loads.units], stages))
+    places = places_of_cuts(flow, wish.cuts, wish.num_stages)
+    found = _split(flow, wish, places)
+    masks = tuple(mask_of({i for i, its in enumerate(found.stages) if its == s}) for s in range(wish.num_stages))
+    ends = [unit.end for unit in found.loads.units]
+    return Stages(found.loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
 
 
-def _places_of(flow: Flow, cuts: Sequence[str]) -> list[int]:
-    """The places at which modules that the globs match begin, of nested ones the outermost; not the very first."""
-    begin: dict[str, int] = {}
-    for i in reversed(range(len(flow.ops))):
-        path = flow.program.source(flow.ops[i]).module
-        begin.update({path[:end]: i for end, letter in enumerate(f"{path}.") if letter == "."})
-    found: set[int] = set()
-    for pattern in cuts:
-        matched = {path for path in begin if fnmatchcase(path, pattern)}
-        if not matched:
-            who, known = f"Pipeline(cuts={tuple(cuts)!r})", list(dict.fromkeys(reversed(begin)))
-            remedy = did_you_mean(pattern, known) or f"use one of {', '.join(known[:8])}"
-            raise ShardingError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
-        found |= {begin[path] for path in matched if not any(path.startswith(f"{above}.") for above in matched)}
-    return sorted(found - {0})
+@dataclass(frozen=True)
+class _Split:
+    """The stage of each unit, what the heaviest stage weighs, and what it weighs at least."""
+
+    loads: Loads
+    stages: tuple[int, ...]
+    heaviest: float
+    bound: float
 
 
-def _marked(flow: Flow) -> set[int]:
-    """The places of the first ops after the model's own marks; not the very first."""
-    marks = list(accumulate((flow.program.source(node).marks for node in flow.ops), max))
-    return {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}
-
-
-def _too_many(wish: Wish, modules: Sequence[str]) -> ShardingError:
-    return ShardingError(
-        f"Pipeline(cuts={wish.cuts!r})",
-        f"with the model's stage_boundary stages begin in {', '.join(modules)}, and at the start",
-        f"there are {wish.num_stages} stages for these {len(modules) + 1} beginnings",
-        f"say {len(modules) + 1} stages or more, or cut less",
+def _split(flow: Flow, wish: Wish, places: Sequence[int]) -> _Split:
+    fine, whole = (
+        Loads(flow, units_of(flow, wish.num_stages, places, is_fine), wish.microbatches) for is_fine in (True, False)
     )
-
-
-def _stages(loads: Loads, wish: Wish, forced: Sequence[int]) -> tuple[int, ...]:
-    """The stage of each unit."""
-    if wish.num_ranks < wish.num_stages and not forced:
-        return _on_ranks(loads, wish)
-    size = len(loads.units)
-    masks = None if forced else ideals(size, loads.edges)
-    chosen = _Walks(loads, wish, masks or [(1 << i) - 1 for i in range(size + 1)], forced, is_chain=masks is None)
-    found = chosen.walk(chosen.load).best()
+    starts = [unit.start for unit in fine.units]
+    check_stages(len(starts), wish.num_stages)
+    if wish.num_ranks < wish.num_stages and not places:
+        return _on_ranks(fine if len(starts) <= MOST_LOOPED else whole, wish)
+    beginnings = [(1 << i) - 1 for i in range(len(starts) + 1)]
+    in_order = _Walks(fine, wish, beginnings, [starts.index(at) for at in places], is_chain=True)
+    aside = None if places else _side_by_side(fine, wish) or _side_by_side(whole, wish)
+    found = _lighter(in_order.best(), None if aside is None else aside.best())
     if found is None:
-        least = chosen.walk(chosen.memory).least()
-        assert least is not None, (wish, forced)
-        raise _too_little(wish, least)
-    return stages_of([chosen.masks[i] for i in found], size)
+        least = [walks.least_memory() for walks in (in_order, aside) if walks is not None]
+        raise _too_little(wish, min(least))
+    return found if places or aside else replace(found, bound=_bound(fine, wish))
+
+
+def _side_by_side(loads: Loads, wish: Wish) -> _Walks | None:
+    """The walks through all that may be done before the rest, if that can be counted."""
+    masks = ideals(len(loads.units), loads.edges)
+    return None if masks is None else _Walks(loads, wish, masks, (), is_chain=False)
+
+
+def _lighter(in_order: _Split | None, aside: _Split | None) -> _Split | None:
+    """Units in their order, unless the heaviest stage is lighter by enough where towers go side by side."""
+    if in_order is None or aside is None:
+        return in_order or aside
+    if aside.heaviest <= WORTH * in_order.heaviest:
+        return aside
+    return replace(in_order, bound=min(in_order.bound, aside.bound))
+
+
+def _bound(loads: Loads, wish: Wish) -> float:
+    """The mean or the heaviest unit; of memory the heaviest unit alone."""
+    if wish.balance == "memory":
+        return max(loads.memory(1 << i, 1) for i in range(len(loads.units)))
+    each = loads.each(wish.balance)
+    return max(*each, sum(each) / wish.num_stages)
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,22 @@ class _Walks:
         each = self.loads.each(self.wish.balance)
         return [sum(weight for i, weight in enumerate(each) if mask >> i & 1) for mask in self.masks]
 
+    def best(self) -> _Split | None:
+        """The best split; None where none fits into memory."""
+        found = self.walk(self.load).best()
+        if found is None:
+            return None
+        states = (0, *found, len(self.masks) - 1)
+        weights = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(states))]
+        heaviest = max(weight for weight in weights if weight is not None)
+        return _Split(self.loads, stages_of([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
+
+    def least_memory(self) -> int:
+        """What the fullest stage holds at least."""
+        least = self.walk(self.memory).least()
+        assert least is not None, self.wish
+        return least
+
     def load(self, stage: int, start: int, end: int) -> int | None:
         """What a stage weighs; None where it does not fit."""
         is_memory, most = self.wish.balance == "memory", self.wish.max_memory
@@ -185,8 +208,8 @@ class _Walks:
         return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
 
 
-def _on_ranks(loads: Loads, wish: Wish) -> tuple[int, ...]:
-    """The stage of each unit, with several stages a rank; of every rank as many microbatches in flight as ranks."""
+def _on_ranks(loads: Loads, wish: Wish) -> _Split:
+    """Several stages a rank; of every rank as many microbatches are in flight as there are ranks."""
     readers: dict[str, list[int]] = {}
     for i, unit in enumerate(loads.units):
         for name in unit.parameters:
@@ -205,10 +228,10 @@ def _on_ranks(loads: Loads, wish: Wish) -> tuple[int, ...]:
     def received(runs: Runs) -> int:
         return loads.received_bytes(mask_of({i for start, end in runs for i in range(start, end)}))
 
-    cuts = balance_ranks(weights, wish.place, shared=shared, received=received).cuts
-    stages = tuple(sum(i >= cut for cut in cuts) for i in range(len(loads.units)))
+    found = balance_ranks(weights, wish.place, shared=shared, received=received)
+    stages = tuple(sum(i >= cut for cut in found.cuts) for i in range(len(loads.units)))
     _check_memory(loads, wish, stages)
-    return stages
+    return _Split(loads, stages, found.heaviest, found.bound)
 
 
 def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:

@@ -6,8 +6,8 @@ A set is a mask: bit i is unit i.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -38,6 +38,7 @@ class Loads:
     flow: Flow
     units: tuple[Unit, ...]
     microbatches: int | None = None
+    counted: dict[tuple[str, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def parameters(self) -> dict[str, Input]:
@@ -84,7 +85,7 @@ class Loads:
 
     def received_bytes(self, stage: int) -> int:
         """The bytes of that."""
-        return sum(c.nbytes for c in self.received(stage))
+        return self._known("received", stage, lambda: sum(c.nbytes for c in self.received(stage)))
 
     def each(self, balance: str) -> list[int]:
         """For each unit its parameters, those that it is first to read; its operations; its time; its saved bytes."""
@@ -113,12 +114,19 @@ class Loads:
 
     def saved(self, stage: int) -> int:
         """The bytes that a stage keeps of one microbatch for backward; what it was sent is among them."""
-        return sum(made for i, made in enumerate(self.made) if stage >> i & 1) + self.received_bytes(stage)
+        made = self._known("made", stage, lambda: sum(made for i, made in enumerate(self.made) if stage >> i & 1))
+        return made + self.received_bytes(stage)
 
     def memory(self, stage: int, in_flight: int) -> int:
         """The bytes of a stage in training, with so many microbatches between their forward and backward."""
         flying = min(in_flight, self.microbatches or in_flight)
-        return sum(map(self.copies, self.held(stage))) + flying * self.saved(stage)
+        copies = self._known("copies", stage, lambda: sum(map(self.copies, self.held(stage))))
+        return copies + flying * self.saved(stage)
+
+    def _known(self, kind: str, stage: int, count: Callable[[], int]) -> int:
+        if (kind, stage) not in self.counted:
+            self.counted[kind, stage] = count()
+        return self.counted[kind, stage]
 
     def _new_parameters(self) -> Iterator[frozenset[str]]:
         met: set[str] = set()

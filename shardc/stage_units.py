@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -36,12 +36,13 @@ class Unit:
     time: int
 
 
-def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Unit, ...]:
+def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bool = True) -> tuple[Unit, ...]:
     """The units of forward, in the order in which they run.
 
-    ``num_units``: so many there should be at least. ``forced``: places where one begins in any case.
+    ``num_units``: so many there should be at least. ``forced``: places where one begins in any case. Not ``is_fine``:
+    blocks whole, if they are enough.
     """
-    starts = sorted({*_starts(flow, num_units), *forced})
+    starts = sorted({*_starts(flow, num_units, is_fine), *forced})
     flops, time = _costs(flow)
     firsts, lasts = _begun(flow, range(len(flow.ops))), _begun(flow, range(len(flow.ops) - 1, -1, -1))
     return tuple(
@@ -62,13 +63,13 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = ()) -> tuple[Un
 # Where a unit may begin.
 
 
-def _starts(flow: Flow, num_units: int) -> list[int]:
+def _starts(flow: Flow, num_units: int, is_fine: bool) -> list[int]:
     """Between two ops that hold parameters or contract, the place where the fewest bytes cross.
 
-    Of these those stay where a block begins, and those in a block where no more crosses than at an end of it and that
-    leave some of its work on both sides. Where that makes fewer than ``num_units`` units all stay, and where those are
-    too few still, a unit may begin at every op. None begins between two ops after one another that read no other, such
-    as the embeddings of tokens and of positions.
+    Of these those stay where a block begins, and those in a block where less crosses than around them, no more than at
+    an end of the block, and that leave some of its work on both sides. Where that makes fewer than ``num_units`` units
+    all stay, and where those are too few still, a unit may begin at every op. None begins between two ops after one
+    another that read no other, such as the embeddings of tokens and of positions.
     """
     heavy = [i for i, node in enumerate(flow.ops) if flow.parameters[i] or flops_of_call(flow.program, node)]
     reads = {place for places in flow.readers.values() for place in places}
@@ -81,11 +82,26 @@ def _starts(flow: Flow, num_units: int) -> list[int]:
     fine = [
         i
         for a, b in pairwise(ends)
-        for i in narrow
+        for i in _valleys(flow, narrow)
         if a < i < b and flow.crossing[i] <= max(flow.crossing[a], flow.crossing[b]) and work[a] < work[i] < work[b]
     ]
-    choices = ({*ends[:-1], *fine}, {0, *narrow}, set(range(len(flow.ops))))
-    return sorted(next((starts for starts in choices if len(starts) >= num_units), choices[0]))
+    whole = ends[:-1]
+    choices = ([] if is_fine else whole, [*whole, *fine], [0, *narrow], range(len(flow.ops)))
+    return sorted(next((starts for starts in choices if len(starts) >= num_units), choices[1]))
+
+
+def _valleys(flow: Flow, places: Sequence[int]) -> list[int]:
+    """The places from which more crosses on both sides, past those where as much does."""
+    heights = [flow.crossing[i] for i in places]
+
+    def is_lower(height: int, others: Iterable[int]) -> bool:
+        return next((other for other in others if other != height), height) >= height
+
+    return [
+        place
+        for i, place in enumerate(places)
+        if is_lower(heights[i], heights[i + 1 :]) and is_lower(heights[i], reversed(heights[:i]))
+    ]
 
 
 def _blocks(flow: Flow) -> list[str]:

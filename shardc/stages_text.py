@@ -29,7 +29,8 @@ def stages_record(stages: Stages) -> dict[str, Any]:
     Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward of the
     inputs given, time as a part of all. ``activation_bytes`` are what a stage keeps of them for backward;
     ``memory_bytes`` add to parameters, gradients and Adam's states those of the microbatches in flight under 1F1B.
-    ``balance``: the largest part over the mean.
+    ``balance``: the largest part over the mean. ``bound``: 1 if no split is better, else a part of the heaviest stage
+    below which none is known to be.
     """
     entries = [_entry(stages, stage) for stage in range(len(stages.masks))]
     keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
@@ -37,6 +38,7 @@ def stages_record(stages: Stages) -> dict[str, Any]:
         "version": 1,
         "by": stages.wish.balance,
         "balance": {name: _unevenness([entry[keys[name]] for entry in entries]) for name in BALANCES},
+        "bound": round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
         "stages": entries,
         "shared": _shared(stages),
     }
@@ -100,7 +102,8 @@ def _stages_table(record: Mapping[str, Any]) -> str:
         for entry in record["stages"]
     ]
     uneven = ", ".join(f"{value:.2f} in {name}" for name, value in record["balance"].items())
-    return f"{len(rows)} stages, even in {record['by']}\n{table(HEADER, rows)}max/mean: {uneven}\n"
+    better = f"a heaviest stage below {record['bound']:.1%} of this one is ruled out\n" if record["bound"] < 1 else ""
+    return f"{len(rows)} stages, even in {record['by']}\n{table(HEADER, rows)}max/mean: {uneven}\n{better}"
 
 
 def _crossing_table(record: Mapping[str, Any]) -> str:

@@ -222,3 +222,40 @@ def test_a_new_stage_begins_where_the_model_says() -> None:
     assert [first for first, _ in modules(four)] == ["layers.0", "layers.1", "layers.3", "layers.5"]
     with pytest.raises(ShardingError, match="2 stages for these 3 beginnings"):
         split_stages(program, Wish(2))
+
+
+class Bottleneck(nn.Module):
+    """Two narrow layers beside a wide skip: less crosses before and after it than within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.mid, self.up = nn.Linear(16, 4), nn.Linear(4, 4), nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.mid(self.down(x).relu()).relu())
+
+
+def test_a_nested_list_of_blocks_is_cut_between_these_and_not_beside_their_skips() -> None:
+    stages = (nn.Sequential(Bottleneck(), Bottleneck()) for _ in range(2))
+    program = program_of(nn.Sequential(nn.Linear(16, 16), *stages), torch.ones(2, 16))
+    assert [unit.first for unit in units_of(flow_of(program), 2)] == ["0", "1", "1.1", "2", "2.1"]
+    assert [unit.first for unit in units_of(flow_of(program), 2, is_fine=False)] == ["0", "1", "2"]
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder_of_t5_are_cut_where_little_crosses() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=3, d_model=64, d_ff=256, d_kv=16, num_heads=4, vocab_size=512, decoder_start_token_id=0
+    )
+    config.use_cache = False
+    with torch.device("meta"):
+        ids = torch.zeros(2, 16, dtype=torch.int64)
+        program = program_of(T5ForConditionalGeneration(config), input_ids=ids, labels=ids)
+    stages = split_stages(program, Wish(4, "flops"))
+    check_monotone(stages.assignment, program, 4)
+    sent = [stages.loads.received(mask) for mask in stages.masks]
+    assert sent[0] == () and all(len(values) <= 4 for values in sent)
+    assert {c.name for c in sent[2]} & {c.name for c in sent[3]}  # what the encoder made goes to both, to each once
+    assert stages.bound <= stages.heaviest <= stages.bound / 0.98
