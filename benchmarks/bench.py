@@ -56,7 +56,7 @@ def main() -> None:
                 if seconds is None:
                     said.append(f"{row.plan}, {row.title}: left out, {options.minutes} minutes are not enough")
                     continue
-                steps = Steps(options.least, options.steps, seconds)
+                steps = Steps(options.least, options.steps, seconds, budget.left)
                 found.append((row, figures(row, workers.run(measure, row, steps))))
                 budget.note(max(len(each.samples) for each in found[-1][1]), steps.least)
                 said += verdicts(*found[-1], options.profile)

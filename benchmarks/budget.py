@@ -27,11 +27,16 @@ class Budget:
         """Since the start."""
         return self._clock() - self._begin
 
+    @property
+    def left(self) -> float:
+        """To the end."""
+        return self._end - self._clock()
+
     def share(self) -> float | None:
         """Seconds for the next row; None where it would not end in time."""
         self._next += 1
         self._start = self._clock()
-        left, weight = self._end - self._start, self._weights[self._next]
+        left, weight = self.left, self._weights[self._next]
         return None if self._rate * weight > left else left * weight / sum(self._weights[self._next :])
 
     def note(self, rounds: int, least: int) -> None:

@@ -31,12 +31,14 @@ SCENE = 2  # rounds of everyone; of those after them every sixth is, the others 
 class Steps:
     """How many rounds there are, in each of which a step is timed: from ``least`` to ``most``, as ``seconds`` allow.
 
-    The seconds are for the row, from its start to its end. Three more steps are not timed.
+    The seconds are for the row, from its start to its end. After ``latest`` of them there is no round more in any case.
+    Three more steps are not timed.
     """
 
     least: int = 5
     most: int = 15
     seconds: float = math.inf
+    latest: float = math.inf
 
 
 @dataclass(slots=True)
@@ -153,7 +155,10 @@ def _take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
             runner.timed_step(i)
         if i + 1 == SCENE:
             going_on, all_at_once = _decisive(runners), (time.perf_counter() - start) / SCENE
-        if i + 1 >= steps.least and _rank_zero_says(time.perf_counter() - begun + 2.5 * all_at_once > steps.seconds):
+        if i + 1 < SCENE:
+            continue
+        end = time.perf_counter() - begun + 2.5 * all_at_once  # of another round, and of what is profiled
+        if _rank_zero_says(end > (steps.seconds if i + 1 >= steps.least else steps.latest)):
             break
 
 
