@@ -198,11 +198,21 @@ def with_deaths(instructions: Sequence[Instruction], kept: Collection[int]) -> l
 
 
 def with_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The instructions, each with the slots of collectives that it is the first to read."""
+    """The instructions, each with the slots of collectives that it is the first to read.
+
+    Of reduce_scatters over the same axes no more than two are under way: operands are larger than what is made of them,
+    and they live until it is done.
+    """
     started: set[int] = set()
+    latest: dict[object, tuple[int, ...]] = {}  # two reduce_scatters, by axes
     found = []
     for each in instructions:
         waits = started.intersection(each.reads)
+        if each.collective == "reduce_scatter":
+            axes = each.flat.parts[0].args[0] if each.flat else each.args[1]
+            *older, last = *latest.get(axes, ()), each.result
+            waits |= started.intersection(older[:-1])
+            latest[axes] = (*older[-1:], last)
         found.append(replace(each, waits=tuple(sorted(waits))))
         started -= waits
         if each.collective:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ import shardc
 from shardc.mesh import Mesh
 from shardc.ops.contraction import BoundDot
 from shardc.partition import P
+from shardc.runtime import messages
 from shardc.runtime.comm import Places, Results, Tensors
 from shardc.runtime.distributed import TorchComm, make_device_mesh
 from shardc.runtime.executor import Executor
@@ -100,6 +102,32 @@ def test_contractions_run_while_a_collective_is_under_way(gloo: Any) -> None:
             assert notes.count("start") == notes.count("wait"), "every collective is waited for"
             meanwhile = "".join({"start": "<", "wait": ">", "dot": "."}[note] for note in notes)
             assert "tp" not in mesh.axis_names or "<.." in meanwhile, meanwhile
+
+
+def run_counting(bucket: int) -> list[int]:
+    """Of a step of stage 3, how many reductions were under way when one more was started."""
+    device_mesh = make_device_mesh(Mesh(dp=4))
+    parallel = shardc.parallelize(Layers(), device_mesh, {"x": P("dp")}, zero=shardc.Zero(), bucket=bucket)
+    under_way, found, reduce = [0], [], messages.reduce_scatter
+
+    def counting(*args: Any) -> Callable[[], list[Tensor]]:
+        found.append(under_way[0])
+        under_way[0] += 1
+        finish = reduce(*args)
+
+        def finished() -> list[Tensor]:
+            under_way[0] -= 1
+            return finish()
+
+        return finished
+
+    with mock.patch.object(messages, "reduce_scatter", counting):
+        parallel(torch.randn(4, 8)).backward()
+    return found
+
+
+def test_at_most_two_reductions_keep_their_operands_alive(gloo: Any) -> None:
+    assert gloo.run(run_counting, 1) == [[0] + [1] * 11] * 4
 
 
 class Saved(nn.Module):
