@@ -11,7 +11,7 @@ from shardc.error import ShardingError
 from shardc.schedule_bound import lower_bound
 from shardc.schedule_greedy import Policy, greedy
 from shardc.schedule_order import LINEAR, ORDERS, fits, looped_place, named, share, v_place
-from shardc.schedule_run import run
+from shardc.schedule_run import makespan
 from shardc.schedule_time import peak_bytes, saved_bytes
 from shardc.stage_cost import Costs
 
@@ -27,7 +27,7 @@ def fastest(count: int, num_ranks: int, edges: tuple[Edge, ...], costs: Costs, m
     """
     best, num_stages = _Best(costs, memory), len(costs.stages)
     for candidate in _named(num_stages, count, num_ranks, edges):
-        best.offer(max(end for *_, end in run(candidate, costs)), candidate)
+        best.offer(makespan(candidate, costs, best.makespan), candidate)
     for frame in _frames(num_stages, count, num_ranks, edges):
         bound = lower_bound(frame, costs, memory)
         for name, caps, policy in _searches(frame, costs, memory):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from shardc.action import Action, Edge, Schedule
-from shardc.schedule_run import edges_from
+from shardc.schedule_run import ROUNDING, edges_from
 from shardc.stage_cost import Costs
 
 
@@ -103,7 +103,7 @@ class _Search:
             action = self._choice(rank, now) if now >= self.free[rank] else None
             if action is not None:
                 self.latest[rank] += now - self.free[rank]
-                if self.latest[rank] > limit:
+                if self.latest[rank] > limit * (1 + ROUNDING):
                     return
                 self._do(rank, action, now)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from shardc.action import Action, Edge, Schedule
 from shardc.error import ShardingError
 from shardc.stage_cost import Costs
+
+ROUNDING = 1e-9  # of sums of seconds in another order
 
 
 def edges_from(edges: Sequence[Edge]) -> dict[tuple[int, str], list[Edge]]:
@@ -25,6 +28,18 @@ def edges_into(edges: Sequence[Edge]) -> dict[tuple[int, str], list[Edge]]:
     for edge in edges:
         entering.setdefault((edge.target, edge.phase), []).append(edge)
     return entering
+
+
+def makespan(schedule: Schedule, costs: Costs, limit: float = inf) -> float:
+    """When the last computation ends, or infinity once a rank has idled so long that it is above the limit."""
+    left = [sum(map(costs.seconds, row)) for row in schedule.actions]
+    latest: float = 0
+    for rank, _, start, end in run(schedule, costs):
+        left[rank] -= end - start
+        if end + left[rank] > limit * (1 + ROUNDING):
+            return inf
+        latest = max(latest, end)
+    return latest
 
 
 Step = tuple[int, Action, float, float]  # rank, action, start and end in seconds
