@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 from torch import fx
@@ -23,7 +21,7 @@ class Unit:
     """Ops from the place ``start`` to before ``end``.
 
     ``first`` and ``last``: the largest modules that begin with it and end with it. ``parameters``: the names that it
-    reads. ``flops`` are of forward and backward. Times are in bytes of memory traffic.
+    reads. ``flops`` and ``time`` are of forward and backward; time in bytes of memory traffic that take as long.
     """
 
     start: int
@@ -32,7 +30,6 @@ class Unit:
     last: str
     parameters: frozenset[str]
     flops: int
-    forward_time: int
     time: int
 
 
@@ -43,7 +40,7 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
     blocks whole, if they are enough.
     """
     starts = sorted({*_starts(flow, num_units, is_fine), *forced})
-    flops, time = _costs(flow)
+    flops, time = (_with_backward(flow, cost) for cost in (flops_of_call, time_of_call))
     firsts, lasts = _begun(flow, range(len(flow.ops))), _begun(flow, range(len(flow.ops) - 1, -1, -1))
     return tuple(
         Unit(
@@ -53,7 +50,6 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
             lasts[end - 1],
             frozenset().union(*flow.parameters[start:end]),
             sum(flops[start:end]),
-            sum(map(partial(time_of_call, flow.program), flow.ops[start:end])),
             sum(time[start:end]),
         )
         for start, end in pairwise([*starts, len(flow.ops)])
@@ -135,38 +131,22 @@ def _module(flow: Flow, place: int) -> str:
 # Costs.
 
 
-def _costs(flow: Flow) -> tuple[list[int], list[int]]:
-    """For each op its floating-point operations and its time, both with backward's."""
-    program = flow.program
-    forward = set(flow.ops) | set(flow.following)
-    backward = [node for node in program.calls if node not in forward]
-    flops = _with_backward(flow, {node: flops_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
-    time = _with_backward(flow, {node: time_of_call(program, node) for node in (*flow.ops, *backward)}, backward)
-    return flops, time
+def _with_backward(flow: Flow, cost: Callable[[Program, fx.Node], int]) -> list[int]:
+    """For each op of forward what it costs, and what the calls of backward cost that were made for it.
 
-
-def _with_backward(flow: Flow, cost: Mapping[fx.Node, int], backward: Sequence[fx.Node]) -> list[int]:
-    """For each op of forward its cost and its part of what backward costs in its module, which is as large as its own.
-
-    Backward of a module that has no op of forward goes to the last op.
+    One made for a call that follows its users goes to the last op of that one's module, or to the last of all.
     """
-    program = flow.program
-    modules = [_module(flow, i) for i in range(len(flow.ops))]
-    own = [cost[node] for node in flow.ops]
-    in_module: Counter[str] = Counter()
-    last: dict[str, int] = {}
-    for i, module in enumerate(modules):
-        in_module[module] += own[i]
-        last[module] = i
-    later: Counter[str] = Counter()
-    for node in backward:
-        later[program.source(node).module] += cost[node]
-    total = [c + later[m] * c // max(in_module[m], 1) for c, m in zip(own, modules, strict=True)]
-    given: Counter[str] = Counter()
-    for c, m in zip(own, modules, strict=True):
-        given[m] += later[m] * c // max(in_module[m], 1)
-    for module, all_ in later.items():
-        total[last.get(module, len(total) - 1)] += all_ - given[module]
+    program, ops = flow.program, flow.ops
+    total = [cost(program, node) for node in ops]
+    by_ordinal = {program.source(node).ordinal: i for i, node in enumerate(ops)}
+    by_ordinal.pop(-1, None)
+    by_module = {_module(flow, i): i for i in range(len(ops))}
+    forward = {*ops, *flow.following}
+    for node in program.calls:
+        if node not in forward:
+            source = program.source(node)
+            place = by_ordinal.get(source.ordinal, by_module.get(source.module, len(ops) - 1))
+            total[place] += cost(program, node)
     return total
 
 
