@@ -10,7 +10,7 @@ import pytest
 from breakdown import STEP, Clock, Event, Spent, own_times, spent
 from budget import Budget
 from figures import Figures, Ratio, figures, ratio
-from measure import Steps, everyone_first, measure
+from measure import Report, Steps, everyone_first, measure
 from ours import PLANS
 from report import HEADER, markdown, write
 from row import PEERS, ROWS, Row, is_ours
@@ -69,6 +69,22 @@ def test_a_ratio_is_of_medians_and_of_rounds_with_an_interval_that_holds_it() ->
 def test_rounds_that_slow_both_down_do_not_move_the_paired_ratio() -> None:
     found = ratio(by_round(1.0, 9.0, 1.1, 7.0), {0: 1.0, 1: 9.0, 3: 7.0, 4: 50.0})
     assert found == Ratio(1.0, 1.0, 1.0, 1.0)  # rounds of one of them alone do not count
+
+
+def test_the_best_peer_is_one_that_took_part_to_the_end() -> None:
+    def report(*seconds: float, losses: tuple[float, ...] = (3.0, 2.0), wire: int = 0) -> Report:
+        steps = {i: Clock(each, each, each, 0.0) for i, each in enumerate(seconds)}
+        return Report(parameters=1000, losses=list(losses), steps=steps, wire=[wire])
+
+    row = Row("tensor", "small", Job(2))
+    seconds = {"one device": (2.0, 2.0), "DTensor plan": (0.9, 0.9), "DTensor weights": (3.0, 3.0)}
+    seconds |= {"Megatron by hand": (1.0, 1.0, 1.0), "shardc tp": (1.0, 1.1, 0.9)}
+    first = {name: report(*each, wire=16_000) for name, each in seconds.items()}
+    second = {name: report(*each) for name, each in seconds.items()}
+    ours = figures(row, [first, second | {"shardc tp": report(1.0, 1.2, 0.8, losses=(3.0, 2.5))}])[-1]
+    assert ours.peer == "Megatron by hand" and ours.samples == {0: 1.0, 1: 1.2, 2: 0.9}
+    assert ours.wire == 8000 and ours.multiple == 4.0
+    assert ours.loss_difference == 0.25
 
 
 @pytest.mark.parametrize(
