@@ -14,23 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
-from shardc.error import ShardingError, did_you_mean
-from shardc.mesh import Mesh
+from shardc.error import ShardingError
 from shardc.model_state import State, Watched, tensors_of
-from shardc.options import Pipeline
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
 
-from .border import Border, border_of
+from .border import Border
 from .comm import Starter
 from .copies import Copies
-from .distributed import make_device_mesh
 from .executor import Executor
 from .fused_steps import step_on_pieces
-from .inductor import InductorRunner
 from .open_sum import Accumulation
-from .pipeline_border import pipeline_on
 from .runner import Runner
 from .scaling import watch_overflows
 from .step import Compilation, Step
@@ -38,8 +33,6 @@ from .variants import Variants
 
 MAX_PROGRAMS = 16
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
-RUNTIMES = ("auto", "virtual", "distributed")
-RUNNERS: dict[str, Callable[[Program, Starter], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
 watch_overflows()
@@ -51,27 +44,6 @@ class CompileFn(Protocol):
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool,
                  fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
-
-
-def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto",
-                    backend: str = "eager", pipeline: Pipeline | None = None) -> ParallelModule:  # fmt: skip
-    """The module for a mesh: virtual ranks for a Mesh, torch.distributed for a DeviceMesh or where ``runtime`` says so.
-
-    ``backend`` runs the program: ``eager`` or ``inductor``.
-    """
-    for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):
-        if value not in known:
-            remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
-            raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if runtime == "distributed" and isinstance(mesh, Mesh):
-        mesh = make_device_mesh(mesh, device.type)
-    if runtime == "virtual":
-        mesh = Mesh.of(mesh)
-    if pipeline is not None:
-        border, make_runner = pipeline_on(mesh, pipeline, device)
-        return ParallelModule(model, border, compile_fn, make_runner)
-    return ParallelModule(model, border_of(mesh, device), compile_fn, RUNNERS[backend])
 
 
 class ParallelModule(nn.Module):
@@ -161,7 +133,7 @@ class ParallelModule(nn.Module):
             vars(self._model)[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        twin = ParallelModule(nn.Module(), self._border, self._compile, self._make_runner)
+        twin = type(self)(nn.Module(), self._border, self._compile, self._make_runner)
         twin._adopt(copy.deepcopy(self._model, memo))
         twin._placed, twin._computed = dict(self._placed), dict(self._computed)
         twin.seed, twin.step = self.seed, self.step
@@ -239,7 +211,7 @@ class ParallelModule(nn.Module):
             if before is sharding:
                 placed = self._border.placed(tensor, sharding, f"{put.kind} {put.name!r}")
                 if placed is not tensor:
-                    _become(tensor, placed)
+                    become(tensor, placed)
 
     def _type_gradients(self, program: Program) -> None:
         """Let gradients arrive in the dtype that a program gives them, where that is not their parameter's."""
@@ -278,7 +250,7 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
-def _become(tensor: Tensor, other: Tensor) -> None:
+def become(tensor: Tensor, other: Tensor) -> None:
     """Let every holder of ``tensor``, an optimizer among them, hold the value of ``other``."""
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)

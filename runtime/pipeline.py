@@ -45,6 +45,8 @@ class Gradients:
 class PipelineRunner:
     """A pipeline ready to run. ``comm``: that of the stage's ranks; ``here``: the pipeline's ranks of this process.
 
+    ``held``: the parameters that the stages of this process read; ``owned``: of these, those that it has before others.
+
     It holds no values between steps. ``rows`` of inputs and results are those of the program's positions: of each
     microbatch those of the stage's ranks.
     """
@@ -70,6 +72,10 @@ class PipelineRunner:
             for stage, rank in enumerate(self.schedule.place)
             if rank in self.here
         }
+        placed = list(zip(self.stages.stages, self.schedule.place, strict=True))
+        self.held = frozenset(name for stage, rank in placed if rank in self.here for name in stage.parameters)
+        first = {name: rank for stage, rank in reversed(placed) for name in stage.parameters}
+        self.owned = frozenset(name for name, rank in first.items() if rank in self.here)
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
 
     def forward(

@@ -45,7 +45,7 @@ class PipelineBorder(DistributedBorder):
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
         self.timed = self.comm = TimedComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))
         axis = (device_mesh.mesh_dim_names or ()).index(pipeline.axis)
-        lines = device_mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()
+        lines = device_mesh.mesh.movedim(axis, -1).reshape(-1, device_mesh.shape[axis]).tolist()
         self.channel = RankChannel(lines, self.torch_comm.device)
         join_lines(self.torch_comm.device_mesh, self.channel.groups[0])
 

@@ -7,7 +7,6 @@ hears of an overflow in another rank's piece of a later one.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-_LINES: WeakKeyDictionary[DeviceMesh, ProcessGroup] = WeakKeyDictionary()  # of a stage's mesh, the pipeline's ranks
+_LINES: dict[DeviceMesh, ProcessGroup] = {}  # of a stage's mesh, the pipeline's ranks
 CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 

@@ -284,7 +284,7 @@ def parallelize(
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
     ``zero``, ``precision``, ``remat``, ``bucket`` and ``strict`` as in ``compile``.
     """
-    from shardc.runtime.module import parallel_module
+    from shardc.runtime.parallel import parallel_module
 
     stated = {"zero": zero, "pipeline": pipeline, "precision": precision, "remat": remat, "bucket": bucket}
     options = {"differentiable": differentiable, **stated, "strict": strict}

@@ -1,0 +1,59 @@
+"""Which module ``parallelize`` returns: on virtual ranks or torch.distributed, whole or in the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.error import ShardingError, did_you_mean
+from shardc.mesh import Mesh
+from shardc.options import Pipeline
+from shardc.program import Program
+
+from .border import border_of
+from .comm import Starter
+from .distributed import make_device_mesh
+from .executor import Executor
+from .inductor import InductorRunner
+from .module import CompileFn, ParallelModule
+from .pipeline_border import PipelineBorder, pipeline_on
+from .pipeline_module import PipelineModule
+from .runner import Runner
+
+RUNTIMES = ("auto", "virtual", "distributed")
+RUNNERS: dict[str, Callable[[Program, Starter], Runner]] = {"eager": Executor, "inductor": InductorRunner}
+
+
+def parallel_module(
+    model: nn.Module,
+    mesh: Any,
+    compile_fn: CompileFn,
+    runtime: str = "auto",
+    backend: str = "eager",
+    pipeline: Pipeline | None = None,
+) -> ParallelModule:
+    """The module for a mesh: virtual ranks for a Mesh, torch.distributed for a DeviceMesh or where ``runtime`` says so.
+
+    ``backend`` runs the program: ``eager`` or ``inductor``.
+    """
+    for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):
+        if value not in known:
+            remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
+            raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if runtime == "distributed" and isinstance(mesh, Mesh):
+        mesh = make_device_mesh(mesh, device.type)
+    if runtime == "virtual":
+        mesh = Mesh.of(mesh)
+    if pipeline is None:
+        return ParallelModule(model, border_of(mesh, device), compile_fn, RUNNERS[backend])
+    if backend != "eager":
+        raise ShardingError(
+            "parallelize", f"compile={backend!r} with a pipeline", "stages run eagerly", "leave compile or pipeline out"
+        )
+    border, make_runner = pipeline_on(mesh, pipeline, device)
+    kind = PipelineModule if isinstance(border, PipelineBorder) else ParallelModule
+    return kind(model, border, compile_fn, make_runner)

@@ -1,0 +1,113 @@
+"""What ``parallelize`` returns for a pipeline on torch.distributed: a rank holds the parameters of its own stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.error import ShardingError
+from shardc.model_state import tensors_of
+
+from .module import ParallelModule, become
+from .pipeline import PipelineRunner
+from .pipeline_border import PipelineBorder
+from .placement import local
+from .step import Step
+
+
+class PipelineModule(ParallelModule):
+    """A model of which this rank holds some stages: of the other parameters only names and shapes are left, on meta.
+
+    State: ``_elsewhere``, the ids of these; ``_owned``, the names of parameters that this rank counts as its own, of
+    those that several stages hold the first one.
+    """
+
+    _border: PipelineBorder
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._elsewhere, self._owned = set[int](), frozenset[str]()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds: all of them until a call is compiled."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) not in self._elsewhere:
+                yield name, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What this rank holds, by name."""
+        found = super().state_dict(*args, **kwargs)
+        for name in self._absent():
+            found.pop(kwargs.get("prefix", "") + name, None)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what this rank holds, from a dict of that or of the whole model."""
+        absent = self._absent()
+        given = {name: value for name, value in state_dict.items() if name not in absent}
+        result = super().load_state_dict(given, False, assign)
+        missing = [name for name in result.missing_keys if name not in absent]
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {result.unexpected_keys}")
+        return type(result)(missing, result.unexpected_keys)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters of all stages is at most ``max_norm``.
+
+        Every rank of the pipeline calls it; torch's own function sees one rank's stages alone.
+        """
+        own = [parameter.grad for name, parameter in self.named_parameters() if name in self._owned]
+        gradients = [gradient for gradient in own if gradient is not None]
+        total: Any = nn.utils.get_total_norm(gradients, norm_type)
+        total = total.full_tensor() if isinstance(total, DTensor) else total.to(self._border.comm.device)
+        if math.isinf(norm_type):
+            dist.all_reduce(total, dist.ReduceOp.MAX, self._border.channel.groups[0])
+        else:
+            total = total**norm_type
+            dist.all_reduce(total, dist.ReduceOp.SUM, self._border.channel.groups[0])
+            total = total ** (1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return torch.as_tensor(total)
+
+    def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
+        step = super()._new_step(args, kwargs, train)
+        assert isinstance(step.runner, PipelineRunner)
+        named = [(name, each) for (kind, name), each in tensors_of(self._model) if kind == "parameter"]
+        held = {id(each) for name, each in named if name in step.runner.held}
+        if lacking := [name for name, each in named if id(each) in held & self._elsewhere]:
+            raise ShardingError(
+                f"parameter {lacking[0]!r}", "another rank's stage holds it, by the first call that was compiled",
+                "this call would cut the model in other stages", "say where stages begin: Pipeline(cuts=...)",
+            )  # fmt: skip
+        self._owned = step.runner.owned
+        for _, each in named:
+            if id(each) not in held | self._elsewhere:
+                self._elsewhere.add(id(each))
+                become(each, _on_meta(each))
+        return step
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, PipelineModule)
+        absent, twin._owned = self._absent(), self._owned
+        twin._elsewhere = {id(each) for (_, name), each in tensors_of(twin._model) if name in absent}
+        return twin
+
+    def _absent(self) -> set[str]:
+        return {name for (_, name), each in tensors_of(self._model) if id(each) in self._elsewhere}
+
+
+def _on_meta(parameter: Tensor) -> Tensor:
+    """A DTensor like this one that holds nothing."""
+    assert isinstance(parameter, DTensor), type(parameter)
+    piece, mesh = local(parameter).to("meta"), parameter.device_mesh
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(piece, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,110 @@
+"""A pipeline's module on gloo ranks: each holds its stages' parameters, and what spans stages is right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc import Mesh
+from shardc.options import Pipeline
+
+
+def model() -> nn.Module:
+    """Blocks between a layer and itself again: a weight that the first and the last stage hold."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 6, bias=False)
+    blocks = (each for _ in range(4) for each in (nn.Linear(6, 6), nn.Tanh()))
+    return Loss(nn.Sequential(first, *blocks, first)).double()
+
+
+class Loss(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+
+
+def new_pipeline(schedule: str = "1f1b") -> tuple[Any, Any]:
+    """The model on all ranks in a pipeline, and on one device."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    pipeline = Pipeline(microbatches=4, schedule=schedule, cuts=("layers.3", "layers.5", "layers.7"))
+    return shardc.parallelize(model(), mesh, pipeline=pipeline, args=(data(),)), shardc.parallelize(
+        model(), Mesh(one=1)
+    )
+
+
+def run_training() -> tuple[list[str], float]:
+    piped, whole = new_pipeline()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (piped, whole)]
+    worst = 0.0
+    for _ in range(5):
+        losses = [each(data()) for each in (piped, whole)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        norms = [each.clip_grad_norm_(0.01) for each in (piped, whole)]
+        for optimizer in optimizers:
+            optimizer.step()
+        worst = max(worst, abs(float(losses[0] - losses[1])), abs(float(norms[0] - norms[1])))
+    return [name for name, _ in piped.named_parameters()], worst
+
+
+def test_a_rank_holds_its_stages_parameters_and_clips_by_the_norm_of_all(gloo):
+    names, worst = zip(*gloo.run(run_training), strict=True)
+    assert max(worst) < 1e-12
+    shared = "layers.0.weight"
+    assert [shared in each for each in names] == [True, False, False, True]
+    assert sorted({name for each in names for name in each}) == sorted(name for name, _ in model().named_parameters())
+    assert sum(map(len, names)) == len(list(model().parameters())) + 1
+
+
+def run_state() -> list[float]:
+    piped, whole = new_pipeline("gpipe")
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(1.5)
+        expected = float(whole(data()))
+        piped.load_state_dict(whole.state_dict())  # the whole model's
+        found = [float(piped(data())), float(copy.deepcopy(piped)(data()))]
+        mine = {name: value.clone() for name, value in piped.state_dict().items()}
+        for parameter in piped.parameters():
+            parameter.zero_()
+        piped.load_state_dict(mine)  # this rank's
+        found.append(float(piped(data())))
+    with pytest.raises(RuntimeError, match="unexpected keys"):
+        piped.load_state_dict({**mine, "none": torch.ones(1)})
+    return [abs(each - expected) for each in found]
+
+
+def test_state_is_loaded_from_the_whole_models_and_from_ones_own(gloo):
+    assert max(worst for each in gloo.run(run_state) for worst in each) < 1e-12
+
+
+def run_overflow() -> tuple[float, bool]:
+    piped, _ = new_pipeline()
+    optimizer, scaler = torch.optim.SGD(piped.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(piped(data())).backward()
+    parameters = list(piped.parameters())
+    if dist.get_rank() == 3:
+        parameters[0].grad.fill_(float("inf"))
+    before = [each.detach().clone() for each in parameters]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), all(torch.equal(*pair) for pair in zip(before, parameters, strict=True))
+
+
+def test_an_overflow_in_one_stage_makes_all_skip(gloo):
+    assert gloo.run(run_overflow) == [(512.0, True)] * 4
