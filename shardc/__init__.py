@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardc.action import Edge, Schedule
     from shardc.annotations import annotate
     from shardc.api import Compiled, compile, parallelize
     from shardc.chain import balance
@@ -32,10 +33,12 @@ __all__ = [
     "Collective",
     "Compiled",
     "Costs",
+    "Edge",
     "Mesh",
     "P",
     "Precision",
     "Remat",
+    "Schedule",
     "Sharding",
     "ShardingError",
     "StageCost",
@@ -61,6 +64,8 @@ _HOMES = {
     "Collective": "collective",
     "Compiled": "api",
     "Costs": "stage_cost",
+    "Edge": "action",
+    "Schedule": "action",
     "StageCost": "stage_cost",
     "Mesh": "mesh",
     "P": "partition",

@@ -170,6 +170,13 @@ class Schedule:
 
         return to_csv(self)
 
+    @staticmethod
+    def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) -> Schedule:
+        """What ``to_csv`` or torch wrote; see ``schedule_text.from_csv``."""
+        from shardc.schedule_text import from_csv
+
+        return from_csv(text, name, edges)
+
     def _keep(self, is_kept: object) -> Schedule:
         assert callable(is_kept)
         return replace(self, actions=tuple(tuple(filter(is_kept, row)) for row in self.actions))

@@ -31,9 +31,9 @@ def fastest(count: int, num_ranks: int, edges: tuple[Edge, ...], costs: Costs, m
     for frame in _frames(num_stages, count, num_ranks, edges):
         bound = lower_bound(frame, costs, memory)
         for name, caps, policy in _searches(frame, costs, memory):
-            found = greedy(replace(frame, name=frame.name + name), costs, caps, policy, best.makespan)
             if best.makespan <= bound:
                 break
+            found = greedy(replace(frame, name=frame.name + name), costs, caps, policy, best.makespan)
             if found:
                 best.offer(*found)
     if best.schedule is None:

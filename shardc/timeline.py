@@ -95,6 +95,24 @@ class Timeline:
             last = by_name.get(self.reasons.get(last.name))
         return tuple(reversed(path))
 
+    def text(self, width: int = 100) -> str:
+        """A picture of at most so many columns, a line a rank."""
+        from shardc.schedule_picture import text
+
+        return text(self, width)
+
+    def svg(self) -> str:
+        """A picture for a browser."""
+        from shardc.schedule_picture import svg
+
+        return svg(self)
+
+    def chrome_trace(self) -> str:
+        """JSON for chrome://tracing and Perfetto."""
+        from shardc.schedule_picture import chrome_trace
+
+        return chrome_trace(self)
+
 
 def _span(times: Sequence[tuple[float, float]]) -> float:
     return max(end for _, end in times) - min(start for start, _ in times) if times else 0

@@ -3,9 +3,9 @@
 import pytest
 
 import shardc
-from shardc.action import Action, Edge
+from shardc.action import Action, Edge, Schedule
 from shardc.error import ShardingError
-from shardc.schedule_text import from_csv, parse_action
+from shardc.schedule_text import parse_action
 
 NAMED = ("gpipe", "1f1b")  # backward in one, a stage a rank
 
@@ -40,7 +40,7 @@ def test_a_skip_goes_straight_to_the_stage_that_reads_it() -> None:
     plain = shardc.schedule("gpipe", 4, 1)
     schedule = plain.with_messages((*plain.edges, Edge(0, 3, "F"), Edge(3, 0, "B")))
     assert " ".join(map(str, schedule.actions[0])) == "0F0 0SEND_F0 0SEND_F0>3 0RECV_B0>3 0RECV_B0 0B0"
-    assert from_csv(schedule.to_csv(), "gpipe") == schedule
+    assert Schedule.from_csv(schedule.to_csv(), "gpipe") == schedule
 
 
 def test_reductions_come_last() -> None:
@@ -58,7 +58,7 @@ def test_evaluation_is_the_forward_part() -> None:
 def test_text_round_trips(name: str) -> None:
     schedule = shardc.schedule(name, 4, 5)
     for one in (schedule, schedule.with_messages(), schedule.with_messages().with_reductions()):
-        assert from_csv(one.to_csv(), name) == one
+        assert Schedule.from_csv(one.to_csv(), name) == one
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0Q1", "0F-1", "0F1>", "0SEND_F"])
@@ -70,7 +70,7 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "1F0\n", "0F0\n2F0\n"])
 def test_a_csv_without_a_stage_is_refused(text: str) -> None:
     with pytest.raises(ShardingError, match="numbered from 0 without a gap"):
-        from_csv(text)
+        Schedule.from_csv(text)
 
 
 def test_an_action_prints_as_torch_writes_it() -> None:
