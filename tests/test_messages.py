@@ -46,7 +46,7 @@ def run_both_ways(small):
     return found
 
 
-@pytest.mark.parametrize("small", [0, 100, 2**16])
+@pytest.mark.parametrize("small", [0, 100, 2**17])
 def test_values_are_those_of_the_backends_collectives(gloo, small):
     for found in gloo.run(run_both_ways, small):
         assert found and all(found)
