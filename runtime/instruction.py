@@ -22,7 +22,7 @@ from shardc.program import Program, op_rule
 
 from .flat import Flat
 from .functional import is_traced
-from .kernel import biased, in_place, is_fresh
+from .kernel import biased, dies_at, in_place
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 
@@ -77,7 +77,8 @@ def instructions(
 ) -> list[Instruction]:
     """The calls of a part of a program; ``is_eager``: they run as they are, so that kernels are worth a choice."""
     sums = biased(part, program) if is_eager else {}
-    inside, here = set(sums.values()), set(part) if is_eager else set()
+    inside, here = set(sums.values()), {node: i for i, node in enumerate(part)} if is_eager else {}
+    here |= {product: here[node] for node, product in sums.items()}
     return [
         with_bias(node, sums[node], slots) if node in sums else instruction(node, slots, device, program, here)
         for node in part
@@ -93,7 +94,7 @@ def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int]) -> 
 
 
 def instruction(
-    node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program, here: set[fx.Node]
+    node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program, here: Mapping[fx.Node, int]
 ) -> Instruction:
     """The instruction of a call; it may write over what is made ``here``. In a localized program collectives act."""
     assert node.op == "call_function" and callable(node.target), node.format_node()
@@ -118,7 +119,7 @@ def instruction(
         slots[node],
         method,
         Flat.of(program, node) if method and node.target is bucket else None,
-        node.target is bucket or (bool(members(node)) and operand(node) in here and is_fresh(operand(node))),
+        node.target is bucket or (bool(members(node)) and dies_at(operand(node), node, here)),
     )
 
 

@@ -153,6 +153,8 @@ def _scatter_at_rule(call: Call) -> Rule:
     return make_rule(f"{x}, {index}, {index}, v -> {x}", call, whole="i")
 
 
+MAKE_NEW: frozenset[Any] = frozenset({scatter_add_at})  # what they return is in memory of its own
+
 rule(lookup_at, _lookup_at_rule)
 rule(add_at, _add_at_rule)
 rule(put_at, _put_at_rule)
