@@ -83,9 +83,9 @@ def run(
             assert comm is not None, each
             started[each.result] = _start(each, envs, comm, kept or {}, into)
         else:
-            target, result, kwargs = each.target, each.result, each.kwargs
+            call, result = each.call, each.result
             for env in envs:
-                env[result] = target(*each.bound(env), **kwargs)
+                env[result] = call(env)
         for slot in each.dead:
             for env in envs:
                 env[slot] = None
@@ -96,7 +96,7 @@ def run(
 def _start(
     each: Instruction, envs: Sequence[Env], comm: Starter, kept: Mapping[tuple[int, int], int], into: Sequence[Values]
 ) -> Started:
-    slots = [slot for _, slot in each.direct]
+    slots = each.reads
     results = [kept.get((each.result, i)) for i in range(len(slots))] if into else []
     places = [[None if i is None else values[i] for i in results] for values in into]
     if each.flat is not None:

@@ -43,12 +43,14 @@ def _step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     """Whether tensors are cut alike, and none is a partial sum."""
-    specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
-    if len(specs) < len(tensors):
-        return False
-    placements, mesh = specs[0].placements, specs[0].mesh
-    is_alike = all(spec.placements == placements and spec.mesh == mesh for spec in specs)
-    return is_alike and not any(placement.is_partial() for placement in placements)
+    first: Any = getattr(tensors[0], "_spec", None)
+    for tensor in tensors:
+        spec = getattr(tensor, "_spec", None)
+        if spec is None or spec.placements != first.placements:
+            return False
+        if spec.mesh is not first.mesh and spec.mesh != first.mesh:
+            return False
+    return not any(placement.is_partial() for placement in first.placements)
 
 
 def _pieces(arg: Any) -> Any:
