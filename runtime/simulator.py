@@ -10,12 +10,14 @@ from torch import Tensor
 
 from shardc.error import ShardingError, did_you_mean
 from shardc.fact import Input
+from shardc.mesh import MICROBATCH, Mesh
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 
 from .comm import Comm, SimulatedComm
 from .executor import Executor, Values
 from .piece import pad, shard, unshard
+from .pipeline import PipelineRunner
 
 
 def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
@@ -25,11 +27,31 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
     agree bit for bit. ``comm`` counts what each rank sends.
     """
     assert program.level == "localized" and program.mesh is not None, program.level
-    executor = Executor(program, comm or SimulatedComm(program.mesh, _device(inputs)))
     pieces = cut_inputs(program, inputs)
+    if program.options.pipeline is not None:
+        stage = comm or SimulatedComm(_stage_mesh(program.mesh), _device(inputs))
+        return join_outputs(program, _run_stages(program, pieces, stage))
+    executor = Executor(program, comm or SimulatedComm(program.mesh, _device(inputs)))
     outputs, saved = executor.forward(pieces)
     gradients = executor.backward(saved, pieces)
     return join_outputs(program, [_merged(*pair) for pair in zip(outputs, gradients, strict=True)])
+
+
+def _stage_mesh(mesh: Mesh) -> Mesh:
+    """The ranks of one stage of a pipeline: all axes of its program but that of microbatches."""
+    axes = zip(mesh.axis_names, mesh.shape, strict=True)
+    return Mesh(device_ids=None, **{name: size for name, size in axes if name != MICROBATCH})
+
+
+def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[list[Tensor | None]]:
+    """Run a pipeline by its schedule, as ``parallelize`` does; ``comm``: that of a stage's ranks."""
+    runner = PipelineRunner(program, comm)
+    outputs, saved = runner.forward(pieces)
+    is_tangent = [put.kind == "tangent" for put in program.inputs]
+    if not any(is_tangent):
+        return outputs
+    tangents = [[x if kind else None for x, kind in zip(row, is_tangent, strict=True)] for row in pieces]
+    return [_merged(*pair) for pair in zip(outputs, runner.backward(saved, tangents), strict=True)]
 
 
 def interpret(program: Program, inputs: Values) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardc.error import CaptureError, ShardingError
     from shardc.init_parameters import init_parameters
     from shardc.mesh import Mesh
-    from shardc.options import Precision, Remat, Zero
+    from shardc.options import Pipeline, Precision, Remat, Zero
     from shardc.partition import P, blocks
     from shardc.passes.reshard_plan import reshard_plan
     from shardc.registration import register_rule
@@ -36,6 +36,7 @@ __all__ = [
     "Edge",
     "Mesh",
     "P",
+    "Pipeline",
     "Precision",
     "Remat",
     "Schedule",
@@ -69,6 +70,7 @@ _HOMES = {
     "StageCost": "stage_cost",
     "Mesh": "mesh",
     "P": "partition",
+    "Pipeline": "options",
     "Precision": "options",
     "Sharding": "sharding",
     "ShardingError": "error",

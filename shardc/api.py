@@ -17,7 +17,7 @@ from shardc.capture import CallingConvention, capture
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
-from shardc.microbatch import with_microbatches
+from shardc.microbatch import check_loss, with_microbatches
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
@@ -240,6 +240,7 @@ def compile(
     asked = resolve(captured.program, matched, computing)
     pins = [*(pin for pin in asked if (pin.kind, pin.name) not in settled), *fixed]
     if pipeline:
+        check_loss(captured.program)
         pins = list(with_microbatches(captured.program, pins, pipeline, computing))
     num_stages = pipeline.num_stages(described) if pipeline else 1
     program = replace(captured.program, mesh=computing, pins=tuple(pins), options=options, num_stages=num_stages)

@@ -6,9 +6,9 @@ import argparse
 import ast
 from typing import Any
 
-from shardc.error import ShardingError
+from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
-from shardc.options import BALANCES, BUCKET, Remat, Zero
+from shardc.options import BALANCES, BUCKET, Pipeline, Remat, Zero
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
@@ -98,6 +98,13 @@ def _meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="store parameters cut by an axis between uses, as ZeRO does: dp=3",
     )
     parser.add_argument(
+        "--pipeline",
+        metavar="AXIS[,KEY=VALUE]...",
+        type=_pipeline,
+        help="cut the model in stages along an axis: pp,microbatches=8,schedule=1f1b,balance=flops; also chunks=2 and "
+        "cuts=h.4+h.8, where stages begin",
+    )
+    parser.add_argument(
         "--remat",
         metavar="GLOB|BYTES",
         type=_remat,
@@ -129,6 +136,35 @@ def _zero(text: str) -> Zero:
         return Zero(axis, int(stage or 3))  # type: ignore[arg-type]
     except ShardingError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pipeline(text: str) -> Pipeline:
+    axis, *settings = text.split(",")
+    if not axis.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} does not read like pp,microbatches=8")
+    try:
+        return Pipeline(axis, **dict(_pipeline_setting(text, each) for each in settings))
+    except ShardingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pipeline_setting(text: str, setting: str) -> tuple[str, Any]:
+    name, equals, value = setting.partition("=")
+    if name not in PIPELINE or not equals:
+        remedy = did_you_mean(name, PIPELINE) or f"say one of {', '.join(f'{each}=' for each in PIPELINE)}"
+        raise ShardingError(f"--pipeline {text}", f"{setting!r}", "a pipeline has no such setting", remedy)
+    return name, PIPELINE[name](value)
+
+
+def _number(text: str) -> Any:
+    return int(text) if text.lstrip("-").isdigit() else text  # Pipeline says what is no count
+
+
+def _globs(text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
+
+
+PIPELINE = {"microbatches": _number, "schedule": str, "balance": str, "chunks": _number, "cuts": _globs}
 
 
 def _remat(text: str) -> Remat:

@@ -73,7 +73,12 @@ def _annotations(options: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def _compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``compile`` that every command takes."""
-    return {"zero": options.zero, "remat": options.remat, "bucket": options.bucket}
+    return {
+        "zero": options.zero,
+        "pipeline": options.pipeline,
+        "remat": options.remat,
+        "bucket": options.bucket,
+    }
 
 
 def _precision(name: str | None) -> Precision | None:

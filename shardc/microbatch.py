@@ -17,15 +17,18 @@ from shardc.sharding import WHOLE, DimSharding, Sharding
 def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
     """The pins of a program with those of its inputs cut in microbatches too, within the cut that they have.
 
-    ``mesh``: the program's. Raises a ShardingError for an option ``batch`` that names no input or no dim of it.
+    An input without an annotation lies along its batch dim as the first that has one. ``mesh``: the program's. Raises
+    a ShardingError for an option ``batch`` that names no input or no dim of it.
     """
     inputs = {put.name: put for put in program.inputs if put.kind == "input"}
     dims = batch_dims(inputs, pipeline)
     given = {pin.name: pin for pin in pins if pin.kind == "input"}
     yield from (pin for pin in pins if pin.kind != "input" or pin.name not in dims)
+    said = ((given[name], dim) for name, dim in dims.items() if name in given)
+    batch = next((pin.sharding.dims[dim] for pin, dim in said if dim not in pin.open), WHOLE)
     for name, dim in dims.items():
         ndim = len(inputs[name].type.shape)
-        whole = Sharding(mesh, (WHOLE,) * ndim)
+        whole = Sharding(mesh, (WHOLE,) * ndim).with_dim(dim, DimSharding(batch.axes))
         text = f"input {name!r} is cut in microbatches along dim {dim}"
         pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
         cut = pin.sharding.dims[dim]
@@ -36,6 +39,20 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
             )  # fmt: skip
         sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
         yield replace(pin, sharding=sharding, open=pin.open - {dim})
+
+
+def check_loss(program: Program) -> None:
+    """A ShardingError unless backward starts from one number: it runs before the gradients of outputs are known."""
+    starts = [put for put in program.inputs if put.kind == "tangent"]
+    problem = "backward runs within the forward call, and can start from one number alone"
+    if len(starts) > 1:
+        raise ShardingError(
+            "Pipeline", f"the outputs {', '.join(put.name for put in starts)} have gradients", problem,
+            "return their sum as the loss, and leave differentiable out",
+        )  # fmt: skip
+    if starts and starts[0].type.shape:
+        what = f"the output {starts[0].name!r} is {starts[0].type}"
+        raise ShardingError("Pipeline", what, problem, "return the loss, a 0-dim tensor, or run it under no_grad")
 
 
 def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int]:

@@ -159,5 +159,5 @@ def time_of_call(program: Program, node: fx.Node) -> int:
         return 0
     values: set[Value] = {program.value(read) for read in node.all_input_nodes}
     values |= {(node, i) for i, type_ in enumerate(program.types(node)) if type_ is not None}
-    moved = sum(program.value_type(value).nbytes for value in values)
+    moved = sum(type_.nbytes for value in values if (type_ := program.local_type(*value)) is not None)
     return max(moved, flops_of_call(program, node) // FLOPS_PER_BYTE)

@@ -31,10 +31,10 @@ def mlp(**settings: Any) -> tuple[Any, ...]:
     return MLP(**settings), (torch.randn(8, 8), torch.randn(8, 8)), {}, ANNOTATIONS
 
 
-def for_mesh(mesh: Mesh) -> tuple[Any, ...]:
+def for_mesh(mesh: Mesh, **settings: Any) -> tuple[Any, ...]:
     """Annotates what the mesh has axes for."""
-    model, args, kwargs, annotations = mlp()
-    return model, args, kwargs, annotations if "tp" in mesh.axis_names else {"x": P("dp")}
+    model, args, kwargs, annotations = mlp(**settings)
+    return model, args, kwargs, annotations if "tp" in mesh.axis_names else {"x": P(*{"dp"} & {*mesh.axis_names})}
 
 
 def bare() -> tuple[Any, ...]:

@@ -317,6 +317,32 @@ def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(caps
     assert "bytes are not negative" in capsys.readouterr().err
 
 
+def test_a_pipeline_is_said_by_axis_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    on_two = ["dump", f"{FILE}:for_mesh", "--mesh", "pp=2", "--set", "dropout=0.5"]
+    said = "pp,microbatches=4,schedule=gpipe,balance=flops,cuts=down"
+    assert main([*on_two, "--pipeline", said, "--only", "collectives"]) == 0
+    assert "send_forward_0_to_1" in capsys.readouterr().out
+    for text, message in {
+        "pp,microbatch=4": "a pipeline has no such setting\n  did you mean microbatches?",
+        "pp,microbatches=four": "microbatches='four'\n  it counts pieces of a batch\n  say 1 or more",
+        "pp,schedule=1f2b": "there is no such schedule\n  did you mean 1f1b?",
+        "microbatches=4": "does not read like pp,microbatches=8",
+    }.items():
+        with pytest.raises(SystemExit) as exit_:
+            main([*on_two, "--pipeline", text])
+        assert exit_.value.code == 2 and message in capsys.readouterr().err
+    assert main([*on_two, "--pipeline", "dp"]) == 4
+    assert "dp" in capsys.readouterr().err
+
+
+def test_a_pipeline_is_verified_and_every_pass_is_dumped(capsys: pytest.CaptureFixture[str]) -> None:
+    on_two = [f"{FILE}:for_mesh", "--mesh", "dp=2,pp=2", "--pipeline", "pp,microbatches=2"]
+    assert main(["verify", *on_two]) == 0
+    assert "sharded against single device, float64: 6 tensors agree" in capsys.readouterr().out
+    for name in ("capture", "propagate", "insert_reshards", "lower_reshards", "localize"):
+        assert main(["dump", *on_two, "--after", name]) == 0, name
+
+
 def test_a_bucket_of_one_byte_holds_one_collective(capsys: pytest.CaptureFixture[str]) -> None:
     counts = []
     for options in ((), ("--bucket", "1")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,44 @@ REFUSED = {
     },
     "Pipeline: microbatches=0\n  it counts pieces of a batch\n  say 1 or more": {"microbatches": 0},
 }  # fmt: skip
+
+
+class Losses(nn.Module):
+    """A loss, and one beside it; or what the loss is taken of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, is_whole: bool = False) -> Tensor | dict[str, Tensor]:
+        hidden = self.first(x)
+        result: Tensor = self.second(hidden)
+        return result if is_whole else {"loss": result.square().mean(), "aux": hidden.square().mean()}
+
+
+def test_backward_starts_from_one_number() -> None:
+    model, x = Losses(), torch.rand(8, 4)
+    two = {"args": (x,), "pipeline": Pipeline(microbatches=2), "differentiable": ("loss", "aux")}
+    with pytest.raises(ShardingError, match="the outputs loss, aux have gradients\n.*one number alone\n  return their"):
+        shardc.compile(model, Mesh(pp=2), **two)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match=re.escape("the output 'output' is f32[8, 4]\n  backward runs")):
+        shardc.compile(model, Mesh(pp=2), args=(x, True), pipeline=Pipeline(microbatches=2))
+
+
+def test_simulate_runs_the_schedule() -> None:
+    torch.manual_seed(0)
+    model, args = Model(is_tied=True).double(), some_targets(10)
+    options: dict[str, Any] = {"args": args, "pipeline": Pipeline(microbatches=4, schedule="zb-v")}
+    compiled = shardc.compile(model, Mesh(dp=2, pp=2), {"ids": P("dp"), "targets": P("dp")}, **options)
+    loss, gradients = compiled.simulate(*args, grad_outputs={"output": torch.tensor(3.0, dtype=torch.float64)})
+    expected = model(*args)
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
+    with torch.no_grad():
+        alone = shardc.compile(model, Mesh(pp=2), train=False, **options)
+        torch.testing.assert_close(alone.simulate(*args)[0], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("text", REFUSED)
