@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable
 from typing import Any
 
 from shardc.error import ShardingError, did_you_mean
@@ -36,7 +37,7 @@ def _dump(commands: Any) -> None:
     dump = _meshed(_command(commands, "dump", "print the program, its shardings and its collectives"))
     dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
     dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
-    dump.add_argument("--only", choices=("collectives",), default="", help="leave out all else")
+    dump.add_argument("--only", choices=("collectives", "stages"), default="", help="leave out all else")
     dump.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
     dump.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
     dump.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
@@ -164,7 +165,13 @@ def _globs(text: str) -> tuple[str, ...]:
     return tuple(text.split("+"))
 
 
-PIPELINE = {"microbatches": _number, "schedule": str, "balance": str, "chunks": _number, "cuts": _globs}
+PIPELINE: dict[str, Callable[[str], Any]] = {
+    "microbatches": _number,
+    "schedule": str,
+    "balance": str,
+    "chunks": _number,
+    "cuts": _globs,
+}
 
 
 def _remat(text: str) -> Remat:

@@ -36,28 +36,34 @@ def memory_of(program: Program) -> dict[str, int]:
     backward alone they are summed over ranks. ``saved``: what forward made and backward uses. ``gathered``: the most of
     what is gathered of parameters for their uses and alive at a time, of two layers where layers are gathered ahead.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
+    Of a pipeline see ``stage_memory``, once it is lowered.
     """
+    if program.options.pipeline is not None and program.level in ("lowered", "localized"):
+        from shardc.stage_memory import stage_memory
+
+        return stage_memory(program)
     parameters = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
-    kept, gradients = _of_parameters(program, "computed"), _of_parameters(program, "gradient")
+    kept, gradients = of_parameters(program, "computed"), of_parameters(program, "gradient")
     rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
     apart = [node for name, node in parameters.items() if name not in rows]
     live = list(storages(program))
     return {
-        "parameters": sum(_nbytes(program.local_type(node)) for node in (*apart, *kept.values())),
-        "gradients": sum(_nbytes(_gradient_type(program, *each)) for each in gradients.items()),
-        "optimizer": ADAM_STATES * sum(_nbytes(program.local_type(parameters[name])) for name in gradients),
+        "parameters": sum(nbytes(program.local_type(node)) for node in (*apart, *kept.values())),
+        "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
+        "optimizer": ADAM_STATES * sum(nbytes(program.local_type(parameters[name])) for name in gradients),
         "saved": sum(storage.nbytes for storage in live if storage.is_saved),
-        "gathered": _peak([storage for storage in live if _is_gathered(program, storage.value[0], parameters)]),
+        "gathered": _peak([storage for storage in live if is_gathered(program, storage.value[0], parameters)]),
         "peak": _peak(live),
     }
 
 
-def _is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
+def is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
+    """Whether a value is gathered of parameters for a use."""
     is_used_up = is_early(node) and program.source(node).phase != "update"
     return is_used_up and not ancestors(node).isdisjoint(parameters.values())
 
 
-def _gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:
+def gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:
     """One rank's part of a parameter's gradient between backwards."""
     zero = program.options.zero
     if zero is None or zero.stage != 1 or name not in program.computed:
@@ -66,7 +72,7 @@ def _gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | N
     return TensorType(shape, program.type(node).dtype)
 
 
-def _of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
+def of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
     """The results of a kind that belong to parameters, by the names of these."""
     names = {node: name for (of, name), node in program.named_inputs.items() if of == "parameter"}
     ends = zip(program.outputs, program.owners, program.results, strict=True)
@@ -77,7 +83,8 @@ def _of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
     }
 
 
-def _nbytes(type_: TensorType | None) -> int:
+def nbytes(type_: TensorType | None) -> int:
+    """Those of a value on one rank; none of what is no tensor."""
     return 0 if type_ is None else type_.nbytes
 
 

@@ -16,6 +16,7 @@ from shardc.cost import flops_of, memory_of
 from shardc.error import ShardingError, did_you_mean
 from shardc.ops.padding import fit
 from shardc.program import Program
+from shardc.stage_record import StageRecord, has_stages
 from shardc.text import (
     bytes_text,
     collectives_text,
@@ -31,19 +32,21 @@ from shardc.text import (
 if TYPE_CHECKING:
     from shardc.api import Compiled
 
+Runs = Mapping[fx.Node, list[dict[str, Any]]]  # the stages of a pipeline that run a call, and in which part
+NO_STAGES: Runs = {}
 COLLECTIVE_COLOR, FALLBACK_COLOR = "#f4a261", "#e76f51"
 
 
 def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False) -> str:
     """The program after the pass named ``after`` as ``text``, ``json`` or ``dot``.
 
-    Without ``after`` it is the last one in global shapes, which has every collective. ``only="collectives"`` leaves out
-    all else; ``verbose`` adds the seconds that each pass took.
+    Without ``after`` it is the last one in global shapes, which has every collective. ``only="collectives"`` and
+    ``only="stages"`` leave out all else; ``verbose`` adds the seconds that each pass took.
     """
     program = compiled.at(after) if after else _last_in_global_shapes(compiled.stages)
     seconds = compiled.seconds if verbose else {}
     if format == "json":
-        return json_text(_only_collectives(program) if only else program_json(program, seconds))
+        return json_text(_only(program, only) if only else program_json(program, seconds))
     if format == "dot":
         return program_dot(program)
     if format != "text":
@@ -54,6 +57,8 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
             "there is no such format",
             did_you_mean(format, formats) or "name one of them",
         )
+    if only == "stages":
+        return _stages_of(program).text()
     return collectives_text(collectives_of(program)) if only else _whole_text(program, seconds)
 
 
@@ -62,10 +67,12 @@ def _last_in_global_shapes(stages: Mapping[str, Program]) -> Program:
 
 
 def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
-    operations = [("all ranks together would need", flops_of(program)), ("one rank", flops_of(program, of_rank=True))]
+    stages = StageRecord(program) if has_stages(program) else None
+    operations = [("all ranks together would need", flops_of(program)), ("one rank", _rank_flops(program, stages))]
     parts = [
         program_text(program),
-        parameters_text(program),
+        parameters_text(program, stages.runs if stages else None),
+        stages.text() if stages else "",
         collectives_text(collectives_of(program)),
         fallbacks_text(program, fallbacks_of(program)),
         memory_text(memory_of(program)),
@@ -73,6 +80,11 @@ def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
         table(("pass", "seconds"), [(name, f"{took:.3f}") for name, took in seconds.items()]) if seconds else "",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _rank_flops(program: Program, stages: StageRecord | None) -> int:
+    """Those of a step; in a pipeline, of the rank that has most of them."""
+    return stages.rank_flops if stages else flops_of(program, of_rank=True)
 
 
 def fallbacks_of(program: Program) -> list[fx.Node]:
@@ -86,21 +98,23 @@ def fallbacks_of(program: Program) -> list[fx.Node]:
 
 def program_json(program: Program, seconds: Mapping[str, float]) -> dict[str, Any]:
     """The JSON form of a program. ``seconds`` are there only where given, since all else is stable to the byte."""
-    called = op_names(program)
+    called, stages = op_names(program), StageRecord(program) if has_stages(program) else None
+    runs = stages.runs if stages else {}
     return {
         **_only_collectives(program),
-        "parameters": list(_inputs(program, "parameter")),
+        "parameters": list(_inputs(program, "parameter", runs)),
         "buffers": list(_inputs(program, "buffer")),
         "inputs": list(_inputs(program, "input")),
         "outputs": list(_outputs(program)),
         "fallbacks": [_node(program, node, called) for node in fallbacks_of(program)],
         "memory": memory_of(program),
         "flops": {
-            "per_rank": flops_of(program, of_rank=True),
+            "per_rank": _rank_flops(program, stages),
             "whole": None if program.level == "localized" else flops_of(program),
         },
-        "stages": [],
-        "nodes": [_node(program, node, called) for node in program.graph.nodes if node.op != "output"],
+        "stages": stages.entries() if stages else [],
+        **({"schedule": stages.schedule_entry()} if stages else {}),
+        "nodes": [_node(program, node, called, runs) for node in program.graph.nodes if node.op != "output"],
         **({"seconds": dict(seconds)} if seconds else {}),
     }
 
@@ -115,15 +129,32 @@ def _only_collectives(program: Program) -> dict[str, Any]:
     }
 
 
+def _only(program: Program, only: str) -> dict[str, Any]:
+    if only == "collectives":
+        return _only_collectives(program)
+    stages = _stages_of(program)
+    return {"version": 1, "stages": stages.entries(), "schedule": stages.schedule_entry()}
+
+
+def _stages_of(program: Program) -> StageRecord:
+    if has_stages(program):
+        return StageRecord(program)
+    what = f"a program that is {program.level}, with {program.options.pipeline or 'no pipeline'}"
+    raise ShardingError(
+        "--only stages", what, "it has no stages yet", "say --pipeline, and no --after before lower_reshards"
+    )
+
+
 def _without_name(collective: dict[str, Any]) -> dict[str, Any]:
     of_pipeline = () if collective["stage"] is not None else ("stage", "times")
     return {key: value for key, value in collective.items() if key not in ("name", *of_pipeline)}
 
 
-def _inputs(program: Program, kind: str) -> Iterator[dict[str, Any]]:
+def _inputs(program: Program, kind: str, runs: Runs = NO_STAGES) -> Iterator[dict[str, Any]]:
     for given, node in zip(program.inputs, program.placeholders, strict=True):
         if given.kind == kind:
-            yield {"name": given.name, **_value(program, node)}
+            stages = {"stages": [each["stage"] for each in runs[node]]} if node in runs else {}
+            yield {"name": given.name, **_value(program, node), **stages}
 
 
 def _outputs(program: Program) -> Iterator[dict[str, Any]]:
@@ -146,7 +177,7 @@ def _value(program: Program, node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _node(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[str, Any]:
+def _node(program: Program, node: fx.Node, called: Mapping[Any, str], runs: Runs = NO_STAGES) -> dict[str, Any]:
     source = program.source(node)
     return {
         "name": node.name,
@@ -156,6 +187,7 @@ def _node(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[st
         "phase": source.phase,
         "module": source.module,
         "source": source.location,
+        **({"runs": runs[node]} if node in runs else {}),
     }
 
 

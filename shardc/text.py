@@ -209,14 +209,15 @@ def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
     return sum(counts), moved, sent
 
 
-def parameters_text(program: Program) -> str:
-    """Each parameter and buffer with its sharding, and what one rank holds of it."""
+def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
+    """Each parameter and buffer with its sharding, what one rank holds of it, and the stages that hold it."""
     rows = []
     for given, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
         if local is not None and given.kind in ("parameter", "buffer"):
-            rows.append((given.name, type_text(program, node), str(local), local.nbytes))
-    return table(("parameter", "sharding", "on one rank", "bytes"), rows) if rows else "no parameters\n"
+            stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
+            rows.append((given.name, type_text(program, node), str(local), local.nbytes, stages))
+    return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
 
 
 def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:

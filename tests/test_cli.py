@@ -339,6 +339,8 @@ def test_a_pipeline_is_verified_and_every_pass_is_dumped(capsys: pytest.CaptureF
     on_two = [f"{FILE}:for_mesh", "--mesh", "dp=2,pp=2", "--pipeline", "pp,microbatches=2"]
     assert main(["verify", *on_two]) == 0
     assert "sharded against single device, float64: 6 tensors agree" in capsys.readouterr().out
+    assert main(["dump", *on_two, "--only", "stages", "--after", "propagate"]) == 4
+    assert "it has no stages yet" in capsys.readouterr().err
     for name in ("capture", "propagate", "insert_reshards", "lower_reshards", "localize"):
         assert main(["dump", *on_two, "--after", name]) == 0, name
 

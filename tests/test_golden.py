@@ -3,15 +3,20 @@
 ``pytest tests/test_golden.py --write-golden`` writes what is printed now.
 """
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from targets import convolution, mlp
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from shardc import Mesh, compile
+from shardc import Mesh, P, Pipeline, Zero, compile
 from shardc.announcement import collectives_of
 from shardc.cli import main
 from shardc.cost import flops_of, memory_of
+from shardc.stage_record import StageRecord
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -46,6 +51,47 @@ def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
     assert collectives_of(lowered) == compiled.collectives
     assert memory_of(lowered) == compiled.memory
     assert flops_of(lowered, of_rank=True) == flops_of(compiled.program)
+
+
+@pytest.mark.parametrize("format_", ["text", "json"])
+def test_the_pipeline_of_a_tied_gpt_is_the_one_that_was_read(
+    format_: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=4", "--only", "stages"]
+    assert main(["dump", "gpt:gpt_tied", *pipeline, "--format", format_]) == 0
+    printed = capsys.readouterr().out
+    path = GOLDEN / f"pipeline.{format_.replace('text', 'txt')}"
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()
+
+
+class Layers(nn.Module):
+    """Four, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.1)
+        return x.square().mean()
+
+
+def test_a_pipeline_announces_lowered_what_it_does_localized() -> None:
+    pipeline = Pipeline(microbatches=2, schedule="auto", chunks=2)
+    args, annotations = (torch.zeros(8, 8),), {"x": P("dp")}
+    compiled = compile(Layers(), Mesh(dp=2, pp=2), annotations, args=args, zero=Zero("dp"), pipeline=pipeline)
+    lowered, localized = (StageRecord(each) for each in (compiled.at("overlap_collectives"), compiled.program))
+    assert lowered.entries() == localized.entries() and lowered.schedule == localized.schedule
+    assert memory_of(lowered.program) == compiled.memory
+    assert sum(entry["elements"] for entry in localized.entries()) == sum(
+        p.numel() for p in compiled.model.parameters()
+    )
+    nodes = json.loads(compiled.dump("json"))["nodes"]
+    parts = {(each["stage"], each["part"]) for node in nodes for each in node.get("runs", ()) if "part" in each}
+    assert {(stage, part) for stage in range(4) for part in ("forward", "weight_gradient")} <= parts
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])

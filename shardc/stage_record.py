@@ -1,0 +1,192 @@
+"""What a dump says of a pipeline: what each stage holds and does, what crosses between stages, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from shardc.action import Schedule
+from shardc.cost import flops_of_call
+from shardc.pipeline_cost import costs_of
+from shardc.program import Program
+from shardc.schedule_picture import text as picture
+from shardc.schedule_time import simulate
+from shardc.stage import TIMED, Crossing, Part, Stage, Stages
+from shardc.stage_cut import stages_of
+from shardc.stage_schedule import schedule_of
+from shardc.text import table
+from shardc.timeline import Timeline
+
+
+def has_stages(program: Program) -> bool:
+    """Whether a program is a pipeline's, and so far that its stages can be read off it."""
+    return program.options.pipeline is not None and program.level in ("lowered", "localized")
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The stages of a lowered or localized program, by the schedule that they run by. Its times are estimates."""
+
+    program: Program
+
+    @cached_property
+    def stages(self) -> Stages:
+        """What each stage does, and what crosses."""
+        return stages_of(self.program)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of each rank's work."""
+        return schedule_of(self.stages)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When all of it happens."""
+        return simulate(self.schedule, costs_of(self.stages))
+
+    @cached_property
+    def flops(self) -> list[int]:
+        """For each stage the floating-point operations of a step on one rank."""
+        return [sum(self._flops(stage, part) for part in stage.parts) for stage in self.stages.stages]
+
+    def _flops(self, stage: Stage, part: Part) -> int:
+        return sum(flops_of_call(self.program, node) for node in stage.parts[part]) * self.times(part)
+
+    @property
+    def rank_flops(self) -> int:
+        """Those of the rank that has most of them."""
+        place = self.schedule.place
+        return max(sum(f for f, its in zip(self.flops, place, strict=True) if its == rank) for rank in set(place))
+
+    def times(self, part: Part) -> int:
+        """How often in a step a part of a stage's work is done."""
+        return self.schedule.num_microbatches if part in TIMED else 1
+
+    # JSON.
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The JSON form, an object a stage.
+
+        ``modules``: the first and the last. ``parameter_bytes``: on one rank. ``flops``: of a step on one rank.
+        ``calls``: how many each part has. ``sent``: to which stage, after which part, how often, over the axis
+        unless that stage is on the same rank. ``actions``: in the cells of torch.distributed.pipelining.
+        """
+        return [self._entry(i, stage) for i, stage in enumerate(self.stages.stages)]
+
+    def _entry(self, index: int, stage: Stage) -> dict[str, Any]:
+        rank = self.schedule.place[index]
+        return {
+            "stage": index,
+            "rank": rank,
+            "modules": list(self._modules[index]),
+            "parameters": list(stage.parameters),
+            "elements": sum(prod(self.program.global_type(self._parameters[name]).shape) for name in stage.parameters),
+            "parameter_bytes": sum(self._nbytes(self._parameters[name]) for name in stage.parameters),
+            "flops": self.flops[index],
+            "calls": {part: len(calls) for part, calls in stage.parts.items()},
+            "sent": [self._sent(*each) for each in self.stages.crossings.items() if each[0].source == index],
+            "actions": [str(action) for action in self.schedule.actions[rank] if action.stage == index],
+        }
+
+    def _sent(self, way: Crossing, nodes: Iterable[fx.Node]) -> dict[str, Any]:
+        place, pipeline = self.schedule.place, self.program.options.pipeline
+        assert pipeline is not None
+        values = [
+            {"name": node.name, "type": str(self.program.local_type(node)), "bytes": self._nbytes(node)}
+            for node in nodes
+        ]
+        is_far = place[way.source] != place[way.target]
+        return {"to": way.target, "after": way.part, "times": self.times(way.part),
+                "over": pipeline.axis if is_far else None, "values": values}  # fmt: skip
+
+    def schedule_entry(self) -> dict[str, Any]:
+        """The JSON form of the schedule: ``place``, the rank of each stage; ``rows``, a CSV line a rank; seconds."""
+        return {
+            "name": self.schedule.name,
+            "microbatches": self.schedule.num_microbatches,
+            "place": list(self.schedule.place),
+            "rows": self.schedule.to_csv().splitlines(),
+            "makespan": float(f"{self.timeline.makespan:g}"),
+            "bubble": float(f"{self.timeline.bubble:g}"),
+        }
+
+    @cached_property
+    def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
+        """For each call the stages that run it, each with its part; for a parameter those that hold it."""
+        found: dict[fx.Node, list[dict[str, Any]]] = {}
+        for i, stage in enumerate(self.stages.stages):
+            for part in stage.parts:
+                for node in (*stage.parts[part], *stage.sums[part]):
+                    found.setdefault(node, []).append({"stage": i, "part": part})
+            for name in stage.parameters:
+                found.setdefault(self._parameters[name], []).append({"stage": i})
+        return found
+
+    # Text.
+
+    def text(self) -> str:
+        """A table of stages, one of what crosses between them, and the schedule as a picture."""
+        found, axis = self.schedule, self.program.options.pipeline
+        assert axis is not None
+        title = (
+            f"{found.num_stages} stages on {found.num_ranks} ranks along {axis.axis}, "
+            f"{found.num_microbatches} microbatches by {found.name}, times estimated"
+        )
+        return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{picture(self.timeline)}"
+
+    def _stage_table(self) -> str:
+        entries, whole = self.entries(), sum(self.flops) or 1
+        rows = [
+            (each["stage"], each["rank"], *(path or "(model)" for path in each["modules"]), each["elements"],
+             each["parameter_bytes"], f"{each['flops'] / whole:.1%}", *each["calls"].values())
+            for each in entries
+        ]  # fmt: skip
+        header = ["stage", "rank", "first module", "last module", "parameters", "bytes", "FLOPs", *entries[0]["calls"]]
+        empty = {i for i, column in enumerate(zip(*rows, strict=True)) if i > 3 and not any(column)}
+        return table(header, [["" if i in empty else cell for i, cell in enumerate(row)] for row in rows])
+
+    def _crossing_table(self) -> str:
+        rows = [
+            (entry["stage"], sent["to"], sent["after"], value["name"], value["type"], value["bytes"], sent["times"],
+             sent["over"] or "on one rank")
+            for entry in self.entries() for sent in entry["sent"] for value in sent["values"]
+        ]  # fmt: skip
+        header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
+        return table(header, rows) if rows else "no value crosses between stages\n"
+
+    # What a stage is.
+
+    def _nbytes(self, node: fx.Node) -> int:
+        type_ = self.program.local_type(node)
+        return 0 if type_ is None else type_.nbytes
+
+    @cached_property
+    def _parameters(self) -> dict[str, fx.Node]:
+        return {name: node for (kind, name), node in self.program.named_inputs.items() if kind == "parameter"}
+
+    @cached_property
+    def _modules(self) -> list[tuple[str, str]]:
+        """For each stage the largest module that begins in it and the largest that ends in it."""
+        paths = [list(self._paths(i, stage)) for i, stage in enumerate(self.stages.stages)]
+        above = [{prefix for path in its for prefix in _prefixes(path)} for its in paths]
+        return [(_largest(its[:1], above[:i]), _largest(its[-1:], above[i + 1 :])) for i, its in enumerate(paths)]
+
+    def _paths(self, index: int, stage: Stage) -> Iterator[str]:
+        sources = map(self.program.source, stage.parts["forward"])
+        return (source.module for source in sources if source.stage == index)
+
+
+def _prefixes(path: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."] if path else []
+
+
+def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
+    """The shortest prefix of a path that no other stage has."""
+    prefixes = _prefixes(paths[0]) if paths else []
+    return next((each for each in prefixes if not any(each in other for other in others)), paths[0] if paths else "")
