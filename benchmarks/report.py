@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from figures import Figures
 from row import Row
-from verdict import is_fast, word
+from verdict import is_held, word
 
 Found = Sequence[tuple[Row, list[Figures]]]
 HEADER = (
@@ -39,7 +39,7 @@ def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, .
         f"{each.to_device.medians:.2f}",
         f"{each.to_peer.medians:.2f}" if each.to_peer else "",
         str(each.to_peer or ""),
-        word(is_fast(each.to_peer, row.ways.limit)) if each.to_peer else "",
+        word(is_held(each, row.ways.limit)) if each.is_ours else "",
         f"{each.busy / min(peer.busy for peer in everyone[1:] if not peer.is_ours):.2f}" if each.is_ours else "",
         f"{each.first_seconds:.1f}",
         _megabytes(each.wire),

@@ -10,6 +10,7 @@ from row import Row
 
 TOLERANCE = 0.01  # of bytes counted on the wire
 DRAW = 1.03  # as high may a paired ratio be whose interval holds 1
+ENOUGH = 5  # rounds; of fewer nothing is said
 
 
 def is_fast(found: Ratio, limit: float) -> bool:
@@ -30,6 +31,11 @@ def is_small(each: Figures) -> bool | None:
     return abs(each.wire / each.announced - 1) <= TOLERANCE and is_within
 
 
+def is_held(each: Figures, limit: float) -> bool | None:
+    """Whether shardc is as fast as it should be; None for a peer, and after too few rounds."""
+    return is_fast(each.to_peer, limit) if each.to_peer and len(each.samples) >= ENOUGH else None
+
+
 def verdicts(row: Row, everyone: Sequence[Figures], with_profile: bool = False) -> list[str]:
     """A line for each of shardc's in a row; where a peer is ahead, or if asked for, where both spend their time."""
     lines: list[str] = []
@@ -37,7 +43,7 @@ def verdicts(row: Row, everyone: Sequence[Figures], with_profile: bool = False) 
         if each.to_peer is None or each.peer is None:
             continue
         lines += [f"{row.plan}, {row.title}: {each.name}: {_of_time(each, row.ways.limit)}{_of_wire(each)}"]
-        if with_profile or not is_fast(each.to_peer, row.ways.limit):
+        if with_profile or is_held(each, row.ways.limit) is False:
             both = [peer for peer in everyone if peer.name == each.peer] + [each]
             lines += [f"  {one.name}, ms a step: {one.seconds * 1e3:.1f}; {one.spent}" for one in both]
     return lines
@@ -47,8 +53,7 @@ def _of_time(each: Figures, limit: float) -> str:
     assert each.to_peer is not None
     rounds = f"{each.to_peer} by {len(each.samples)} rounds"
     return (
-        f"{each.to_peer.medians:.2f} of {each.peer}, paired {rounds}, at most {limit:.2f}: "
-        f"{word(is_fast(each.to_peer, limit))}"
+        f"{each.to_peer.medians:.2f} of {each.peer}, paired {rounds}, at most {limit:.2f}: {word(is_held(each, limit))}"
     )
 
 
@@ -61,26 +66,21 @@ def _of_wire(each: Figures) -> str:
     return f"; wire {each.wire / each.announced - 1:+.1%} of what is announced{limit}: {word(is_good)}"
 
 
-def word(is_good: bool) -> str:
+def word(is_good: bool | None) -> str:
     """How it is said."""
-    return "holds" if is_good else "does not"
+    return "too few rounds" if is_good is None else "holds" if is_good else "does not"
 
 
 def summary(found: Sequence[tuple[Row, Sequence[Figures]]]) -> str:
     """How many hold, and which do not."""
-    ours = [(row, each) for row, everyone in found for each in everyone if each.to_peer is not None]
-    slow = [
-        f"{row.plan} {row.title} ({each.name})"
-        for row, each in ours
-        if each.to_peer and not is_fast(each.to_peer, row.ways.limit)
-    ]
-    counted = [(row, each) for row, each in ours if is_small(each) is not None]
-    large = [f"{row.plan} {row.title} ({each.name})" for row, each in counted if not is_small(each)]
-    return (
-        f"step time holds in {len(ours) - len(slow)} of {len(ours)}{_but(slow)}\n"
-        f"wire holds in {len(counted) - len(large)} of {len(counted)}{_but(large)}"
-    )
+    ours = [(row, each) for row, everyone in found for each in everyone if each.is_ours]
+    titles = [f"{row.plan} {row.title} ({each.name})" for row, each in ours]
+    times = [is_held(each, row.ways.limit) for row, each in ours]
+    return f"step time {_counted(titles, times)}\nwire {_counted(titles, [is_small(each) for _, each in ours])}"
 
 
-def _but(names: Sequence[str]) -> str:
-    return f"; does not: {', '.join(names)}" if names else ""
+def _counted(titles: Sequence[str], are_good: Sequence[bool | None]) -> str:
+    """How many of those of which something is said."""
+    bad = [title for title, is_good in zip(titles, are_good, strict=True) if is_good is False]
+    but = f"; does not: {', '.join(bad)}" if bad else ""
+    return f"holds in {are_good.count(True)} of {len(are_good) - are_good.count(None)}{but}"

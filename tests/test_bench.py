@@ -120,10 +120,14 @@ def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> 
     assert "does not; wire" in lines[0] and "2.50 Psi of 2.00: does not" in lines[0]
     assert lines[1].startswith("  DDP, ms a step: 1000.0; products 500.0, ") and lines[2].startswith("  shardc dp, ")
     assert len(verdicts(DATA, ahead, with_profile=True)) == 3
-    assert summary([(DATA, ahead), (DATA, behind)]) == (
-        "step time holds in 1 of 2; does not: data small x2 (shardc dp)\n"
-        "wire holds in 1 of 2; does not: data small x2 (shardc dp)"
+    medium = replace(DATA, size="medium")
+    assert summary([(DATA, ahead), (medium, behind)]) == (
+        "step time holds in 1 of 2; does not: data medium x2 (shardc dp)\n"
+        "wire holds in 1 of 2; does not: data medium x2 (shardc dp)"
     )
+    short = [*ahead[:2], replace(ahead[2], samples=by_round(0.9, 0.9))]
+    assert "by 2 rounds, at most 1.00: too few rounds; wire" in verdicts(DATA, short)[0]
+    assert summary([(DATA, short)]).startswith("step time holds in 0 of 0\n")
     assert {len(line.split(" | ")) for line in markdown([(DATA, ahead)]).splitlines()} == {len(HEADER)}
 
 
