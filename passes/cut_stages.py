@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardc.choose_stages import choose_stages
 from shardc.program import Program
+from shardc.stage_schedule import place_of
 
 
 def cut_stages(program: Program) -> Program:
@@ -19,7 +20,15 @@ def cut_stages(program: Program) -> Program:
     if pipeline is None:
         return program
     program = program.copy()
-    chosen = choose_stages(program, program.num_stages, balance=pipeline.balance, cuts=pipeline.cuts)
+    chosen = choose_stages(
+        program,
+        program.num_stages,
+        balance=pipeline.balance,
+        cuts=pipeline.cuts,
+        place=place_of(pipeline, program.num_stages),
+        microbatches=pipeline.microbatches,
+        max_memory=pipeline.max_memory,
+    )
     by_ordinal = {program.source(node).ordinal: stage for node, stage in chosen.items()}
     for node in program.graph.nodes:
         source = program.source(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardc.action import Schedule
+from shardc.options import Pipeline
 from shardc.pipeline_cost import costs_of, edges_of
 from shardc.schedule_order import schedule
 from shardc.stage import Stages
@@ -18,3 +19,11 @@ def schedule_of(stages: Stages) -> Schedule:
     found = schedule(pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks, costs=costs)
     trains = any(put.kind == "tangent" for put in program.inputs)
     return (found if trains else found.forward_only()).with_messages(edges_of(stages))
+
+
+def place_of(pipeline: Pipeline, num_stages: int) -> tuple[int, ...]:
+    """The rank of each stage; that of the stages in order where ``auto`` is yet to choose."""
+    ranks = num_stages // pipeline.chunks_a_rank
+    if pipeline.schedule == "auto":
+        return tuple(stage % ranks for stage in range(num_stages))
+    return schedule(pipeline.schedule, num_stages, pipeline.microbatches, num_ranks=ranks).place
