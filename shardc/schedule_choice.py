@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 
 from shardc.action import Edge, Schedule
@@ -86,21 +87,32 @@ def _frames(num_stages: int, count: int, num_ranks: int, edges: tuple[Edge, ...]
         yield Schedule("list in a V", rows, v_place(num_stages, num_ranks), count, edges)
 
 
-def _searches(frame: Schedule, costs: Costs, memory: int | None) -> Iterator[tuple[str, list[int], Policy]]:
+def _searches(frame: Schedule, costs: Costs, memory: int | None) -> Iterator[tuple[str, list[float], Policy]]:
     """What each search is called, the bytes that each rank may save, and how it chooses."""
     ranks = range(frame.num_ranks)
-    homes = [[costs.stages[stage] for stage, home in enumerate(frame.place) if home == rank] for rank in ranks]
-    for cap in _counts(frame.num_ranks, frame.num_microbatches):
-        caps = [cap * sum(cost.saved for cost in home) for home in homes]
-        if memory is not None:
-            room = [memory - sum(cost.resident for cost in home) for home in homes]
-            caps = [min(pair) for pair in zip(caps, room, strict=True)]
+    saved = [sum(costs.stages[stage].saved for stage, home in enumerate(frame.place) if home == rank) for rank in ranks]
+    shared = (True, False) if frame.num_stages == frame.num_ranks else (False,)
+    for cap, (room, left) in product(_counts(frame.num_ranks, frame.num_microbatches), _rooms(frame, costs, memory)):
+        caps = [min(cap * nbytes, most) for nbytes, most in zip(saved, room, strict=True)]
         shares = tuple(1 + share(rank, frame.num_ranks, cap) for rank in ranks)
-        for ahead in (None, shares) if frame.num_stages == frame.num_ranks else (None,):
-            for overhang in OVERHANGS:
-                name = f", {cap} in flight, W over by {overhang}" + (", shared" if ahead else "")
-                yield name, caps, Policy(True, overhang, ahead)
-        yield f", {cap} in flight, B", caps, Policy(False)
+        for is_shared, overhang in product(shared, OVERHANGS):
+            name = f", {cap} in flight, W over by {overhang}" + (", shared" if is_shared else "") + left
+            yield name, caps, Policy(True, overhang, shares if is_shared else None)
+        yield f", {cap} in flight, B{left}", caps, Policy(False)
+
+
+def _rooms(frame: Schedule, costs: Costs, memory: int | None) -> list[tuple[list[float], str]]:
+    """What each rank may save at most: all that is not resident, or that less a message over each of its edges."""
+    if memory is None:
+        return [([inf] * frame.num_ranks, "")]
+    room: list[float] = [memory] * frame.num_ranks
+    for stage, rank in enumerate(frame.place):
+        room[rank] -= costs.stages[stage].resident
+    left = list(room)
+    for edge in frame.edges:
+        for stage in (edge.source, edge.target):
+            left[frame.place[stage]] -= costs.message_bytes.get(edge, 0)
+    return [(room, "")] if left == room else [(room, ""), (left, ", room for messages")]
 
 
 def _counts(num_ranks: int, count: int) -> list[int]:

@@ -29,7 +29,7 @@ class Policy:
 
 
 def greedy(
-    frame: Schedule, costs: Costs, caps: Sequence[int], policy: Policy, limit: float = inf
+    frame: Schedule, costs: Costs, caps: Sequence[float], policy: Policy, limit: float = inf
 ) -> tuple[float, Schedule] | None:
     """A makespan and its schedule, with the frame's place, edges and microbatches; no rank saves more than its cap.
 
@@ -57,7 +57,7 @@ class _Search:
 
     frame: Schedule
     costs: Costs
-    caps: Sequence[int]
+    caps: Sequence[float]
     policy: Policy
     rows: list[list[Action]] = field(init=False)
     following: dict[tuple[int, str], int] = field(init=False)

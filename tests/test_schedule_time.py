@@ -137,7 +137,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_writing_messages_down_costs_no_time_and_any_costs_leave_the_schedule_right(
     case: tuple[Schedule, Costs],
 ) -> None:
@@ -206,7 +206,7 @@ def test_auto_reaches_what_no_schedule_can_beat(
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_schedule_beats_the_lower_bound(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     found = schedule.simulate(costs)
