@@ -95,11 +95,11 @@ class Compiled:
 
         return memory_of(self.program)
 
-    def dump(self, format: str = "text") -> str:
-        """The program and its collectives as text, json or dot."""
+    def dump(self, format: str = "text", only: str = "") -> str:
+        """The program as text, json or dot; ``only`` its "collectives", or of a pipeline its "stages"."""
         from shardc.dump import dump
 
-        return dump(self, format)
+        return dump(self, format, only=only)
 
     def simulate(
         self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any

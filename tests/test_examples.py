@@ -63,6 +63,17 @@ def test_hf_gpt2_has_the_same_losses_on_virtual_ranks_and_under_torchrun_with_dr
     assert [float(found) for found in re.findall(r"loss (\S+)", ranks)] == pytest.approx(losses, abs=2e-4)
 
 
+@pytest.mark.slow
+def test_the_pipeline_trains_as_one_device_on_virtual_ranks_and_under_torchrun() -> None:
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
+    alone, ranks = run("python", "examples/pipeline.py"), run(*torchrun, "examples/pipeline.py")
+    assert alone.startswith("2 stages on 2 ranks along pp, 4 microbatches by 1f1b") and "\nrank 1 ...F0" in alone
+    for printed in (alone, ranks):
+        losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  two stages (\S+)", printed)]
+        assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
+        assert losses[-1] < losses[0]
+
+
 def collectives(target: Callable[[], gpt.Target], mesh: Mesh) -> tuple[Collective, ...]:
     model, args, kwargs, annotations = target()
     return shardc.compile(model, mesh, annotations, args=args, kwargs=kwargs).collectives
