@@ -60,9 +60,9 @@ def _steps(
 
 def _sent(src: Sharding, steps: Sequence[Step], shape: tuple[int, ...]) -> int:
     """Elements that one rank sends, padding included, and for each collective some part of the larger end."""
-    pairs = zip([src, *(step.sharding for step in steps)], steps, strict=False)
-    latency = max(math.prod(side.local_shape(shape)) for side in (src, steps[-1].sharding)) // LATENCY
-    return sum(sent + latency for before, step in pairs if (sent := wire_numel(step, before.local_shape(shape))))
+    held = [src.local_shape(shape), *(step.sharding.local_shape(step.shape) for step in steps)]
+    latency = max(map(math.prod, (held[0], held[-1]))) // LATENCY
+    return sum(sent + latency for taken, step in zip(held, steps, strict=False) if (sent := wire_numel(step, taken)))
 
 
 def _space(
