@@ -55,19 +55,36 @@ class Accumulation(StepWatcher):
 class OpenSums:
     """What one or more backwards of one program have for their gradients.
 
-    State: ``_sums`` until they are closed, then ``_results``, by place among the program's outputs; ``following``, the
-    object that took over what is here, and added its own backward's. ``close``: runs the collectives. ``parameters``
-    have the gradients.
+    State: ``_sums`` until they are closed, then ``_results``, by place among the program's outputs; ``_kept``, what the
+    gradients were before, to which the sums are added when they are closed; ``following``, the object that took over
+    what is here, and added its own backward's. ``close``: runs the collectives. ``parameters`` have the gradients.
     """
 
     def __init__(self, sums: Sums, close: Close, parameters: Sequence[Tensor], before: OpenSums | None = None) -> None:
-        self._sums = sums if before is None else before._added(sums)
-        self._close, self._is_own = close, before is not None
+        self._sums = sums if before is None or not before._sums else before._added(sums)
+        self._close, self._is_own = close, before is not None and bool(before._sums)
+        self._kept: Mapping[int, Tensor] = {} if before is None else before._kept
         self._results: Mapping[int, Tensor] = {}
         self._holders = [weakref.ref(parameter) for parameter in parameters]
         self.following: OpenSums | None = None
         if before is not None:
             before._sums, before.following = [], self
+
+    @staticmethod
+    def of_kept(parameters: Mapping[int, Tensor], close: Close) -> OpenSums | None:
+        """Nothing to be summed yet, beside gradients that are whole already; None where one is missing, or is no piece.
+
+        A ``zero_grad(set_to_none=False)`` leaves such. They keep their memory, and their objects.
+        """
+        pieces = {i: _whole_piece(parameter) for i, parameter in parameters.items()}
+        kept = {i: piece for i, piece in pieces.items() if piece is not None}
+        if len(kept) < len(pieces):
+            return None
+        sums = OpenSums([], close, list(parameters.values()))
+        sums._kept = kept
+        for i, parameter in parameters.items():
+            parameter.grad._local_tensor = OpenGradient(sums, i, kept[i], kept[i].dtype)  # type: ignore[union-attr]
+        return sums
 
     def is_open(self, close: Close) -> bool:
         """Whether no one has read a gradient yet, and ``close`` is what will close the sums."""
@@ -80,6 +97,10 @@ class OpenSums:
         if not self._results:
             sums, self._sums = self._sums, []
             self._results = self._close(sums)
+            if self._kept:
+                kept = [self._kept[i] for i in self._results]
+                torch._foreach_add_(kept, list(self._results.values()))
+                self._results = dict(zip(self._results, kept, strict=True))
             for parameter in self._holders:
                 self._settle(parameter())
         return self._results[index]
@@ -147,6 +168,16 @@ def open_sums_of(parameters: Sequence[Tensor], close: Close) -> OpenSums | None:
     found = [piece.sums for piece in pieces if isinstance(piece, OpenGradient) and piece.sums.is_open(close)]
     is_one = len(found) == len(parameters) and all(sums is found[0] for sums in found)
     return found[0] if is_one else None
+
+
+def _whole_piece(parameter: Tensor) -> Tensor | None:
+    """The piece of a gradient that lies as its parameter does and has no open sum."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return None
+    is_alike = gradient.placements == parameter.placements and not gradient.requires_grad
+    piece = gradient._local_tensor
+    return piece if is_alike and type(piece) is Tensor else None
 
 
 def _is_joined(accumulated: Any, added: Any) -> bool:

@@ -104,6 +104,7 @@ class Step:
             if waiting:
                 before = open_sums_of(list(waiting.values()), self._close)
                 results, sums = self.runner.accumulate(saved, tangents, keep)
+                before = before or OpenSums.of_kept(waiting, self._close)
                 opened = OpenSums(sums, self._close, list(waiting.values()), before)
             else:
                 results = self.runner.backward(saved, tangents, keep)

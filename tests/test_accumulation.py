@@ -24,7 +24,7 @@ def made(mesh, annotations, zero, model=MLP):
     return alone, parallel, parallel._border.comm.traffic[0]
 
 
-def run_steps(mesh, annotations, zero, microbatches):
+def run_steps(mesh, annotations, zero, microbatches, keeps_gradients=False):
     """How many times the announced bytes of a backward's reductions each step has sent."""
     alone, parallel, traffic = made(mesh, annotations, zero)
     steppers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (alone, parallel)]
@@ -35,7 +35,7 @@ def run_steps(mesh, annotations, zero, microbatches):
             for i in range(count):
                 (model(*doubles(10 * step + i)) / count).backward()
             stepper.step()
-            stepper.zero_grad(set_to_none=step % 2 == 0)
+            stepper.zero_grad(set_to_none=step % 2 == 0 and not keeps_gradients)
         sent = traffic.bytes["all_reduce"] + traffic.bytes["reduce_scatter"]
         counted.append((sent - count * announced(parallel, "forward")) / announced(parallel, "backward"))
         assert_same_parameters(parallel, alone)
@@ -59,6 +59,12 @@ def test_gradients_are_reduced_once_a_step(gloo, plan):
     microbatches = [3, 3, 1, 1, 2, 2]
     for counted in gloo.run(run_steps, *PLANS[plan], microbatches):
         assert counted == (microbatches if plan == "stage 2" else [1, 1, 1, 1, 2, 1])
+
+
+@pytest.mark.parametrize("plan", ["data", "data and tensor", "stage 1"])
+def test_gradients_that_are_zeroed_and_kept_are_reduced_once_a_step(gloo, plan):
+    for counted in gloo.run(run_steps, *PLANS[plan], [3, 3, 1, 3, 3], True):
+        assert counted == [1, 1, 1, 2, 1], "a step more where one backward was expected"
 
 
 def run_reads():
