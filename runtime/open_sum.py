@@ -61,8 +61,9 @@ class OpenSums:
     """
 
     def __init__(self, sums: Sums, close: Close, parameters: Sequence[Tensor], before: OpenSums | None = None) -> None:
-        self._sums = sums if before is None or not before._sums else before._added(sums)
-        self._close, self._is_own = close, before is not None and bool(before._sums)
+        earlier: Sums = [] if before is None else before._sums
+        self._sums: Sums = before._added(sums) if before is not None and earlier else sums
+        self._close, self._is_own = close, bool(earlier)
         self._kept: Mapping[int, Tensor] = {} if before is None else before._kept
         self._results: Mapping[int, Tensor] = {}
         self._holders = [weakref.ref(parameter) for parameter in parameters]
