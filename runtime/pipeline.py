@@ -99,8 +99,8 @@ class PipelineRunner:
         rows = saved.rows
         if not keep:
             saved.rows = None
-        by = [next(value for value in given if value is not None) / saved.scale for given in tangents]
-        return [_scaled(*pair) for pair in zip(rows, by, strict=True)]
+        by = next(value for value in tangents[0] if value is not None) / saved.scale
+        return rows if bool(by == 1) else _scaled(rows, by)
 
     def _scale(self) -> float:
         """The tangent of the loss."""
@@ -311,6 +311,8 @@ def _elsewhere(program: Program, node: torch.fx.Node) -> Tensor:
     return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
 
-def _scaled(row: Values, by: Tensor) -> list[Tensor | None]:
-    is_one = bool(by == 1)
-    return [value if value is None or is_one else value * by for value in row]
+def _scaled(rows: Sequence[Values], by: Tensor) -> list[list[Tensor | None]]:
+    """Each value times a number; what is the same for all microbatches is one tensor, and stays one."""
+    values = {id(value): value for row in rows for value in row if value is not None}
+    scaled = {key: value * by for key, value in values.items()}
+    return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
