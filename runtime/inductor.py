@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from shardc.program import Program
 
@@ -18,6 +18,7 @@ from .comm import Starter, Traffic
 from .executor import Executor, Saved, Sums, Values
 
 Compiled = Callable[..., Sequence[Tensor]]
+Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
 
 
 # Random bits wrap modulo 2**64; what Inductor propagates as an index does not.
@@ -64,7 +65,7 @@ class InductorRunner:
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
     ) -> tuple[list[list[Tensor | None]], Saved]:
         """Run the forward part, as the executor does."""
-        given = _contiguous(inputs), computed
+        given = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
             self._fwd = Part(self._traced_forward, given, self._comm)
         outputs, envs = self._fwd(given)
@@ -72,56 +73,61 @@ class InductorRunner:
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part, as the executor does."""
-        given = list(saved.take(keep)), _contiguous(tangents)
+        given = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
             self._bwd = Part(self._traced_backward, given, self._comm)
-        gradients: list[list[Tensor | None]] = self._bwd(given)
+        (gradients,) = self._bwd(given)
         return gradients
 
-    def _traced_forward(self, given: Any) -> Any:
-        outputs, saved = self._executor.forward(*given)
-        return outputs, list(saved.envs)
+    def _traced_forward(self, given: Sequence[Table]) -> Sequence[Table]:
+        inputs, computed = given
+        outputs, saved = self._executor.forward(inputs, computed or None)
+        return outputs, saved.envs
 
-    def _traced_backward(self, given: Any) -> Any:
+    def _traced_backward(self, given: Sequence[Table]) -> Sequence[Table]:
         saved, tangents = given
-        return self._executor.backward(Saved(tuple(list(env) for env in saved)), tangents)
+        return (self._executor.backward(Saved(tuple(list(env) for env in saved)), tangents),)
 
 
 class Part:
-    """One part: nested tensors in, nested tensors out.
+    """One part: tables in, tables out.
 
-    State: where in the flat arguments tensors stand, how arguments and results nest, and what a run sends.
+    State: where in the flat arguments tensors stand, how long the rows of arguments and results are, and what a run
+    sends.
     """
 
-    def __init__(self, run: Callable[[Any], Any], example: Any, comm: Starter) -> None:
+    def __init__(
+        self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Starter
+    ) -> None:
         self._run, self._comm = run, comm
-        self._given, self._nest = pytree.tree_flatten(example)
-        self._places = [i for i, value in enumerate(self._given) if isinstance(value, Tensor)]
-        tensors = [self._given[i] for i in self._places]
-        self._given = [None if isinstance(value, Tensor) else value for value in self._given]
+        given = _flat(example)
+        assert all(value is None or isinstance(value, Tensor) for value in given), list(map(type, given))
+        self._places = [i for i, value in enumerate(given) if value is not None]
+        self._count, self._lengths = len(given), _lengths(example)
         before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
         self._exchange(before)
-        graph = make_fx(self._run_flat, tracing_mode="fake")(*tensors)
+        graph = make_fx(self._run_flat, tracing_mode="fake")(*(given[i] for i in self._places))
         self._exchange(before)
         self._sent = before
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
         self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=OPTIONS)
 
-    def __call__(self, given: Any) -> Any:
+    def __call__(self, given: Sequence[Table]) -> list[list[list[Any]]]:
         """Run it."""
-        flat = pytree.tree_leaves(given)
-        results = self._compiled(*(flat[i] for i in self._places))
+        flat = _flat(given)
+        results = self._compiled(*[flat[i] for i in self._places])
         for traffic, sent in zip(self._comm.traffic, self._sent, strict=True):
             traffic.calls.update(sent.calls)
             traffic.bytes.update(sent.bytes)
-        return pytree.tree_unflatten(list(results), self._results)
+        return _nested(results, self._result_lengths)
 
     def _run_flat(self, *tensors: Tensor) -> list[Any]:
-        filled = list(self._given)
+        filled: list[Tensor | None] = [None] * self._count
         for i, tensor in zip(self._places, tensors, strict=True):
             filled[i] = tensor
-        results, self._results = pytree.tree_flatten(self._run(pytree.tree_unflatten(filled, self._nest)))
-        return results
+        results = self._run(_nested(filled, self._lengths))
+        self._result_lengths = _lengths(results)
+        return _flat(results)
 
     def _exchange(self, others: Sequence[Traffic]) -> None:
         """Count with other counters, and keep there what was counted: tracing sends nothing."""
@@ -133,3 +139,16 @@ class Part:
 def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
     """The layout that the parts are traced for."""
     return [[None if value is None else value.contiguous() for value in values] for values in rows]
+
+
+def _flat(tables: Sequence[Table]) -> list[Any]:
+    return [value for table in tables for row in table for value in row]
+
+
+def _lengths(tables: Sequence[Table]) -> list[list[int]]:
+    return [[len(row) for row in table] for table in tables]
+
+
+def _nested(flat: Iterable[Any], lengths: Sequence[Sequence[int]]) -> list[list[list[Any]]]:
+    rest = iter(flat)
+    return [[list(islice(rest, length)) for length in table] for table in lengths]
