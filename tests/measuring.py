@@ -41,9 +41,11 @@ class MeasuringExecutor(Executor):
         self.backward(saved, inputs)
         return {"saved": max(kept), "peak": max(self.peak)}
 
-    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env]) -> None:
+    def _run(
+        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
+    ) -> None:
         for each in instructions:
-            super()._run((replace(each, dead=()),), envs)
+            super()._run((replace(each, dead=()),), envs, into)
             for i, env in enumerate(envs):
                 alive = sum(value.nbytes for value in self.given[i]) + self._made(i, [*env, *self.held[i]])
                 self.peak[i] = max(self.peak[i], alive)
