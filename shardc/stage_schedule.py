@@ -10,15 +10,17 @@ from shardc.stage import Stages
 
 
 def schedule_of(stages: Stages) -> Schedule:
-    """The schedule of a localized program's stages, with its messages; ``auto`` by what they cost."""
+    """The schedule of a localized program's stages, proven, with its messages in the order of what stages cost."""
     program = stages.program
     pipeline = program.options.pipeline
     assert pipeline is not None
     ranks = program.num_stages // pipeline.chunks_a_rank
-    costs = costs_of(stages) if pipeline.schedule == "auto" else None
-    found = schedule(pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks, costs=costs)
+    costs, edges = costs_of(stages), edges_of(stages)
+    found = schedule(
+        pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks, edges=edges, costs=costs
+    )
     trains = any(put.kind == "tangent" for put in program.inputs)
-    return (found if trains else found.forward_only()).with_messages(edges_of(stages))
+    return (found if trains else found.forward_only()).with_messages(edges, costs).check()
 
 
 def place_of(pipeline: Pipeline, num_stages: int) -> tuple[int, ...]:
