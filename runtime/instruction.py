@@ -38,13 +38,15 @@ class Slot:
 class Instruction:
     """One call: ``args`` are constants, slots and lists of both, and ``call`` runs it on the values of one rank.
 
-    ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
-    no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
-    reads them. ``dead``: slots that no later instruction reads.
+    ``reads``: the slots among the arguments, in their order. ``collective``: the method of ``Comm`` that runs it;
+    ``flat``: the buffer that a bucket's values go in; ``is_own``: no one else reads the memory of its operand.
+    ``waits``: slots of collectives that must be done before, since it reads them. ``dead``: slots that no later
+    instruction reads.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
+    reads: tuple[int, ...]
     call: Callable[[Env], Any]
     result: int
     collective: str = ""
@@ -52,11 +54,6 @@ class Instruction:
     is_own: bool = False
     waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The slots that it reads, in the order of its arguments."""
-        return tuple(_slots(self.args))
 
 
 def instructions(
@@ -77,7 +74,7 @@ def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int]) -> 
     """A contraction and the sum of it and a bias, in one."""
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
     target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
-    return Instruction(target, args, call_of(target, args, {}), slots[node])
+    return Instruction(target, args, tuple(_slots(args)), call_of(target, args, {}), slots[node])
 
 
 def instruction(
@@ -101,6 +98,7 @@ def instruction(
     return Instruction(
         target,
         args,
+        tuple(_slots(args)),
         call_of(target, args, {**plain, "device": device} if takes_device(node.target) else plain),
         slots[node],
         method,
