@@ -1,0 +1,107 @@
+"""Pipelines on gloo processes are one device: losses, gradients, steps, evaluation, batches and outputs of all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parallel_models import whole
+from pipeline_models import COLUMNS, Model
+from torch import Tensor, nn
+
+import shardc
+from shardc import Mesh, P
+from shardc.options import Pipeline
+from shardc.runtime.distributed import make_device_mesh
+
+NEAR = 1e-12
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column of ``pipeline_models`` under a schedule on a mesh."""
+
+    column: str
+    schedule: str
+    sizes: dict[str, int]
+    annotations: dict[str, Any] = field(default_factory=dict)
+    chunks: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.column}, {self.schedule}, {Mesh(**self.sizes)}"
+
+
+DATA = {"ids": P("dp"), "targets": P("dp")}
+TENSOR = {"blocks.*.linear.weight": P("tp"), "head.weight": P("tp")}
+CASES = (
+    Case("skip", "1f1b", {"pp": 4}),
+    Case("tied", "gpipe", {"pp": 4}),
+    Case("mask", "zb-h1", {"pp": 4}),
+    Case("frozen", "interleaved", {"pp": 4}),
+    Case("uneven", "zb-h2", {"pp": 4}),
+    Case("dropout", "zb-v", {"pp": 4}),
+    Case("targets", "auto", {"pp": 4}),
+    Case("tied", "1f1b", {"dp": 2, "pp": 2}, DATA),
+    Case("targets", "zb-v", {"pp": 2, "dp": 2}, DATA),
+    Case("dropout", "interleaved", {"tp": 2, "pp": 2}, TENSOR),
+    Case("frozen", "auto", {"pp": 2, "tp": 2}, TENSOR, chunks=2),
+)
+
+
+def differences(mine: nn.Module, alone: nn.Module, what: str) -> dict[str, float]:
+    """Of the parameters, or of the gradients, that this rank has."""
+    pairs = zip(mine.named_parameters(), alone.parameters(), strict=True)
+    held = [(name, one, other) for (name, one), other in pairs if one.grad is not None]
+    if what == "gradient":
+        held = [(name, one.grad, other.grad) for name, one, other in held]
+    return {name: (whole(one.detach()) - other.detach()).abs().max().item() for name, one, other in held}
+
+
+def train(case: Case) -> tuple[list[float], dict[str, float]]:
+    """Differences from one device: of losses and parameters, and of each gradient by name.
+
+    Two backwards, optimizer steps, evaluation, then the same with fewer rows.
+    """
+    options, args = COLUMNS[case.column]
+    torch.manual_seed(0)
+    model = Model(**options).double()
+    pipeline = Pipeline(microbatches=4, schedule=case.schedule, chunks=case.chunks)
+    piped = shardc.parallelize(model, make_device_mesh(Mesh(**case.sizes)), case.annotations, pipeline=pipeline)
+    alone = shardc.parallelize(model, Mesh(one=1))
+    found, gradients = [], dict[str, float]()
+    runs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (piped, alone)]
+    for rows in (len(args[0]), 5):
+        for _ in range(STEPS):
+            for _ in range(2):
+                losses = [each(*(arg[:rows] for arg in args)) for each, _ in runs]
+                found.append(abs((losses[0] - losses[1]).item()))
+                for loss in losses:
+                    loss.backward()
+            gradients |= differences(piped, alone, "gradient")
+            for _, optimizer in runs:
+                optimizer.step()
+            found += differences(piped, alone, "parameter").values()
+            for _, optimizer in runs:
+                optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(abs(piped.eval()(*args) - alone.eval()(*args)).item())
+    return found, gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_processes_are_one_device(gloo: GlooPool, case: Case) -> None:
+    check_all(case, gloo.run(train, case))
+
+
+def check_all(case: Case, results: list[tuple[list[float], dict[str, float]]]) -> None:
+    """Everything is near, and of each parameter that is trained some rank has a gradient."""
+    assert max(max(found) for found, _ in results) <= NEAR
+    gradients = [entry for _, each in results for entry in each.items()]
+    assert max(difference for _, difference in gradients) <= NEAR
+    trained = {name for name, parameter in Model(**COLUMNS[case.column][0]).named_parameters() if parameter.requires_grad}
+    assert {name for name, _ in gradients} == trained
