@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from shardc.choose_stages import choose_stages
 from shardc.program import Program
-from shardc.stage_schedule import place_of
 
 
 def cut_stages(program: Program) -> Program:
@@ -25,7 +24,7 @@ def cut_stages(program: Program) -> Program:
         program.num_stages,
         balance=pipeline.balance,
         cuts=pipeline.cuts,
-        place=place_of(pipeline, program.num_stages),
+        place=pipeline.place(program.num_stages),
         microbatches=pipeline.microbatches,
         max_memory=pipeline.max_memory,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import MICROBATCH, Mesh
-from shardc.schedule_order import CHUNKED, LINEAR, ORDERS, fits
+from shardc.schedule_order import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +171,11 @@ class Pipeline:
     def chunks_a_rank(self) -> int:
         """Stages that each rank holds."""
         return self.chunks or (2 if self.schedule in CHUNKED else 1)
+
+    def place(self, num_stages: int) -> tuple[int, ...]:
+        """Of each stage the rank along the axis; with several a rank ``auto`` places them in a V, as ``zb-v`` does."""
+        is_v = self.schedule in ("zb-v", "auto")
+        return (v_place if is_v else looped_place)(num_stages, num_stages // self.chunks_a_rank)
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""

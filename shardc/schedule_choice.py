@@ -19,17 +19,24 @@ from shardc.stage_cost import Costs
 OVERHANGS = (0.25, 0.5, 0, 1)
 
 
-def fastest(count: int, num_ranks: int, edges: tuple[Edge, ...], costs: Costs, memory: int | None = None) -> Schedule:
+def fastest(
+    count: int, num_ranks: int, edges: tuple[Edge, ...], costs: Costs, memory: int | None = None,
+    place: tuple[int, ...] | None = None,
+) -> Schedule:  # fmt: skip
     """The candidate of the shortest makespan, of those the one of the lowest peak, of those the first.
 
     Candidates are all named schedules that fit, with every cap on microbatches in flight, and, where these are not
     proven to be the fastest, those of a list scheduler for every place of the stages, with several caps and policies.
-    No rank needs more than ``memory`` bytes; a ShardingError where that is less than any candidate can do.
+    No rank needs more than ``memory`` bytes; a ShardingError where that is less than any candidate can do. ``place``:
+    of each stage the rank, where that is settled.
     """
     best, num_stages = _Best(costs, memory), len(costs.stages)
     for candidate in _named(num_stages, count, num_ranks, edges):
-        best.offer(makespan(candidate, costs, best.makespan), candidate)
+        if place in (None, candidate.place):
+            best.offer(makespan(candidate, costs, best.makespan), candidate)
     for frame in _frames(num_stages, count, num_ranks, edges):
+        if place not in (None, frame.place):
+            continue
         bound = lower_bound(frame, costs, memory)
         for name, caps, policy in _searches(frame, costs, memory):
             if best.makespan <= bound:

@@ -25,14 +25,16 @@ def schedule(
     edges: Iterable[Edge] | None = None,
     costs: Costs | StageCost | None = None,
     memory: int | None = None,
+    place: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of that name, compute-only; a ShardingError where there is none.
 
     ``num_stages`` are those of the whole model, ``num_ranks`` as many, or half of them for ``interleaved``,
     ``interleaved-zb`` and ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2``
     has begun and not ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that
-    need no more than ``memory`` bytes on any rank. Messages go over ``edges``, from earlier stages to later ones in
-    forward, back in backward; by default over the chain of stages.
+    need no more than ``memory`` bytes on any rank, and, where ``place`` is given, have each stage on that rank.
+    Messages go over ``edges``, from earlier stages to later ones in forward, back in backward; by default over the chain of
+    stages.
     """
     _check_counts(name, num_stages, num_microbatches, in_flight)
     ranks = num_ranks if num_ranks is not None else num_stages // 2 if name in CHUNKED else num_stages
@@ -43,7 +45,8 @@ def schedule(
     from shardc.schedule_choice import fastest
     from shardc.stage_cost import costs_for
 
-    return fastest(num_microbatches, ranks, over, costs_for(num_stages, costs), memory)
+    settled = None if place is None else tuple(place)
+    return fastest(num_microbatches, ranks, over, costs_for(num_stages, costs), memory, settled)
 
 
 def named(name: str, num_stages: int, count: int, num_ranks: int, in_flight: int | None = None) -> Schedule:

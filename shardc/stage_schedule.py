@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from shardc.action import Schedule
-from shardc.options import Pipeline
 from shardc.pipeline_cost import costs_of, edges_of
 from shardc.schedule_order import schedule
 from shardc.stage import Stages
 
 
 def schedule_of(stages: Stages) -> Schedule:
-    """The schedule of a localized program's stages, proven, with its messages in the order of what stages cost."""
+    """The schedule of a localized program's stages, proven, with its messages in the order of what stages cost.
+
+    Which rank holds which stage depends on the option alone, and is the same for all programs of a model.
+    """
     program = stages.program
     pipeline = program.options.pipeline
     assert pipeline is not None
-    ranks = program.num_stages // pipeline.chunks_a_rank
-    costs, edges = costs_of(stages), edges_of(stages)
+    costs, edges, place = costs_of(stages), edges_of(stages), pipeline.place(program.num_stages)
     found = schedule(
-        pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=ranks, edges=edges, costs=costs
-    )
+        pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=max(place) + 1, edges=edges,
+        costs=costs, place=place,
+    )  # fmt: skip
+    assert found.place == place, (found.place, place)
     trains = any(put.kind == "tangent" for put in program.inputs)
     return (found if trains else found.forward_only()).with_messages(edges, costs).check()
-
-
-def place_of(pipeline: Pipeline, num_stages: int) -> tuple[int, ...]:
-    """The rank of each stage; that of the stages in order where ``auto`` is yet to choose."""
-    ranks = num_stages // pipeline.chunks_a_rank
-    if pipeline.schedule == "auto":
-        return tuple(stage % ranks for stage in range(num_stages))
-    return schedule(pipeline.schedule, num_stages, pipeline.microbatches, num_ranks=ranks).place

@@ -13,15 +13,14 @@ from shardc.fact import Phase
 from shardc.program import Program
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
-from shardc.stage_schedule import schedule_of
 
 
 def traffic_of(program: Program) -> Iterator[Collective]:
     """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
     stages = stages_of(program)
-    place = schedule_of(stages).place
     assert program.options.pipeline is not None
     pipeline, named = program.options.pipeline, set[str]()
+    place = pipeline.place(program.num_stages)
     for i, stage in enumerate(stages.stages):
         for part, calls in stage.parts.items():
             times = pipeline.microbatches if part in TIMED else 1

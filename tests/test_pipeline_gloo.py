@@ -1,4 +1,4 @@
-"""Pipelines on gloo processes are one device: losses, gradients, steps, evaluation, batches and outputs of all kinds."""
+"""Pipelines on gloo are one device: losses, gradients, steps, evaluation, batches and outputs of all kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from gloo_pool import GlooPool
 from parallel_models import whole
 from pipeline_models import COLUMNS, Model
-from torch import Tensor, nn
+from torch import nn
 
 import shardc
 from shardc import Mesh, P
@@ -74,7 +74,7 @@ def train(case: Case) -> tuple[list[float], dict[str, float]]:
     alone = shardc.parallelize(model, Mesh(one=1))
     found, gradients = [], dict[str, float]()
     runs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (piped, alone)]
-    for rows in (len(args[0]), 5):
+    for rows in (len(args[0]), 5):  # two signatures, whose stages are on the same ranks
         for _ in range(STEPS):
             for _ in range(2):
                 losses = [each(*(arg[:rows] for arg in args)) for each, _ in runs]
@@ -103,5 +103,7 @@ def check_all(case: Case, results: list[tuple[list[float], dict[str, float]]]) -
     assert max(max(found) for found, _ in results) <= NEAR
     gradients = [entry for _, each in results for entry in each.items()]
     assert max(difference for _, difference in gradients) <= NEAR
-    trained = {name for name, parameter in Model(**COLUMNS[case.column][0]).named_parameters() if parameter.requires_grad}
+    trained = {
+        name for name, parameter in Model(**COLUMNS[case.column][0]).named_parameters() if parameter.requires_grad
+    }
     assert {name for name, _ in gradients} == trained
