@@ -33,8 +33,8 @@ def schedule(
     ``interleaved-zb`` and ``zb-v``. ``in_flight`` caps the microbatches that a rank of ``1f1b``, ``zb-h1`` or ``zb-h2``
     has begun and not ended. ``auto`` is the fastest of all these and of a list scheduler's, by ``costs``, of those that
     need no more than ``memory`` bytes on any rank, and, where ``place`` is given, have each stage on that rank.
-    Messages go over ``edges``, from earlier stages to later ones in forward, back in backward; by default over the chain of
-    stages.
+    Messages go over ``edges``, from earlier stages to later ones in forward, back in backward; by default over the
+    chain of stages.
     """
     _check_counts(name, num_stages, num_microbatches, in_flight)
     ranks = num_ranks if num_ranks is not None else num_stages // 2 if name in CHUNKED else num_stages
