@@ -15,7 +15,7 @@ from torch import Tensor
 from shardc.action import Action
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program
-from shardc.stage import Crossing, Part, is_cut_in_time
+from shardc.stage import Crossing, Part, Stages, is_cut_in_time
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
 
@@ -45,7 +45,8 @@ class Gradients:
 class PipelineRunner:
     """A pipeline ready to run. ``comm``: that of the stage's ranks; ``here``: the pipeline's ranks of this process.
 
-    ``held``: the parameters that the stages of this process read; ``owned``: of these, those that it has before others.
+    ``readers``: for each parameter that any stage reads the pipeline's ranks that do, by stage; ``trained``: those that
+    get gradients.
 
     It holds no values between steps. ``rows`` of inputs and results are those of the program's positions: of each
     microbatch those of the stage's ranks.
@@ -72,10 +73,9 @@ class PipelineRunner:
             for stage, rank in enumerate(self.schedule.place)
             if rank in self.here
         }
-        placed = list(zip(self.stages.stages, self.schedule.place, strict=True))
-        self.held = frozenset(name for stage, rank in placed if rank in self.here for name in stage.parameters)
-        first = {name: rank for stage, rank in reversed(placed) for name in stage.parameters}
-        self.owned = frozenset(name for name, rank in first.items() if rank in self.here)
+        self.readers = _readers(self.stages, self.schedule.place)
+        ends = zip(program.outputs, program.results, strict=True)
+        self.trained = {output.name for output, node in ends if output.kind == "gradient" and node is not None}
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
 
     def forward(
@@ -137,6 +137,14 @@ class PipelineRunner:
     def keeps_output(self, index: int) -> bool:
         """Nothing of the user's is kept."""
         return False
+
+
+def _readers(stages: Stages, place: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """For each parameter that any stage reads the ranks that do, in order of stages."""
+    parameters = zip(stages.program.inputs, stages.program.placeholders, strict=True)
+    read = [put.name for put, node in parameters if put.kind == "parameter" and node.users]
+    holders = list(zip(stages.stages, place, strict=True))
+    return {name: tuple(dict.fromkeys(rank for stage, rank in holders if name in stage.parameters)) for name in read}
 
 
 class _Run:

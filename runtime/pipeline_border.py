@@ -41,7 +41,7 @@ class PipelineBorder(DistributedBorder):
 
     def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline) -> None:
         super().__init__(stage_device_mesh(device_mesh, pipeline))
-        self.job = TorchComm(device_mesh)
+        self.job, self.pipeline = TorchComm(device_mesh), pipeline
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
         self.timed = self.comm = TimedComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))
         axis = (device_mesh.mesh_dim_names or ()).index(pipeline.axis)

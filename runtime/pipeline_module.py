@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.error import ShardingError
+from shardc.error import ShardingError, raise_all
 from shardc.model_state import tensors_of
 
 from .module import ParallelModule, become
@@ -24,15 +24,16 @@ from .step import Step
 class PipelineModule(ParallelModule):
     """A model of which this rank holds some stages: of the other parameters only names and shapes are left, on meta.
 
-    State: ``_elsewhere``, the ids of these; ``_owned``, the names of parameters that this rank counts as its own, of
-    those that several stages hold the first one.
+    State: ``_homes``, by name the pipeline's ranks that hold a parameter, the one that counts it as its own first:
+    those that read it in the first call that does, for good. Until then all ranks hold it. ``_elsewhere``, the ids of
+    those that this rank does not hold.
     """
 
     _border: PipelineBorder
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._elsewhere, self._owned = set[int](), frozenset[str]()
+        self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -64,7 +65,7 @@ class PipelineModule(ParallelModule):
 
         Every rank of the pipeline calls it; torch's own function sees one rank's stages alone.
         """
-        own = [parameter.grad for name, parameter in self.named_parameters() if name in self._owned]
+        own = [parameter.grad for name, parameter in self.named_parameters() if self._owns(name)]
         gradients = [gradient for gradient in own if gradient is not None]
         total: Any = nn.utils.get_total_norm(gradients, norm_type)
         total = total.full_tensor() if isinstance(total, DTensor) else total.to(self._border.comm.device)
@@ -80,29 +81,44 @@ class PipelineModule(ParallelModule):
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
         step = super()._new_step(args, kwargs, train)
         assert isinstance(step.runner, PipelineRunner)
-        named = [(name, each) for (kind, name), each in tensors_of(self._model) if kind == "parameter"]
-        held = {id(each) for name, each in named if name in step.runner.held}
-        if lacking := [name for name, each in named if id(each) in held & self._elsewhere]:
-            raise ShardingError(
-                f"parameter {lacking[0]!r}", "another rank's stage holds it, by the first call that was compiled",
-                "this call would cut the model in other stages", "say where stages begin: Pipeline(cuts=...)",
-            )  # fmt: skip
-        self._owned = step.runner.owned
-        for _, each in named:
-            if id(each) not in held | self._elsewhere:
-                self._elsewhere.add(id(each))
-                become(each, _on_meta(each))
+        readers = step.runner.readers
+        raise_all(list(self._misplaced(readers, step.runner.trained)))
+        is_first, self._homes = not self._homes, readers | self._homes
+        parameters = {name: each for (kind, name), each in tensors_of(self._model) if kind == "parameter"}
+        absent = [parameters[name] for name, ranks in self._homes.items() if self._border.channel.at not in ranks]
+        self._elsewhere |= set(map(id, absent))
+        for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
+            become(each, _on_meta(each))
         return step
+
+    def _misplaced(self, readers: Mapping[str, tuple[int, ...]], trained: set[str]) -> Iterator[ShardingError]:
+        """An error for each parameter that a call reads where it is not, or does not train wherever it is."""
+        axis = self._border.pipeline.axis
+        for name, ranks in readers.items():
+            held = self._homes.get(name, ranks)
+            if not set(ranks) <= set(held) or (name in trained and set(ranks) != set(held)):
+                yield ShardingError(
+                    f"parameter {name!r}", f"this call reads it on {_ranks(ranks)} of {axis!r}",
+                    f"by an earlier call {_ranks(held)} {'alone holds' if len(held) == 1 else 'hold'} it",
+                    "make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)",
+                )  # fmt: skip
+
+    def _owns(self, name: str) -> bool:
+        return self._border.channel.at == self._homes.get(name, (0,))[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, PipelineModule)
-        absent, twin._owned = self._absent(), self._owned
+        absent, twin._homes = self._absent(), dict(self._homes)
         twin._elsewhere = {id(each) for (_, name), each in tensors_of(twin._model) if name in absent}
         return twin
 
     def _absent(self) -> set[str]:
         return {name for (_, name), each in tensors_of(self._model) if id(each) in self._elsewhere}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _on_meta(parameter: Tensor) -> Tensor:

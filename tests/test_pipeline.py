@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_models import COLUMNS, Model, data, some_targets
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from gloo_pool import GlooPool
 from parallel_models import whole
 from pipeline_models import COLUMNS, Model
-from torch import nn
+from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
@@ -54,8 +55,8 @@ CASES = (
 
 def differences(mine: nn.Module, alone: nn.Module, what: str) -> dict[str, float]:
     """Of the parameters, or of the gradients, that this rank has."""
-    pairs = zip(mine.named_parameters(), alone.parameters(), strict=True)
-    held = [(name, one, other) for (name, one), other in pairs if one.grad is not None]
+    others = dict(alone.named_parameters())
+    held = [(name, one, others[name]) for name, one in mine.named_parameters() if one.grad is not None]
     if what == "gradient":
         held = [(name, one.grad, other.grad) for name, one, other in held]
     return {name: (whole(one.detach()) - other.detach()).abs().max().item() for name, one, other in held}
@@ -107,3 +108,56 @@ def check_all(case: Case, results: list[tuple[list[float], dict[str, float]]]) -
         name for name, parameter in Model(**COLUMNS[case.column][0]).named_parameters() if parameter.requires_grad
     }
     assert {name for name, _ in gradients} == trained
+
+
+class Heads(nn.Module):
+    """A call uses one of two heads, and the embedding in the last stage too or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int, is_tied: bool = False) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        x = self.embed(self.heads[head](x)) if is_tied else self.heads[head](x)
+        return x.square().mean()
+
+
+def alternate() -> tuple[float, dict[str, float], str]:
+    """Steps with one head, then the other, then the first; and the error of one whose last stage reads more."""
+    torch.manual_seed(0)
+    model, x = Heads().double(), torch.randn(8, 6, dtype=torch.float64)
+    pipeline = Pipeline(microbatches=2, cuts=("blocks.1", "blocks.2", "blocks.3"))
+    piped, alone = shardc.parallelize(model, make_device_mesh(Mesh(pp=4)), pipeline=pipeline), copy.deepcopy(model)
+    runs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (piped, alone)]
+    found = []
+    for head in (0, 1, 0):
+        losses = [each(x, head) for each, _ in runs]
+        found.append((losses[0] - losses[1]).abs().item())
+        for loss, (_, optimizer) in zip(losses, runs, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(shardc.ShardingError) as error:
+        piped(x, 0, True)
+    others = dict(alone.named_parameters())
+    near = {name: (whole(each) - others[name]).abs().max().item() for name, each in piped.named_parameters()}
+    return max(found), near, str(error.value)
+
+
+def test_what_a_call_does_not_read_stays_until_one_does(gloo: GlooPool) -> None:
+    losses, near, errors = zip(*gloo.run(alternate), strict=True)
+    assert max(losses) <= NEAR and max(max(each.values()) for each in near) <= NEAR
+    assert [sorted({name.rpartition(".")[0] for name in each}) for each in near] == [
+        ["blocks.0", "embed"], ["blocks.1"], ["blocks.2"], ["blocks.3", "heads.0", "heads.1"],
+    ]  # fmt: skip
+    assert set(errors) == {
+        "parameter 'embed.weight': this call reads it on ranks 0, 3 of 'pp'\n"
+        "  by an earlier call rank 0 alone holds it\n"
+        "  make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)\n"
+        "  likewise parameter 'embed.bias'"
+    }
