@@ -36,7 +36,7 @@ def memory_of(program: Program) -> dict[str, int]:
     backward alone they are summed over ranks. ``saved``: what forward made and backward uses. ``gathered``: the most of
     what is gathered of parameters for their uses and alive at a time, of two layers where layers are gathered ahead.
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
-    Of a pipeline see ``stage_memory``, once it is lowered.
+    Of a pipeline it is the rank with the highest peak, once the program is lowered: see ``stage_memory``.
     """
     if program.options.pipeline is not None and program.level in ("lowered", "localized"):
         from shardc.stage_memory import stage_memory

@@ -7,38 +7,40 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from shardc.cost import ADAM_STATES, gradient_type, is_gathered, nbytes, of_parameters
-from shardc.lifetime import storages
-from shardc.pipeline_cost import costs_of
+from shardc.lifetime import Storage, storages
 from shardc.program import Program
-from shardc.schedule_time import peak_bytes
 from shardc.stage import Stage
 from shardc.stage_cut import stages_of
+from shardc.stage_ledger import rank_bytes
 from shardc.stage_schedule import schedule_of
 
 
 def stage_memory(program: Program) -> dict[str, int]:
-    """Of a lowered or localized program, each class on the rank that has most of it.
+    """Of a lowered or localized program, on the rank with the highest peak; see ``memory_by_rank``."""
+    return max(memory_by_rank(program), key=lambda memory: memory["peak"])
 
-    As ``memory_of``, but ``saved`` is what lives for the schedule at its peak, of all microbatches, messages included;
-    ``gathered`` lives for the whole step; and ``peak`` is the most of parameters, gradients, gathered and saved.
+
+def memory_by_rank(program: Program) -> list[dict[str, int]]:
+    """Of a lowered or localized program, for each rank of its pipeline.
+
+    As ``memory_of``, of the stages that the rank holds. ``saved``: the most that is kept between two of the schedule's
+    actions of all microbatches under way; ``gathered`` lives for the whole step; ``peak`` is that of a whole step, with
+    the inputs of all microbatches, both the sums of gradients and what is being added to them, and messages.
     """
     stages = stages_of(program)
-    schedule = schedule_of(stages)
-    saved = peak_bytes(schedule, costs_of(stages))
-    ranks = [
-        dict(_of_rank(program, [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]))
-        | {"saved": saved[rank]}
-        for rank in range(schedule.num_ranks)
-    ]
-    peak = max(sum(count for name, count in rank.items() if name != "optimizer") for rank in ranks)
-    most = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    return {**{name: most[name] for name in ORDER}, "peak": peak}
+    schedule, live = schedule_of(stages), list(storages(program))
+    found = []
+    for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
+        here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]
+        of_rank = dict(_of_rank(program, here, live)) | {"saved": saved, "peak": peak}
+        found.append({name: of_rank[name] for name in ORDER})
+    return found
 
 
-ORDER = ("parameters", "gradients", "optimizer", "saved", "gathered")
+ORDER = ("parameters", "gradients", "optimizer", "saved", "gathered", "peak")
 
 
-def _of_rank(program: Program, stages: Iterable[Stage]) -> Iterator[tuple[str, int]]:
+def _of_rank(program: Program, stages: Iterable[Stage], live: Iterable[Storage]) -> Iterator[tuple[str, int]]:
     """What does not depend on the schedule, of the stages of one rank."""
     stages = list(stages)
     nodes: Mapping[str, fx.Node] = {
@@ -50,5 +52,5 @@ def _of_rank(program: Program, stages: Iterable[Stage]) -> Iterator[tuple[str, i
     yield "gradients", sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
     yield "optimizer", ADAM_STATES * sum(nbytes(program.local_type(nodes[name])) for name in gradients)
     once = {node for stage in stages for node in stage.parts["once"]}
-    gathered = (each for each in storages(program) if each.value[0] in once)
+    gathered = (each for each in live if each.value[0] in once)
     yield "gathered", sum(each.nbytes for each in gathered if is_gathered(program, each.value[0], nodes))

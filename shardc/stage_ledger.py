@@ -1,0 +1,240 @@
+"""The bytes alive on a rank of a pipeline, call by call: the runner's step without values.
+
+State: *blocks*, memory that some values share; a block is alive as long as something holds it. Envs hold the values of
+a stage (``base``, made once a step) and of a stage for one microbatch (``envs``), by node, those of every result; sums
+hold what is added up; ``waiting`` messages are made and not sent, ``posted`` ones have memory to be received in.
+Invariant: ``now`` is the bytes of all blocks that are held, inputs included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.action import COMPUTE, SENDS, Action, Schedule
+from shardc.cost import nbytes
+from shardc.lifetime import owners_of
+from shardc.node import is_getitem, operand
+from shardc.pipeline_cost import PART_OF_PHASE
+from shardc.program import Program, Value
+from shardc.stage import Crossing, Part, Stages, is_cut_in_time
+from shardc.stage_lifetime import Dying, kept_after, read_beside, with_deaths
+
+PARTS_OF: Mapping[str, tuple[Part, ...]] = {
+    "F": ("forward",),
+    "I": ("input_gradient",),
+    "W": ("weight_gradient",),
+    "B": ("input_gradient", "weight_gradient"),
+}
+Key = tuple[Crossing, int]  # of a microbatch; of none, -1, once a step
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory, and how many hold it."""
+
+    nbytes: int
+    holders: int = 0
+
+
+Blocks = tuple[Block, ...]
+Env = dict[fx.Node, Blocks]
+
+
+def rank_bytes(stages: Stages, schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """For each rank of a pipeline ``saved`` and ``peak``.
+
+    ``saved``: the most that lives between two of its actions of what microbatches under way have made; ``peak``: the
+    most that lives at any time, inputs (of all microbatches), gradients and messages included. A message lives from
+    where it is made until it is sent, and from where its receive is posted until it is read for the last time.
+    """
+    owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
+    for rank in range(schedule.num_ranks):
+        replay = _Replay(stages, schedule, rank, owners)
+        replay.run()
+        yield replay.saved, replay.memory.peak
+
+
+@dataclass(slots=True)
+class _Memory:
+    now: int = 0
+    peak: int = 0
+
+    def hold(self, blocks: Blocks) -> None:
+        for block in blocks:
+            self.now += 0 if block.holders else block.nbytes
+            block.holders += 1
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, blocks: Blocks) -> None:
+        for block in blocks:
+            block.holders -= 1
+            self.now -= 0 if block.holders else block.nbytes
+
+    def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
+        """In place of what was there."""
+        self.hold(blocks)
+        self.drop(env.get(node, ()))
+        env[node] = blocks
+
+    def free(self, env: Env, nodes: Iterable[fx.Node]) -> None:
+        """What an env itself holds of them."""
+        for node in nodes:
+            self.drop(env.pop(node, ()))
+
+
+@dataclass(slots=True)
+class _Replay:
+    stages: Stages
+    schedule: Schedule
+    rank: int
+    owners: Mapping[Value, Value]
+    base: dict[int, Env] = field(default_factory=dict)
+    envs: dict[tuple[int, int], Env] = field(default_factory=dict)
+    sums: dict[int, Env] = field(default_factory=dict)
+    own: set[Block] = field(default_factory=set)  # sums in memory of their own
+    waiting: dict[Key, Blocks] = field(default_factory=dict)
+    posted: dict[Key, Blocks] = field(default_factory=dict)
+    memory: _Memory = field(default_factory=_Memory)
+    saved: int = 0
+    program: Program = field(init=False)
+    calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.program = self.stages.program
+
+    def run(self) -> None:
+        """The whole step."""
+        here = [stage for stage, rank in enumerate(self.schedule.place) if rank == self.rank]
+        given = dict(self._inputs(here))
+        for blocks in given.values():
+            self.memory.hold(blocks)
+        for stage in here:
+            self.calls[stage] = with_deaths(self.stages, stage)
+            self._begin(stage, given)
+        for action in self.schedule.actions[self.rank]:
+            self._do(action)
+            self.saved = max(self.saved, self._kept())
+        self._close(here)
+
+    def _inputs(self, here: Iterable[int]) -> Iterator[tuple[fx.Node, Blocks]]:
+        """Of parameters those of our stages; of what microbatches cut the pieces of all of them."""
+        count, held = self.schedule.num_microbatches, {name for i in here for name in self.stages.stages[i].parameters}
+        for put, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            times = count if is_cut_in_time(self.program.sharding(node)) else 1
+            is_absent = put.kind == "parameter" and put.name not in held
+            yield node, (Block(0 if is_absent else times * nbytes(self.program.local_type(node))),)
+
+    def _begin(self, stage: int, given: Env) -> None:
+        base = self.base[stage] = dict(given)
+        self.sums[stage] = {}
+        self._run(stage, "once", base)
+        for _ in range(self.schedule.num_microbatches if self.stages.stages[stage].sums["count"] else 0):
+            env: Env = {}
+            self._run(stage, "count", env)
+            self._add(stage, "count", env)
+            self._forget(stage, "count", env)
+        self._take_sums(stage)
+        self._run(stage, "settle", base)
+
+    def _do(self, action: Action) -> None:
+        if action.kind in COMPUTE:
+            for part in PARTS_OF[action.kind]:
+                self._compute(action.stage, action.microbatch, part)
+        elif action.kind in SENDS:
+            way = Crossing(action.stage, action.peer or 0, PART_OF_PHASE[action.phase])
+            self.memory.drop(self.waiting.pop((way, action.microbatch)))
+        else:
+            self._post((Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase]), action.microbatch))
+
+    def _post(self, key: Key) -> None:
+        blocks = tuple(Block(nbytes(self.program.local_type(node))) for node in self.stages.crossings[key[0]])
+        self.posted[key] = blocks
+        self.memory.hold(blocks)
+
+    def _compute(self, stage: int, microbatch: int, part: Part) -> None:
+        env = self.envs.setdefault((stage, microbatch), {})
+        for way in self.stages.crossings:
+            if (way.target, way.part) == (stage, part):
+                self._receive((way, microbatch), env)
+        self._run(stage, part, env)
+        self._add(stage, part, env)
+        for way in self.stages.crossings:
+            if (way.source, way.part) == (stage, part):
+                self._hand_over((way, microbatch), env)
+        self._forget(stage, part, env)
+
+    def _hand_over(self, key: Key, env: Env) -> None:
+        """To a stage of the same rank at once; else it waits to be sent."""
+        way = key[0]
+        blocks = tuple(block for node in self.stages.crossings[way] for block in self._find(way.source, env, node))
+        self.memory.hold(blocks)
+        is_here = self.schedule.place[way.target] == self.rank
+        (self.posted if is_here else self.waiting)[key] = blocks
+
+    def _receive(self, key: Key, env: Env) -> None:
+        blocks = self.posted.pop(key)
+        for node, block in zip(self.stages.crossings[key[0]], blocks, strict=True):
+            self.memory.put(env, node, (block,))
+        self.memory.drop(blocks)
+
+    def _run(self, stage: int, part: Part, env: Env) -> None:
+        for node, dead in self.calls[stage][part]:
+            self.memory.put(env, node, self._made(stage, env, node))
+            self.memory.free(env, dead)
+
+    def _made(self, stage: int, env: Env, node: fx.Node) -> Blocks:
+        """What a call returns: memory of its own, or that of an operand that it shows."""
+        if is_getitem(node):
+            return (self._find(stage, env, operand(node))[int(node.args[1])],)  # type: ignore[arg-type]
+        shown = {self.owners[self.program.value(each)]: each for each in node.all_input_nodes}
+        found = []
+        for i, type_ in enumerate(self.program.types(node)):
+            source = None if type_ is None else shown.get(self.owners[node, i])
+            new = Block(nbytes(self.program.local_type(node, i)))
+            found.append(new if source is None else self._find(stage, env, source)[0])
+        return tuple(found)
+
+    def _add(self, stage: int, part: Part, env: Env) -> None:
+        """To the sums over microbatches: the first summand is kept, the second makes a sum that others are added to."""
+        sums = self.sums[stage]
+        for into in self.stages.stages[stage].sums[part]:
+            before, added = sums.get(into), operand(into)
+            if before is None:
+                self.memory.put(sums, into, self._find(stage, env, added))
+            elif before[0] not in self.own or into.args[2] != "sum":
+                made = Block(nbytes(self.program.local_type(added)))
+                self.own.add(made)
+                self.memory.put(sums, into, (made,))
+
+    def _close(self, here: Iterable[int]) -> None:
+        """What stages sum together, reductions over ranks, gradients."""
+        for stage in here:
+            self._take_sums(stage)
+        for way in self.stages.crossings:
+            if way.part == "after" and way.target in here:
+                self._post((way, -1)) if way.source not in here else self._hand_over((way, -1), self.base[way.source])
+        for stage in here:
+            for way in self.stages.crossings:
+                if (way.target, way.part) == (stage, "after"):
+                    self._receive((way, -1), self.base[stage])
+            self._run(stage, "after", self.base[stage])
+
+    def _take_sums(self, stage: int) -> None:
+        for into, blocks in self.sums[stage].items():
+            self.memory.put(self.base[stage], into, blocks)
+
+    def _forget(self, stage: int, part: Part, env: Env) -> None:
+        """What was read right after a part and is not read again."""
+        self.memory.free(env, read_beside(self.stages, stage, part) - kept_after(self.stages, stage)[part])
+
+    def _find(self, stage: int, env: Env, node: fx.Node) -> Blocks:
+        return env.get(node) or self.base[stage][node]
+
+    def _kept(self) -> int:
+        """Bytes of what microbatches have made, and only they hold."""
+        base = {block for env in self.base.values() for held in env.values() for block in held}
+        blocks = {block for env in self.envs.values() for held in env.values() for block in held} - base
+        return sum(block.nbytes for block in blocks)
