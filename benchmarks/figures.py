@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,9 @@ def _slowest(reports: Sequence[Report]) -> dict[int, float]:
 
 
 def _difference(ranks: Sequence[Sequence[float]], device: Sequence[float]) -> float:
-    """The largest between the mean loss of those who took the step and one device's, over the steps of both."""
-    losses = [fmean(each) for each in zip(*(losses for losses in ranks if losses), strict=True)]
+    """The largest between the mean loss of those who know it and one device's, over the steps of both."""
+    steps = zip(*(losses for losses in ranks if losses), strict=True)
+    losses = [fmean(loss for loss in each if not math.isnan(loss)) for each in steps]
     return max(abs(a - b) for a, b in zip(losses, device, strict=False))
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from gpt import DATA, MEGATRON
 from torch import nn
 from trainer import Job, Trainer
-from workload import Size, batches
+from workload import PIPED, Size, batches
 
 import shardc
 from shardc import P, Precision, Remat, Zero
+from shardc.options import Pipeline
 
 FSDP = DATA | {"param:*": P("dp")}
 TENSOR = MEGATRON | {"tokens.weight": P("tp"), "head.weight": P("tp")}  # the vocabulary is cut too
@@ -42,7 +43,24 @@ class Plan:
         return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced)
 
 
-PLANS = {
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """A pipeline whose stages have as many blocks each, as its peers' have."""
+
+    schedule: str
+    bound: float | None = None
+
+    def trainer(self, model: Any, job: Job, size: Size) -> Trainer:
+        """The model cut in a stage a rank."""
+        cuts = tuple(f"blocks.{rank * len(model.blocks) // job.ranks}" for rank in range(1, job.ranks))
+        pipeline = Pipeline(microbatches=PIPED, schedule=self.schedule, cuts=cuts)
+        example = tuple(batches(size, job.device)[0][0])
+        parallel = shardc.parallelize(model, job.mesh("pp"), pipeline=pipeline, args=example)
+        announced = sum(each.wire_bytes * each.times for each in parallel.program.collectives)  # of all stages
+        return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced // job.ranks)
+
+
+PLANS: dict[str, Plan | Piped] = {
     "shardc dp": Plan("dp", DATA, bound=2),
     "shardc zero1": Plan("dp", DATA, {"zero": Zero("dp", 1)}, bound=2),
     "shardc zero2": Plan("dp", DATA, {"zero": Zero("dp", 2)}, bound=2),
@@ -53,6 +71,8 @@ PLANS = {
     "shardc tp": Plan("tp", TENSOR),
     "shardc tp + sequence": Plan("tp", SEQUENCE),
     "shardc ep": Plan("ep", EXPERT),
+    "shardc 1f1b": Piped("1f1b"),
+    "shardc gpipe": Piped("gpipe"),
     "shardc dp inductor": Plan("dp", DATA, INDUCTOR, bound=2),
     "shardc zero3 inductor": Plan("dp", DATA, {"zero": Zero("dp", 3)} | INDUCTOR, bound=3),
     "shardc tp inductor": Plan("tp", TENSOR, INDUCTOR),

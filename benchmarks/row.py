@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import peer_data
 import peer_expert
+import peer_pipeline
 import peer_tensor
 from ours import PLANS
 from torch import Tensor
@@ -31,6 +32,8 @@ PEERS = {
     "DTensor weights": peer_tensor.dtensor_weights,
     "experts by hand": peer_expert.by_hand,
     "DTensor expert weights": peer_expert.dtensor_weights,
+    "torch 1F1B": peer_pipeline.one_forward_one_backward,
+    "torch GPipe": peer_pipeline.gpipe,
 }
 
 
@@ -59,6 +62,7 @@ ROWS = {
     "tensor": Ways(("Megatron by hand", "shardc tp"), far=("DTensor plan", "DTensor weights")),
     "sequence": Ways(("DTensor sequence plan", "shardc tp + sequence")),
     "expert": Ways(("experts by hand", "shardc ep"), far=("DTensor expert weights",), has_experts=True),
+    "pipeline": Ways(("torch 1F1B", "shardc 1f1b"), far=("torch GPipe", "shardc gpipe")),
     "data-compiled": Ways(("DDP compiled", "shardc dp inductor")),
     "zero3-compiled": Ways(("FSDP2 compiled", "shardc zero3 inductor"), limit=0.95),
     "tensor-compiled": Ways(("Megatron by hand compiled", "shardc tp inductor"), far=("DTensor plan compiled",)),

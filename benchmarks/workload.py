@@ -29,6 +29,7 @@ SIZES = {
 }
 NUM_BATCHES = 4
 NUM_EXPERTS = 8
+PIPED = 8  # microbatches that a pipeline cuts a batch in: a row each
 
 
 def new_model(size: Size, has_experts: bool = False) -> nn.Module:

@@ -50,6 +50,19 @@ def test_everyone_in_a_row_trains_alike_and_is_weighed(tmp_path: Path) -> None:
     assert len(markdown([(row, found)]).splitlines()) == 2 + len(found)
 
 
+@pytest.mark.slow
+def test_a_pipeline_sends_what_enters_each_stage_and_its_gradient_alone() -> None:
+    row = Row("pipeline", "tiny", Job(2))
+    found = figures(row, launch(measure, 2, row, Steps(least=2, most=3), private_network=True))
+    assert max(each.loss_difference for each in found) <= 1e-5
+    config, batch = SIZES["tiny"].config, SIZES["tiny"].batch
+    both_ways = 2 * batch * config.context * config.width * 4
+    for each in found:
+        if each.is_ours:
+            assert each.announced is not None and 0 <= 2 * each.announced - both_ways <= 16, each.name  # and the loss
+            assert each.wire is None or each.wire <= 1.2 * each.announced
+
+
 def check(figure: Figures) -> None:
     assert figure.collectives > 0 and 0 < figure.persistent < figure.peak
     assert (figure.announced is not None) == figure.is_ours

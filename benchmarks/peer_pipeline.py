@@ -1,0 +1,70 @@
+"""Peers that cut the model in stages: torch.distributed.pipelining, its stages made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+from trainer import Job, Trainer
+from workload import PIPED
+
+
+class Blocks(nn.Module):
+    """A rank's stage of a GPT: its share of the blocks, on the first with the embeddings, on the last with the head."""
+
+    def __init__(self, gpt: GPT, rank: int, ranks: int) -> None:
+        super().__init__()
+        count = len(gpt.blocks)
+        self.blocks = gpt.blocks[rank * count // ranks : (rank + 1) * count // ranks]
+        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        if self.is_first:
+            self.tokens, self.positions = gpt.tokens, gpt.positions
+        if self.is_last:
+            self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ids or from what the stage before sends, ``[row, token, width]``, to what it sends, or to logits."""
+        if self.is_first:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+@dataclass
+class StageTrainer(Trainer):
+    """A trainer whose ``model`` is a schedule of torch's: one call of it is a whole step."""
+
+    def update(self, microbatches: Tensor) -> float:
+        """A step whose gradients are left; the loss on the last rank, and on the others NaN."""
+        (ids, targets), losses = microbatches[0], list[Tensor]()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self.model(target=targets, losses=losses)
+        else:
+            self.model(*((ids,) if dist.get_rank() == 0 else ()))
+        self.optimizer.step()
+        return float(torch.stack(losses).mean()) if losses else float("nan")
+
+
+def scheduled(model: Any, job: Job, schedule: Any) -> Trainer:
+    """Stages of as many blocks each; microbatches of one row or more."""
+    rank = dist.get_rank()
+    part = Blocks(model, rank, job.ranks)
+    stage = PipelineStage(part, rank, job.ranks, torch.device(job.device))
+    step = schedule(stage, PIPED, loss_fn=_loss).step
+    return StageTrainer(step, job.adamw(part.parameters()))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+one_forward_one_backward = partial(scheduled, schedule=Schedule1F1B)
+gpipe = partial(scheduled, schedule=ScheduleGPipe)
