@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,18 +52,23 @@ class StageTrainer(Trainer):
         return float(torch.stack(losses).mean()) if losses else float("nan")
 
 
-def scheduled(model: Any, job: Job, schedule: Any) -> Trainer:
-    """Stages of as many blocks each; microbatches of one row or more."""
+def one_forward_one_backward(model: Any, job: Job) -> Trainer:
+    """Once the pipeline is full a rank takes one backward for each forward."""
+    return _scheduled(model, job, Schedule1F1B)
+
+
+def gpipe(model: Any, job: Job) -> Trainer:
+    """All forwards, then all backwards."""
+    return _scheduled(model, job, ScheduleGPipe)
+
+
+def _scheduled(model: Any, job: Job, schedule: Any) -> Trainer:
+    """A stage a rank, of as many blocks each."""
     rank = dist.get_rank()
     part = Blocks(model, rank, job.ranks)
     stage = PipelineStage(part, rank, job.ranks, torch.device(job.device))
-    step = schedule(stage, PIPED, loss_fn=_loss).step
-    return StageTrainer(step, job.adamw(part.parameters()))
+    return StageTrainer(schedule(stage, PIPED, loss_fn=_loss).step, job.adamw(part.parameters()))
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-one_forward_one_backward = partial(scheduled, schedule=Schedule1F1B)
-gpipe = partial(scheduled, schedule=ScheduleGPipe)
