@@ -155,7 +155,7 @@ def test_verify_exits_with_1_and_names_the_tensor_that_differs(
         (["dump", "targets", *ON_FOUR], 2, "write path.py:function"),
         (["dump", f"{FILE}:not_a_model", *ON_FOUR], 2, "returned str, tuple: it must return (model, args"),
         (["dump", f"{FILE}:failing", *ON_FOUR], 2, "failing() raised RuntimeError: no such data (targets.py:"),
-        (["dump", f"{FILE}:mlp", *ON_FOUR, "--after", "propagat"], 2, "the passes are capture, canonicalize"),
+        (["dump", f"{FILE}:mlp", *ON_FOUR, "--after", "propagat"], 2, "the passes are capture, cut_stages"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "--batch", "4"], 2, "--batch and --seq are for hf: targets"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "-o", "/nowhere/at/all"], 2, "/nowhere/at/all"),
         (["dump", f"{FILE}:branching", "--mesh", "dp=2"], 3, "targets.py"),
