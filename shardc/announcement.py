@@ -23,7 +23,9 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
 
     Of a pipeline those of each stage, with the messages that it sends.
     """
-    if program.num_stages > 1 and program.level in ("lowered", "localized"):
+    from shardc.stage import has_stages
+
+    if has_stages(program):
         from shardc.stage_traffic import traffic_of
 
         return tuple(traffic_of(program))

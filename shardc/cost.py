@@ -17,6 +17,7 @@ from shardc.node import ancestors
 from shardc.ops.contraction import dot
 from shardc.program import Program
 from shardc.sharding import TensorType
+from shardc.stage import has_stages
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def memory_of(program: Program) -> dict[str, int]:
     ``peak``: the greatest sum of live values in the program, its inputs always alive, optimizer state left out.
     Of a pipeline it is the rank with the highest peak, once the program is lowered: see ``stage_memory``.
     """
-    if program.options.pipeline is not None and program.level in ("lowered", "localized"):
+    if has_stages(program):
         from shardc.stage_memory import stage_memory
 
         return stage_memory(program)

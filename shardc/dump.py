@@ -16,7 +16,8 @@ from shardc.cost import flops_of, memory_of
 from shardc.error import ShardingError, did_you_mean
 from shardc.ops.padding import fit
 from shardc.program import Program
-from shardc.stage_record import StageRecord, has_stages
+from shardc.stage import has_stages
+from shardc.stage_record import StageRecord
 from shardc.text import (
     bytes_text,
     collectives_text,

@@ -68,6 +68,11 @@ class Stages:
     home: Mapping[int, int]
 
 
+def has_stages(program: Program) -> bool:
+    """Whether a program is a pipeline's, and so far that its stages can be read off it."""
+    return program.options.pipeline is not None and program.level in ("lowered", "localized")
+
+
 def is_sent(node: fx.Node) -> bool:
     """Whether ranks exchange values in a call."""
     return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES

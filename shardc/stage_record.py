@@ -23,11 +23,6 @@ from shardc.text import table
 from shardc.timeline import Timeline
 
 
-def has_stages(program: Program) -> bool:
-    """Whether a program is a pipeline's, and so far that its stages can be read off it."""
-    return program.options.pipeline is not None and program.level in ("lowered", "localized")
-
-
 @dataclass(frozen=True)
 class StageRecord:
     """The stages of a lowered or localized program, by the schedule that they run by. Its times are estimates."""
@@ -134,8 +129,8 @@ class StageRecord:
         found, axis = self.schedule, self.program.options.pipeline
         assert axis is not None
         title = (
-            f"{found.num_stages} stages on {found.num_ranks} ranks along {axis.axis}, "
-            f"{found.num_microbatches} microbatches by {found.name}, times estimated"
+            f"{_counted(found.num_stages, 'stage')} on {_counted(found.num_ranks, 'rank')} along {axis.axis}, "
+            f"{_counted(found.num_microbatches, 'microbatch')} by {found.name}, times estimated"
         )
         return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{picture(self.timeline)}"
 
@@ -190,3 +185,8 @@ def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
     """The shortest prefix of a path that no other stage has."""
     prefixes = _prefixes(paths[0]) if paths else []
     return next((each for each in prefixes if not any(each in other for other in others)), paths[0] if paths else "")
+
+
+def _counted(count: int, name: str) -> str:
+    ending = "" if count == 1 else "es" if name.endswith("ch") else "s"
+    return f"{count} {name}{ending}"

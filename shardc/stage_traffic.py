@@ -40,10 +40,11 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], a
     nbytes, joined = sum(type_.nbytes for type_ in types), joined_type(types)
     shape = types[0].shape if len(types) == 1 else joined.shape
     sources = dict.fromkeys(filter(None, (program.source(node).location for node in nodes)))
-    phase: Phase = "forward" if crossing.part == "forward" else "backward"
+    phases = {program.source(node).phase for node in nodes}
+    phase: Phase = "backward" if crossing.part == "input_gradient" or "backward" in phases else "forward"
     return Collective(
         "send", (axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes,
-        name=f"send_{phase}_{crossing.source}_to_{crossing.target}".replace("backward", crossing.part),
-        phase=phase, node=", ".join(node.name for node in nodes), source=", ".join(sources),
+        name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
+        node=", ".join(node.name for node in nodes), source=", ".join(sources),
         cause=f"stage {crossing.target} reads what stage {crossing.source} makes",
     )  # fmt: skip

@@ -322,6 +322,8 @@ def test_a_pipeline_is_said_by_axis_and_settings(capsys: pytest.CaptureFixture[s
     said = "pp,microbatches=4,schedule=gpipe,balance=flops,cuts=down"
     assert main([*on_two, "--pipeline", said, "--only", "collectives"]) == 0
     assert "send_forward_0_to_1" in capsys.readouterr().out
+    assert main([*on_two, "--pipeline", said, "--only", "collectives", "--no-train"]) == 0
+    assert "backward" not in capsys.readouterr().out
     for text, message in {
         "pp,microbatch=4": "a pipeline has no such setting\n  did you mean microbatches?",
         "pp,microbatches=four": "microbatches='four'\n  it counts pieces of a batch\n  say 1 or more",

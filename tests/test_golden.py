@@ -66,6 +66,15 @@ def test_the_pipeline_of_a_tied_gpt_is_the_one_that_was_read(
     assert printed == path.read_text()
 
 
+def test_in_one_stage_microbatches_repeat_what_ranks_exchange() -> None:
+    model, args, kwargs, annotations = mlp()
+    pipeline = Pipeline(microbatches=4)
+    compiled = compile(model, Mesh(dp=2, tp=2, pp=1), annotations, args=args, kwargs=kwargs, pipeline=pipeline)
+    times = {(each.phase, each.axes): each.times for each in compiled.collectives}
+    assert times == {("forward", ("tp",)): 4, ("forward", ("dp",)): 1, ("backward", ("dp",)): 1}
+    assert compiled.dump(only="stages").startswith("1 stage on 1 rank along pp, 4 microbatches by 1f1b")
+
+
 class Layers(nn.Module):
     """Four, and a number."""
 
