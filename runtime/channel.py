@@ -73,7 +73,7 @@ class RankChannel:
 
     Ranks send up the line in one group and down it in another: so each way from rank to rank, in one direction, has a
     communicator of its own. ``lines``: all lines of the job, of which this rank is in one; ``place``: for each stage
-    where in the line it is.
+    where in the line it is. ``sent_bytes`` to other ranks so far.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -82,6 +82,7 @@ class RankChannel:
         self.line, self.groups = next((line, groups) for line, groups in made if rank in line)
         self.at = self.line.index(rank)
         self.place: tuple[int, ...] = ()
+        self.sent_bytes = 0
         self.inside, self.sent, self.posted = Mailbox(), list[tuple[Any, Tensor]](), dict[Key, Any]()
 
     def send(self, key: Key, message: Message) -> None:
@@ -93,6 +94,7 @@ class RankChannel:
         group = self.groups[target > self.at]
         for value in message[0]:
             flat = _as_sent(value.contiguous())
+            self.sent_bytes += flat.nbytes
             if flat.numel():
                 self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat))
         return None
