@@ -23,6 +23,7 @@ from .channel import Channel, Key, Mailbox, Message
 from .comm import REDUCE, Comm
 from .executor import Sums, Values
 from .instruction import Env
+from .stage_results import StageResults
 from .stage_runner import StageRunner
 from .timed import TimedComm
 
@@ -76,6 +77,7 @@ class PipelineRunner:
         self.readers = _readers(self.stages, self.schedule.place)
         ends = zip(program.outputs, program.results, strict=True)
         self.trained = {output.name for output, node in ends if output.kind == "gradient" and node is not None}
+        self.results = StageResults(self.stages)
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
 
     def forward(
@@ -84,7 +86,7 @@ class PipelineRunner:
         """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
         self.channel.place = self.schedule.place
         scale = self._scale()
-        rows = _Run(self, [self._with_tangents(row, scale) for row in inputs]).run()
+        rows = _Run(self, self._with_tangents(inputs, scale)).run()
         kinds = [output.kind == "gradient" for output in self.program.outputs]
         results, gradients = (
             [[value if is_gradient == kind else None for value, kind in zip(row, kinds, strict=True)] for row in rows]
@@ -108,13 +110,14 @@ class PipelineRunner:
         assert pipeline is not None
         return 1.0 if pipeline.loss_scale is None else float(pipeline.loss_scale.get_scale())
 
-    def _with_tangents(self, row: Values, scale: float) -> list[Tensor | None]:
-        """The inputs of a position with a tangent of ``scale``."""
-        types = [put.type if put.kind == "tangent" else None for put in self.program.inputs]
-        return [
-            value if type_ is None else torch.full(type_.shape, scale, dtype=type_.dtype, device=self.device)
-            for type_, value in zip(types, row, strict=True)
-        ]
+    def _with_tangents(self, rows: Sequence[Values], scale: float) -> list[list[Tensor | None]]:
+        """The inputs of all positions with tangents of ``scale``, which are the same for all."""
+        tangents = {
+            i: torch.full(put.type.shape, scale, dtype=put.type.dtype, device=self.device)
+            for i, put in enumerate(self.program.inputs)
+            if put.kind == "tangent"
+        }
+        return [[tangents.get(i, value) for i, value in enumerate(row)] for row in rows]
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
         """Nothing is kept between steps."""
@@ -228,9 +231,7 @@ class _Run:
             self._post(crossing, action.microbatch)
 
     def _post(self, crossing: Crossing, microbatch: int) -> None:
-        program = self.runner.program
-        types = [program.local_type(node) for node in self.runner.stages.crossings[crossing]]
-        self.channel.post((crossing, microbatch), [type_ for type_ in types if type_ is not None])
+        self.channel.post((crossing, microbatch), self.runner.runners[crossing.target].types[crossing])
 
     def _compute(self, action: Action, part: Part) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -293,30 +294,7 @@ class _Run:
                 if crossing.part == "after":
                     self._receive((crossing, -1), self.base[stage])
             runner.run("after", self.base[stage], self.runner.comms[0])
-        return [self._results(i // self.width, i % self.width) for i in range(len(self.inputs))]
-
-    def _results(self, microbatch: int, rank: int) -> list[Tensor | None]:
-        program, home = self.runner.program, self.runner.stages.home
-        slots = {node: slot for slot, node in enumerate(program.graph.nodes)}
-        found: list[Tensor | None] = []
-        for i, (node, output) in enumerate(zip(program.results, program.outputs, strict=True)):
-            if node is None:
-                found.append(None)
-            elif i in home:
-                envs = self.envs.get((home[i], microbatch))
-                found.append(
-                    envs[rank][slots[node]] if envs else _elsewhere(program, node) if output.kind == "output" else None
-                )
-            else:
-                held = [envs[rank][slots[node]] for envs in self.base.values()]
-                found.append(next((value for value in held if value is not None), None))
-        return found
-
-
-def _elsewhere(program: Program, node: torch.fx.Node) -> Tensor:
-    type_ = program.local_type(node)
-    assert type_ is not None
-    return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+        return self.runner.results.collect(self.base, self.envs, len(self.runner.comms))
 
 
 def _scaled(rows: Sequence[Values], by: Tensor) -> list[list[Tensor | None]]:

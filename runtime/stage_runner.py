@@ -18,9 +18,9 @@ from .instruction import Env, instructions, with_deaths, with_waits
 class StageRunner:
     """The parts of one stage, over an ``Env`` with a slot for each node of the program for each rank.
 
-    ``leaving`` and ``entering``: for each crossing the slots of its values. ``sums[part]``: what a part adds to, what
-    is added, and how. ``kept[part]``: the slots that later parts of a microbatch read; ``beside[part]``: those that are
-    read right after it. ``is_eager`` as of an ``Executor``.
+    ``leaving`` and ``entering``: for each crossing the slots of its values. ``types``: of those that enter.
+    ``sums[part]``: what a part adds to, what is added, and how. ``kept[part]``: the slots that later parts of a
+    microbatch read; ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
     """
 
     def __init__(self, stages: Stages, index: int, comm: Starter, is_eager: bool = True) -> None:
@@ -29,6 +29,8 @@ class StageRunner:
         ways = {crossing: [slots[node] for node in nodes] for crossing, nodes in stages.crossings.items()}
         self.leaving = {crossing: values for crossing, values in ways.items() if crossing.source == index}
         self.entering = {crossing: values for crossing, values in ways.items() if crossing.target == index}
+        types = {crossing: map(program.local_type, stages.crossings[crossing]) for crossing in self.entering}
+        self.types = {crossing: [type_ for type_ in each if type_ is not None] for crossing, each in types.items()}
         self.sums = {part: [_sum(node, slots) for node in nodes] for part, nodes in self.stage.sums.items()}
         calls = {
             part: with_waits(instructions(nodes, slots, comm.device, program, is_eager))

@@ -26,7 +26,7 @@ from .gradient import handed_over, is_accumulated, once_only
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
 from .runner import Runner
-from .stretch import apart
+from .stretch import rows_apart
 
 State = Mapping[tuple[str, str], Tensor]  # parameters, buffers and constants by kind and name
 
@@ -108,7 +108,7 @@ class Step:
                 opened = OpenSums(sums, self._close, list(waiting.values()), before)
             else:
                 results = self.runner.backward(saved, tangents, keep)
-        columns = list(zip(*(apart(*pair) for pair in zip(results, tangents, strict=True)), strict=True))
+        columns = list(zip(*rows_apart(results, tangents), strict=True))
         found: list[Tensor | None] = [None] * len(is_plain)
         for put, i in self._ends.gradients.items():
             if i in waiting:
@@ -141,7 +141,7 @@ class Step:
         assert self.accumulation is not None
         self.accumulation.note_read()
         with torch.no_grad(), self._as_compiled():
-            columns = list(zip(*(apart(row, ()) for row in self.runner.close(sums)), strict=True))
+            columns = list(zip(*rows_apart(self.runner.close(sums), [()] * len(sums)), strict=True))
         return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
 
     def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from torch import Tensor, preserve_format
 
 from .executor import Values
+
+
+def rows_apart(rows: Sequence[Values], tangents: Sequence[Values]) -> list[list[Tensor | None]]:
+    """For each position its gradients apart; those of all microbatches of a pipeline are one row's."""
+    found: dict[tuple[int, ...], list[Tensor | None]] = {}
+    keys = [tuple(map(id, (*row, *given))) for row, given in zip(rows, tangents, strict=True)]
+    for key, row, given in zip(keys, rows, tangents, strict=True):
+        if key not in found:
+            found[key] = apart(row, given)
+    return [found[key] for key in keys]
 
 
 def apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
