@@ -5,17 +5,27 @@
     y: f32[64, 64]{sum microbatch dp}                 y: f32[64, 64]{sum microbatch dp}
     z: f32[64, 64] = reshard(y)                ->     a: f32[64, 64]{sum dp} = reshard(y);  z: f32[64, 64] = reshard(a)
 
-So ranks exchange it once a step and not once a microbatch. Invariant: every value that was there lies as before.
+So ranks exchange it once a step and not once a microbatch. What several stages add up, as the gradient of a tied weight
+is, each of them adds up over microbatches by itself, and sends once a step. Invariant: every value that was there lies
+as before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial, reduce
+
+import torch
+from torch import fx
 
 from shardc.collective import reshard
 from shardc.mesh import MICROBATCH
 from shardc.node import operand
 from shardc.program import Program
+from shardc.sharding import Sharding
+
+aten = torch.ops.aten
 
 
 def accumulate(program: Program) -> Program:
@@ -30,12 +40,51 @@ def accumulate(program: Program) -> Program:
         lies = program.sharding(value)
         rest = tuple((part, op) for part, op in lies.partial if part.name != MICROBATCH)
         added = replace(lies, partial=rest)
-        if rest == lies.partial or added == program.sharding(node):
+        if rest == lies.partial:
             continue
         with program.graph.inserting_before(node):
-            total = program.insert(reshard, (value,), program.type(node), node)
-        program.set_sharding(total, added)
-        program.set_origins(total, program.origins(node))
-        program.set_cause(total, program.cause(node))
-        node.args = (total,)
+            values = list(_of_stages(program, value))
+            if len(values) == 1 and added == program.sharding(node):
+                continue
+            total = reduce(partial(_sum_of, program), [_total(program, each, added, node) for each in values])
+        if added == program.sharding(node):
+            program.replace(node, total)
+        else:
+            node.args = (total,)
+    program.remove_dead()
     return program
+
+
+def _total(program: Program, value: fx.Node, sharding: Sharding, like: fx.Node) -> fx.Node:
+    total = program.insert(reshard, (value,), program.type(like), like)
+    program.set_sharding(total, sharding)
+    program.set_origins(total, program.origins(like))
+    program.set_cause(total, program.cause(like))
+    return total
+
+
+def _of_stages(program: Program, value: fx.Node) -> Iterator[fx.Node]:
+    """For each stage that makes a part of a sum, the sum of its parts."""
+    found: dict[int, list[fx.Node]] = {}
+    for part in _parts(program, value):
+        found.setdefault(program.source(part).stage, []).append(part)
+    if len(found) == 1:
+        yield value
+    else:
+        yield from (reduce(partial(_sum_of, program), parts) for parts in found.values())
+
+
+def _parts(program: Program, value: fx.Node) -> list[fx.Node]:
+    if value.target is not aten.add.Tensor or value.kwargs or len(value.users) > 1:
+        return [value]
+    operands = list(value.args)
+    if any(not isinstance(each, fx.Node) or program.sharding(each) != program.sharding(value) for each in operands):
+        return [value]
+    return [part for each in operands for part in _parts(program, each)]  # type: ignore[arg-type]
+
+
+def _sum_of(program: Program, one: fx.Node, other: fx.Node) -> fx.Node:
+    result = program.insert(aten.add.Tensor, (one, other), program.type(one), one)
+    program.set_sharding(result, program.sharding(one))
+    program.set_origins(result, program.origins(one))
+    return result

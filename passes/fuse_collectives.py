@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.collective import COLLECTIVES, EXCHANGES, all_reduce, reduce_scatter, shard_slice
+from shardc.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
 from shardc.node import is_cast, operand
 from shardc.program import Program
 
@@ -77,7 +77,9 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
     rest: list[fx.Node] = []
     for summand in _summands(program, node):
         if _can_wait(summand) and program.type(summand) == program.type(node):
-            groups.setdefault((summand.target, summand.args[1:], program.sharding(summand)), []).append(summand)
+            stage = program.source(operand(summand)).stage if adds_microbatches(summand) else None  # each has its own
+            key = (summand.target, summand.args[1:], program.sharding(summand), stage)
+            groups.setdefault(key, []).append(summand)
         else:
             rest.append(summand)
     if all(len(group) == 1 for group in groups.values()):

@@ -66,6 +66,13 @@ def test_the_pipeline_of_a_tied_gpt_is_the_one_that_was_read(
     assert printed == path.read_text()
 
 
+def test_the_gradient_of_a_tied_weight_is_sent_once_a_step() -> None:
+    path = GOLDEN / "pipeline.json"
+    sent = [each for stage in json.loads(path.read_text())["stages"] for each in stage["sent"]]
+    weight = [(each["to"], each["times"]) for each in sent for v in each["values"] if v["type"] == "f32[128, 64]"]
+    assert sorted(weight) == [(0, 1), (1, 1)]
+
+
 def test_in_one_stage_microbatches_repeat_what_ranks_exchange() -> None:
     model, args, kwargs, annotations = mlp()
     pipeline = Pipeline(microbatches=4)
