@@ -83,15 +83,26 @@ class Kinds:
         """A ShardingError for what needs the whole batch in the middle of a step."""
         counts = {node for node in self.program.calls if adds_microbatches(node)} - self.closing
         twice = {operand(node) for node in counts} & descendants(*counts)
-        found = [node for node in self.program.calls if not adds_microbatches(node) and MICROBATCH in _axes(node)]
-        found += [node for node in self.program.calls if node in twice or node in self.timed & self.late]
-        raise_all(list({str(error): error for error in map(self._needs_all, found)}.values()))
+        found = {
+            node
+            for node in self.program.calls
+            if (not adds_microbatches(node) and MICROBATCH in _axes(node))
+            or node in twice
+            or node in self.timed & self.late
+        }
+        first = [node for node in sorted(found) if found.isdisjoint(node.all_input_nodes)]
+        by_place = {self._where(node): node for node in reversed(first)}  # in each place the first
+        raise_all([self._needs_all(*each) for each in reversed(by_place.items())])
 
-    def _needs_all(self, node: fx.Node) -> ShardingError:
+    def _where(self, node: fx.Node) -> str:
         source = self.program.source(node)
-        where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
+        return ", ".join(word for word in (source.module, source.location) if word) or "the model"
+
+    def _needs_all(self, where: str, node: fx.Node) -> ShardingError:
+        sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
+        what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
         return ShardingError(
-            f"{node.name} in {where}", self.program.cause(node) or f"{node.target}",
+            f"{node.name} in {where}", self.program.cause(node) or what,
             "it needs the whole batch in the middle of a step, and a microbatch is a part of one",
             "compute it of each sample by itself, or leave pipeline out",
         )  # fmt: skip
