@@ -161,3 +161,41 @@ def test_what_a_call_does_not_read_stays_until_one_does(gloo: GlooPool) -> None:
         "  make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)\n"
         "  likewise parameter 'embed.bias'"
     }
+
+
+class Outputs(Heads):
+    """Values of the first stage and of the last come back beside the loss."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        hidden = first = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden).tanh() * scale[:, None]
+        logits = self.heads[0](hidden)
+        return {"loss": logits.square().mean(), "first": first, "logits": logits}
+
+
+def outputs(sizes: dict[str, int]) -> list[tuple[list[bool], float]]:
+    """Of each way to give a batch and to ask for logits: which outputs are on meta, and how far the others are off."""
+    torch.manual_seed(0)
+    model, x, scale = Outputs().double(), torch.randn(8, 6).double(), torch.rand(8).double()
+    mesh, found = make_device_mesh(Mesh(**sizes)), []
+    expected = model(x, scale)
+    for asked in ({}, {"output:logits": P()}):
+        annotations = {"x": P("dp"), "scale": P("dp"), **asked}
+        piped = shardc.parallelize(model, mesh, annotations, pipeline=Pipeline(microbatches=2))
+        rank, within = mesh.get_local_rank("dp"), piped._border.device_mesh
+        mine = [shardc.shard_batch(each.chunk(2)[rank], within, P("dp")) for each in (x, scale)]
+        for args in ((x, scale), mine):
+            result = piped(*args)
+            result["loss"].backward()
+            others = [(key, value) for key, value in result.items() if not value.is_meta]
+            worst = max((whole(value) - expected[key]).abs().max().item() for key, value in others)
+            found.append(([value.is_meta for value in result.values()], worst))
+    return found
+
+
+def test_batches_are_given_as_dtensors_and_outputs_come_back_where_they_are_made(gloo: GlooPool) -> None:
+    results = gloo.run(outputs, {"pp": 2, "dp": 2})
+    assert max(worst for found in results for _, worst in found) <= NEAR
+    assert [found[0][0] for found in results] == [[False, False, True]] * 2 + [[False, True, False]] * 2
+    assert all(is_meta == found[0][0] for found in results for is_meta, _ in found)
