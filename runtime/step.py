@@ -244,7 +244,7 @@ class Step:
         """Whether an output is 0-dim, or an annotation asks for it whole."""
         name, node = self.program.outputs[i].name, self._results[i]
         asked = any(
-            pin.kind == "output" and pin.name == name and not pin.sharding.cut_axes and not pin.open
+            pin.kind == "output" and pin.name == name and not pin.sharding.cut_axes and (pin.is_asked or not pin.open)
             for pin in self.program.pins
         )
         return asked or node is None or not self.program.type(node).shape

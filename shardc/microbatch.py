@@ -23,7 +23,7 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
     inputs = {put.name: put for put in program.inputs if put.kind == "input"}
     dims = batch_dims(inputs, pipeline)
     given = {pin.name: pin for pin in pins if pin.kind == "input"}
-    yield from (pin for pin in pins if pin.kind != "input" or pin.name not in dims)
+    yield from (_as_computed(pin) for pin in pins if pin.kind != "input" or pin.name not in dims)
     said = ((given[name], dim) for name, dim in dims.items() if name in given)
     batch = next((pin.sharding.dims[dim] for pin, dim in said if dim not in pin.open), WHOLE)
     for name, dim in dims.items():
@@ -39,6 +39,13 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
             )  # fmt: skip
         sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
         yield replace(pin, sharding=sharding, open=pin.open - {dim})
+
+
+def _as_computed(pin: Pin) -> Pin:
+    """A pin; one that asks for a whole output lets it be computed in microbatches, and gathered when it comes back."""
+    if pin.kind != "output" or pin.sharding.cut_axes or pin.open:
+        return pin
+    return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_asked=True)
 
 
 def check_loss(program: Program) -> None:

@@ -15,6 +15,7 @@ class Pin:
 
     ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
     annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
+    ``is_asked``: an output that is to come back whole, and is computed as it comes.
     """
 
     name: str
@@ -23,3 +24,4 @@ class Pin:
     open: frozenset[int]
     text: str
     priority: int = 0
+    is_asked: bool = False
