@@ -22,6 +22,7 @@ from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
+from shardc.stage_cut import stages_of
 from shardc.strict import check_strict
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ def compile(
     program = replace(captured.program, mesh=computing, pins=tuple(pins), options=options, num_stages=num_stages)
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
+    if pipeline:
+        stages_of(program)  # an error for what needs the whole batch
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds)
