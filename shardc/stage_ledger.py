@@ -101,6 +101,7 @@ class _Replay:
     saved: int = 0
     program: Program = field(init=False)
     calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
+    forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.stages.program
@@ -112,7 +113,8 @@ class _Replay:
         for blocks in given.values():
             self.memory.hold(blocks)
         for stage in here:
-            self.calls[stage] = with_deaths(self.stages, stage)
+            self.calls[stage], kept = with_deaths(self.stages, stage), kept_after(self.stages, stage)
+            self.forgotten[stage] = {part: read_beside(self.stages, stage, part) - kept[part] for part in kept}
             self._begin(stage, given)
         for action in self.schedule.actions[self.rank]:
             self._do(action)
@@ -228,7 +230,7 @@ class _Replay:
 
     def _forget(self, stage: int, part: Part, env: Env) -> None:
         """What was read right after a part and is not read again."""
-        self.memory.free(env, read_beside(self.stages, stage, part) - kept_after(self.stages, stage)[part])
+        self.memory.free(env, self.forgotten[stage][part])
 
     def _find(self, stage: int, env: Env, node: fx.Node) -> Blocks:
         return env.get(node) or self.base[stage][node]
