@@ -123,12 +123,15 @@ def test_eight_processes_are_one_device() -> None:
 
 
 def train_gpt() -> float:
-    """Twenty steps of AdamW in float32: how far the loss is off at most."""
+    """Twenty steps of AdamW in float32: how far the loss is off at most.
+
+    At ten times the rate rounding alone, without a pipeline, is 1.2e-5.
+    """
     torch.manual_seed(0)
     model = gpt.GPT(gpt.Config(vocab=52, context=12, layers=4, heads=4, width=16, fused=False))
     mesh, pipeline = make_device_mesh(Mesh(dp=2, tp=2, pp=2)), Pipeline(microbatches=4)
     piped, alone = shardc.parallelize(model, mesh, gpt.DATA | gpt.MEGATRON, pipeline=pipeline), copy.deepcopy(model)
-    runs = [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (piped, alone)]
+    runs = [(each, torch.optim.AdamW(each.parameters(), lr=1e-3)) for each in (piped, alone)]
     worst = 0.0
     for step in range(20):
         batch = torch.randint(52, (2, 10, 12), generator=torch.Generator().manual_seed(step))
