@@ -6,33 +6,24 @@ of its own. ``backward`` gives those, times the gradient that comes in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardc.action import Action
-from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program
-from shardc.stage import Crossing, Part, Stages, is_cut_in_time
+from shardc.stage import Stages, is_cut_in_time
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
 
-from .channel import Channel, Key, Mailbox, Message
-from .comm import REDUCE, Comm
+from .channel import Channel, Mailbox
+from .comm import Comm
 from .executor import Sums, Values
-from .instruction import Env
+from .pipeline_step import PipelineStep
 from .stage_results import StageResults
 from .stage_runner import StageRunner
 from .timed import TimedComm
-
-COMPUTES: dict[str, tuple[Part, ...]] = {
-    "F": ("forward",),
-    "I": ("input_gradient",),
-    "W": ("weight_gradient",),
-    "B": ("input_gradient", "weight_gradient"),
-}
 
 
 @dataclass(slots=True)
@@ -86,7 +77,7 @@ class PipelineRunner:
         """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
         self.channel.place = self.schedule.place
         scale = self._scale()
-        rows = _Run(self, self._with_tangents(inputs, scale)).run()
+        rows = PipelineStep(self, self._with_tangents(inputs, scale)).run()
         kinds = [output.kind == "gradient" for output in self.program.outputs]
         results, gradients = (
             [[value if is_gradient == kind else None for value, kind in zip(row, kinds, strict=True)] for row in rows]
@@ -148,153 +139,6 @@ def _readers(stages: Stages, place: Sequence[int]) -> dict[str, tuple[int, ...]]
     read = [put.name for put, node in parameters if put.kind == "parameter" and node.users]
     holders = list(zip(stages.stages, place, strict=True))
     return {name: tuple(dict.fromkeys(rank for stage, rank in holders if name in stage.parameters)) for name in read}
-
-
-class _Run:
-    """One step.
-
-    State, by stage or by stage and microbatch: ``base``, what no microbatch changes; ``envs``; ``sums``. ``waiting``:
-    what was made and is not sent yet.
-    """
-
-    def __init__(self, runner: PipelineRunner, inputs: Sequence[Values]) -> None:
-        self.runner, self.inputs, self.channel = runner, inputs, runner.channel
-        self.width = len(inputs) // len(runner.comms)  # ranks of a stage in this process
-        self.base: dict[int, list[Env]] = {}
-        self.envs: dict[tuple[int, int], list[Env]] = {}
-        self.sums: dict[int, list[dict[int, Tensor]]] = {}
-        self.waiting: dict[Key, Message] = {}
-        self.own: dict[int, Tensor] = {}  # sums in memory of their own, by id
-
-    def run(self) -> list[list[Tensor | None]]:
-        """All of it: for each position the results, parallel to the program's outputs."""
-        for stage in self.runner.runners:
-            self._begin(stage)
-        left = {rank: iter(self.runner.schedule.actions[rank]) for rank in self.runner.here}
-        following = {rank: next(actions, None) for rank, actions in left.items()}
-        while any(following.values()):
-            is_stuck = True
-            for rank, actions in left.items():
-                while (action := following[rank]) is not None and self._can_do(action):
-                    self._do(action)
-                    following[rank], is_stuck = next(actions, None), False
-            assert not is_stuck, [str(action) for action in following.values()]
-        rows = self._close()
-        self.channel.close()
-        return rows
-
-    def _begin(self, stage: int) -> None:
-        runner, comm = self.runner.runners[stage], self.runner.comms[0]
-        self.base[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
-        self.sums[stage] = [{} for _ in range(self.width)]
-        runner.run("once", self.base[stage], comm)
-        for i in range(len(self.runner.comms)) if runner.sums["count"] else ():
-            envs = self._new_envs(stage, i)
-            runner.run("count", envs, self.runner.comms[i])
-            self._add(stage, "count", envs)
-        for env, sums in zip(self.base[stage], self.sums[stage], strict=True):
-            for slot, value in sums.items():
-                env[slot] = value
-        runner.run("settle", self.base[stage], comm)
-
-    def _env(self, row: Values, is_timed: bool, env: Env | None = None) -> Env:
-        env = [None] * len(self.runner.program.graph.nodes) if env is None else env
-        for slot, (value, timed) in enumerate(zip(row, self.runner.is_timed, strict=True)):
-            if timed == is_timed:
-                env[slot] = value
-        return env
-
-    def _new_envs(self, stage: int, microbatch: int) -> list[Env]:
-        rows = self.inputs[microbatch * self.width : (microbatch + 1) * self.width]
-        return [self._env(row, True, list(env)) for row, env in zip(rows, self.base[stage], strict=True)]
-
-    def _can_do(self, action: Action) -> bool:
-        if action.kind not in COMPUTES:
-            return True
-        return all(map(self.channel.is_there, self._entering(action)))
-
-    def _entering(self, action: Action) -> Iterator[Key]:
-        part = COMPUTES[action.kind][0]
-        for crossing in self.runner.runners[action.stage].entering:
-            if crossing.part == part:
-                yield crossing, action.microbatch
-
-    def _do(self, action: Action) -> None:
-        if action.kind in COMPUTES:
-            for part in COMPUTES[action.kind]:
-                self._compute(action, part)
-        elif action.kind.startswith("SEND"):
-            key = Crossing(action.stage, action.peer or 0, PART_OF_PHASE[action.phase]), action.microbatch
-            self.channel.send(key, self.waiting.pop(key))
-        elif action.kind.startswith("RECV"):
-            crossing = Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase])
-            self._post(crossing, action.microbatch)
-
-    def _post(self, crossing: Crossing, microbatch: int) -> None:
-        self.channel.post((crossing, microbatch), self.runner.runners[crossing.target].types[crossing])
-
-    def _compute(self, action: Action, part: Part) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        runner = self.runner.runners[stage]
-        if part == "forward":
-            self.envs[stage, microbatch] = self._new_envs(stage, microbatch)
-        envs = self.envs[stage, microbatch]
-        for crossing in runner.entering:
-            if crossing.part == part:
-                self._receive((crossing, microbatch), envs)
-        runner.run(part, envs, self.runner.comms[microbatch])
-        self._add(stage, part, envs)
-        for crossing, slots in runner.leaving.items():
-            if crossing.part == part:
-                self._hand_over((crossing, microbatch), [[env[slot] for slot in slots] for env in envs])
-        runner.forget(part, envs)
-
-    def _receive(self, key: Key, envs: Sequence[Env]) -> None:
-        slots = self.runner.runners[key[0].target].entering[key[0]]
-        for env, values in zip(envs, self.channel.take(key), strict=True):
-            for slot, value in zip(slots, values, strict=True):
-                env[slot] = value
-
-    def _hand_over(self, key: Key, message: Message) -> None:
-        """To a stage of the same rank at once; else the schedule says when."""
-        place = self.runner.schedule.place
-        if place[key[0].source] == place[key[0].target]:
-            self.channel.send(key, message)
-        else:
-            self.waiting[key] = message
-
-    def _add(self, stage: int, part: Part, envs: Sequence[Env]) -> None:
-        """Add to the sums over microbatches; the first summand is not ours to write to."""
-        for into, added, op in self.runner.runners[stage].sums[part]:
-            for env, sums in zip(envs, self.sums[stage], strict=True):
-                if into not in sums:
-                    sums[into] = env[added]
-                elif op == "sum" and id(sums[into]) in self.own:
-                    sums[into].add_(env[added])
-                else:
-                    sums[into] = REDUCE[op](sums[into], env[added])
-                    self.own[id(sums[into])] = sums[into]
-
-    def _close(self) -> list[list[Tensor | None]]:
-        """Once all microbatches are done: what stages sum together, reductions over ranks, and all results."""
-        runners = self.runner.runners
-        ways = [key for key in self.runner.stages.crossings if key.part == "after"]
-        for stage, envs in self.base.items():
-            for env, sums in zip(envs, self.sums[stage], strict=True):
-                for slot, value in sums.items():
-                    env[slot] = value
-        for crossing in sorted(ways, key=lambda each: (each.source, each.target)):
-            if crossing.source in runners:
-                slots = runners[crossing.source].leaving[crossing]
-                self.channel.send((crossing, -1), [[env[slot] for slot in slots] for env in self.base[crossing.source]])
-            if crossing.target in runners:
-                self._post(crossing, -1)
-        for stage, runner in runners.items():
-            for crossing in runner.entering:
-                if crossing.part == "after":
-                    self._receive((crossing, -1), self.base[stage])
-            runner.run("after", self.base[stage], self.runner.comms[0])
-        return self.runner.results.collect(self.base, self.envs, len(self.runner.comms))
 
 
 def _scaled(rows: Sequence[Values], by: Tensor) -> list[list[Tensor | None]]:

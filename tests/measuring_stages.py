@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardc.action import Action
 from shardc.api import Compiled
-from shardc.runtime import pipeline
+from shardc.runtime import pipeline, pipeline_step
 from shardc.runtime.channel import Key, Mailbox, Message, Types
 from shardc.runtime.comm import REDUCE, SimulatedComm, Starter
 from shardc.runtime.executor import Values, run
@@ -32,7 +32,7 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     inputs = cut_inputs(program, compiled._inputs(program, args, {}, {}, 0, 0))
     step = MeasuringRun(runner, runner._with_tangents(inputs, 1.0))
     runner.runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.runners}
-    with mock.patch.object(pipeline, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
+    with mock.patch.object(pipeline_step, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
         step.run()
     return [{"saved": saved, "peak": peak} for saved, peak in zip(step.saved, step.peak, strict=True)]
 
@@ -59,7 +59,7 @@ class Posted(Mailbox):
         ]
 
 
-class MeasuringRun(pipeline._Run):
+class MeasuringRun(pipeline_step.PipelineStep):
     """``saved`` and ``peak``: by rank, bytes; ``at``: the rank that computes."""
 
     channel: Posted
