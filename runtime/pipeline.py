@@ -93,7 +93,7 @@ class PipelineRunner:
         if not keep:
             saved.rows = None
         by = next(value for value in tangents[0] if value is not None) / saved.scale
-        return rows if bool(by == 1) else _scaled(rows, by)
+        return rows if not keep and bool(by == 1) else _scaled(rows, by)  # what is kept is not given away
 
     def _scale(self) -> float:
         """The tangent of the loss."""

@@ -93,6 +93,20 @@ def test_state_is_loaded_from_the_whole_models_and_from_ones_own(gloo):
     assert max(worst for each in gloo.run(run_state) for worst in each) < 1e-12
 
 
+def run_three_backwards() -> float:
+    piped, whole = new_pipeline()
+    for each in (piped, whole):
+        loss = each(data())
+        for i in range(3):
+            loss.backward(retain_graph=i < 2)
+    names = dict(whole.named_parameters())
+    return max(float((each.grad.full_tensor() - names[n].grad).abs().max()) for n, each in piped.named_parameters())
+
+
+def test_three_backwards_through_one_step_add_up(gloo):
+    assert max(gloo.run(run_three_backwards)) < 1e-12
+
+
 def run_overflow() -> tuple[float, bool]:
     piped, _ = new_pipeline()
     optimizer, scaler = torch.optim.SGD(piped.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
