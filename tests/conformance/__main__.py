@@ -16,6 +16,7 @@ SUITES = {
     "op_db": "PyTorch's own operator samples, forward and gradients, under random shardings",
     "gspmd": "cases of openxla's partitioners: values, local shapes and bytes on the wire",
     "programs": "random programs of many ops, sizes, meshes and annotations, after every pass",
+    "pipelines": "models that pipelines are bad at, under every schedule, beside one device",
     "zoo": "small models of transformers and others: numbers, collectives, operations done twice",
 }
 

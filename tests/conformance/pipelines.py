@@ -1,0 +1,103 @@
+"""Pipelines against one device: every model that pipelines are bad at, under every schedule, on 2, 3 and 4 ranks.
+
+Each case takes two steps without zero_grad in between, in float64, and evaluates once: losses and gradients are held to
+1e-12. The models pass dicts and None from block to block and skip over stages; they come with tied weights, masks,
+frozen stages, dropout, a batch of 10 in 4 microbatches, and targets of which few count. Interleaved schedules and zb-v
+have two stages a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
+
+import torch
+from pipeline_models import COLUMNS, Model
+from torch import Tensor
+
+import shardc
+from shardc import Mesh, Pipeline, ShardingError
+
+from .suite import Result, exit_code, print_counts, run_cases, write_json
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "auto")
+RANKS = (2, 3, 4)
+TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column of models, a schedule, and how many ranks the pipeline has."""
+
+    column: str
+    schedule: str
+    ranks: int
+
+    def __repr__(self) -> str:
+        return f"{self.column} {self.schedule} pp={self.ranks}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of two steps and of an evaluation, and the sums of both steps' gradients by name."""
+
+    losses: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this suite: none."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the suite."""
+    cases = [Case(*each) for each in product(COLUMNS, SCHEDULES, RANKS)]
+    results = run_cases(compare, [case for case in cases if fnmatchcase(repr(case), options.only or "*")], options.jobs)
+    print_counts("pipelines", results)
+    worst = max((result.facts.get("difference", 0.0) for result in results), default=0.0)
+    print(f"largest difference of losses and gradients: {worst:.1e}")
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def compare(case: Case) -> Result:
+    """One pipeline against one device."""
+    try:
+        found = run(case.column, Mesh(pp=case.ranks), Pipeline(microbatches=4, schedule=case.schedule))
+    except (ShardingError, NotImplementedError) as error:
+        return Result(repr(case), "refused", str(error).splitlines()[0])
+    expected = alone(case.column)
+    difference = float((found.losses - expected.losses).abs().max())
+    for name, gradient in expected.gradients.items():
+        mine = found.gradients[name]
+        if gradient is None or mine is None:
+            difference = difference if gradient is mine else float("inf")
+        else:
+            difference = max(difference, float((mine - gradient).abs().max()))
+    is_right = difference <= TOLERANCE
+    problem = "" if is_right else f"losses or gradients differ by {difference:.1e}"
+    return Result(repr(case), "right" if is_right else "wrong", problem, {"difference": difference})
+
+
+@cache
+def alone(column: str) -> Run:
+    """What one device computes."""
+    return run(column, Mesh(one=1))
+
+
+def run(column: str, mesh: Mesh, pipeline: Pipeline | None = None) -> Run:
+    """Two steps and an evaluation."""
+    settings, args = COLUMNS[column]
+    torch.manual_seed(0)
+    model = shardc.parallelize(Model(**settings).double(), mesh, pipeline=pipeline)
+    losses = []
+    for _ in range(2):
+        losses.append(model(*args))
+        losses[-1].backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        losses.append(model.eval()(*args))
+    return Run(torch.stack([loss.detach() for loss in losses]), gradients)
