@@ -46,11 +46,13 @@ def test_every_schedule_is_one_device(schedule: str) -> None:
     check({"is_tied": True, "dropout": 0.3}, some_targets(10), Mesh(pp=4), Pipeline(microbatches=4, schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_model_is_one_device(column: str) -> None:
     check(*COLUMNS[column], Mesh(pp=3), Pipeline(microbatches=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_any_count_of_microbatches(microbatches: int) -> None:
     check({}, data(), Mesh(pp=4), Pipeline(microbatches=microbatches))
@@ -60,6 +62,7 @@ def test_the_batch_is_cut_over_ranks_too() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(dp=2, pp=2), Pipeline(microbatches=4), P("dp"))
 
 
+@pytest.mark.slow
 def test_auto_is_one_device_and_chosen_by_what_stages_cost() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(pp=2), Pipeline(microbatches=3, schedule="auto", chunks=2))
 

@@ -9,7 +9,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
-from gloo_pool import ByPath, GlooPool
+from gloo_pool import GlooPool
 from parallel_models import whole
 from pipeline_models import COLUMNS, Model
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ import shardc
 from shardc import Mesh, P
 from shardc.options import Pipeline
 from shardc.runtime.distributed import make_device_mesh
-from shardc.runtime.launch import Workers
 
 NEAR = 1e-12
 STEPS = 2
@@ -41,18 +40,19 @@ class Case:
 DATA = {"ids": P("dp"), "targets": P("dp")}
 TENSOR = {"blocks.*.linear.weight": P("tp"), "head.weight": P("tp")}
 CASES = (
+    Case("uneven", "zb-h1", {"pp": 4}),
+    Case("targets", "zb-v", {"pp": 2, "dp": 2}, DATA),
+    Case("dropout", "interleaved", {"tp": 2, "pp": 2}, TENSOR),
     Case("skip", "1f1b", {"pp": 4}),
     Case("tied", "gpipe", {"pp": 4}),
-    Case("mask", "zb-h1", {"pp": 4}),
+    Case("mask", "zb-h2", {"pp": 4}),
     Case("frozen", "interleaved", {"pp": 4}),
-    Case("uneven", "zb-h2", {"pp": 4}),
     Case("dropout", "zb-v", {"pp": 4}),
     Case("targets", "auto", {"pp": 4}),
     Case("tied", "1f1b", {"dp": 2, "pp": 2}, DATA),
-    Case("targets", "zb-v", {"pp": 2, "dp": 2}, DATA),
-    Case("dropout", "interleaved", {"tp": 2, "pp": 2}, TENSOR),
     Case("frozen", "auto", {"pp": 2, "tp": 2}, TENSOR, chunks=2),
 )
+EIGHT = Case("uneven", "zb-v", {"dp": 2, "pp": 4}, DATA)  # a V of eight stages over four pairs of ranks
 
 
 def differences(mine: nn.Module, alone: nn.Module, what: str) -> dict[str, float]:
@@ -96,7 +96,7 @@ def train(case: Case) -> tuple[list[float], dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[:3], ids=str)  # all of them: python -m tests.conformance pipelines --processes
 def test_processes_are_one_device(gloo: GlooPool, case: Case) -> None:
     check_all(case, gloo.run(train, case))
 
@@ -112,18 +112,8 @@ def check_all(case: Case, results: list[tuple[list[float], dict[str, float]]]) -
     assert {name for name, _ in gradients} == trained
 
 
-@pytest.mark.slow
-def test_eight_processes_are_one_device() -> None:
-    """A V of eight stages over four ranks; GPT in data, tensor and pipeline parallel."""
-    cases = (Case("uneven", "zb-v", {"dp": 2, "pp": 4}, DATA),)
-    with Workers(8) as workers:
-        for case in cases:
-            check_all(case, workers.run(ByPath(__file__, "train"), case, timeout=300))
-        assert max(workers.run(ByPath(__file__, "train_gpt"), timeout=300)) <= 1e-5
-
-
 def train_gpt() -> float:
-    """Twenty steps of AdamW in float32: how far the loss is off at most.
+    """Twenty steps of AdamW in float32, in data, tensor and pipeline parallel: how far the loss is off at most.
 
     At ten times the rate rounding alone, without a pipeline, is 1.2e-5.
     """

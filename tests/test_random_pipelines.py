@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def cases(draw: st.DrawFn) -> tuple[RandomModel, torch.Tensor, Mesh, dict[str, P
     return model, x, mesh, annotations, Pipeline("pp", draw(st.integers(1, 5)), schedule), zero
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases())
 def test_a_random_pipeline_is_one_device(

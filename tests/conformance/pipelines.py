@@ -14,12 +14,15 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 
+import test_pipeline_gloo
 import torch
+from gloo_pool import ByPath
 from pipeline_models import COLUMNS, Model
 from torch import Tensor
 
 import shardc
 from shardc import Mesh, Pipeline, ShardingError
+from shardc.runtime.launch import Workers
 
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 
@@ -49,11 +52,14 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this suite: none."""
+    """Options of this suite."""
+    parser.add_argument("--processes", action="store_true", help="a dozen cases on 4 and 8 gloo processes")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the suite."""
+    if options.processes:
+        return on_processes(options)
     cases = [Case(*each) for each in product(COLUMNS, SCHEDULES, RANKS)]
     results = run_cases(compare, [case for case in cases if fnmatchcase(repr(case), options.only or "*")], options.jobs)
     print_counts("pipelines", results)
@@ -61,6 +67,29 @@ def main(options: argparse.Namespace) -> int:
     print(f"largest difference of losses and gradients: {worst:.1e}")
     write_json(options.json, results)
     return exit_code(results)
+
+
+def on_processes(options: argparse.Namespace) -> int:
+    """The same on gloo, with optimizer steps and two signatures; and a GPT in data, tensor and pipeline parallel."""
+    path, results = test_pipeline_gloo.__file__, []
+    for count, found in ((4, test_pipeline_gloo.CASES), (8, (test_pipeline_gloo.EIGHT,))):
+        with Workers(count) as workers:
+            for case in found:
+                ranks = workers.run(ByPath(path, "train"), case, timeout=600)
+                far = max(max(*losses, *gradients.values()) for losses, gradients in ranks)
+                results.append(_result(f"{case} on {count} processes", far, TOLERANCE))
+            if count == 8:
+                far = max(workers.run(ByPath(path, "train_gpt"), timeout=600))
+                results.append(_result("GPT, float32, 20 steps, dp=2, tp=2, pp=2", far, 1e-5))
+    print_counts("pipelines", results)
+    write_json(options.json, results)
+    return exit_code(results)
+
+
+def _result(name: str, difference: float, bound: float) -> Result:
+    is_right = difference <= bound
+    problem = "" if is_right else f"losses or gradients differ by {difference:.1e}"
+    return Result(name, "right" if is_right else "wrong", problem, {"difference": difference})
 
 
 def compare(case: Case) -> Result:
@@ -77,9 +106,7 @@ def compare(case: Case) -> Result:
             difference = difference if gradient is mine else float("inf")
         else:
             difference = max(difference, float((mine - gradient).abs().max()))
-    is_right = difference <= TOLERANCE
-    problem = "" if is_right else f"losses or gradients differ by {difference:.1e}"
-    return Result(repr(case), "right" if is_right else "wrong", problem, {"difference": difference})
+    return _result(repr(case), difference, TOLERANCE)
 
 
 @cache
