@@ -67,7 +67,8 @@ def test_hf_gpt2_has_the_same_losses_on_virtual_ranks_and_under_torchrun_with_dr
 def test_the_pipeline_trains_as_one_device_on_virtual_ranks_and_under_torchrun() -> None:
     torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
     alone, ranks = run("python", "examples/pipeline.py"), run(*torchrun, "examples/pipeline.py")
-    assert alone.startswith("2 stages on 2 ranks along pp, 4 microbatches by 1f1b") and "\nrank 1 ...F0" in alone
+    assert alone.startswith("2 stages on 2 ranks along pp, 4 microbatches by 1f1b")
+    assert re.search(r"\nrank 0 F0[^\n]*\nrank 1 \.+F0", alone)  # times are estimated
     for printed in (alone, ranks):
         losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  two stages (\S+)", printed)]
         assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
