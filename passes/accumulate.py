@@ -12,9 +12,9 @@ as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import fx
@@ -23,7 +23,9 @@ from shardc.collective import reshard
 from shardc.mesh import MICROBATCH
 from shardc.node import operand
 from shardc.program import Program
-from shardc.sharding import Sharding
+
+from .fuse_collectives import sum_of
+from .insert_reshards import inserted
 
 aten = torch.ops.aten
 
@@ -46,21 +48,13 @@ def accumulate(program: Program) -> Program:
             values = list(_of_stages(program, value))
             if len(values) == 1 and added == program.sharding(node):
                 continue
-            total = reduce(partial(_sum_of, program), [_total(program, each, added, node) for each in values])
+            total = _added(program, [inserted(program, each, added, node, program.cause(node)) for each in values])
         if added == program.sharding(node):
             program.replace(node, total)
         else:
             node.args = (total,)
     program.remove_dead()
     return program
-
-
-def _total(program: Program, value: fx.Node, sharding: Sharding, like: fx.Node) -> fx.Node:
-    total = program.insert(reshard, (value,), program.type(like), like)
-    program.set_sharding(total, sharding)
-    program.set_origins(total, program.origins(like))
-    program.set_cause(total, program.cause(like))
-    return total
 
 
 def _of_stages(program: Program, value: fx.Node) -> Iterator[fx.Node]:
@@ -71,7 +65,7 @@ def _of_stages(program: Program, value: fx.Node) -> Iterator[fx.Node]:
     if len(found) == 1:
         yield value
     else:
-        yield from (reduce(partial(_sum_of, program), parts) for parts in found.values())
+        yield from (_added(program, parts) for parts in found.values())
 
 
 def _parts(program: Program, value: fx.Node) -> list[fx.Node]:
@@ -83,8 +77,5 @@ def _parts(program: Program, value: fx.Node) -> list[fx.Node]:
     return [part for each in operands for part in _parts(program, each)]  # type: ignore[arg-type]
 
 
-def _sum_of(program: Program, one: fx.Node, other: fx.Node) -> fx.Node:
-    result = program.insert(aten.add.Tensor, (one, other), program.type(one), one)
-    program.set_sharding(result, program.sharding(one))
-    program.set_origins(result, program.origins(one))
-    return result
+def _added(program: Program, values: Sequence[fx.Node]) -> fx.Node:
+    return reduce(lambda total, value: sum_of(program, total, value, total), values)

@@ -89,7 +89,7 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
         total.sort(key=lambda each: program.value_type(program.value(each)) != program.type(node))  # a bias comes last
         result = total[0]
         for summand in total[1:]:
-            result = _sum_of(program, result, summand, node)
+            result = sum_of(program, result, summand, node)
     program.replace(node, result)
 
 
@@ -101,7 +101,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     first = group[0]
     partial = operand(first)
     for other in group[1:]:
-        partial = _sum_of(program, partial, operand(other), other)
+        partial = sum_of(program, partial, operand(other), other)
     if len(group) == 1:
         return first
     result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
@@ -111,7 +111,8 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     return result
 
 
-def _sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
+def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
+    """Insert the sum of two values that lie alike."""
     result = program.insert(aten.add.Tensor, (one, other), program.type(like), like)
     program.set_sharding(result, program.sharding(one))
     program.set_origins(result, program.origins(one))
