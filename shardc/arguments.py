@@ -1,4 +1,4 @@
-"""What the command line reads: commands, options, and the types of their values."""
+"""What commands read alike: a TARGET, what it is compiled for, and the types of the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
-from shardc.options import BALANCES, BUCKET, Pipeline, Remat, Zero
+from shardc.options import BUCKET, Pipeline, Remat, Zero
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
@@ -20,45 +20,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"
 
 
-def parser() -> argparse.ArgumentParser:
-    """What reads the arguments of ``shardc``; the command's name is in ``command``."""
-    whole = argparse.ArgumentParser(
-        prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES
-    )
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _dump(commands)
-    verify = "hold the sharded program against a single device, and against the eager model"
-    _meshed(_command(commands, "verify", verify))
-    _stages(commands)
-    return whole
-
-
-def _dump(commands: Any) -> None:
-    dump = _meshed(_command(commands, "dump", "print the program, its shardings and its collectives"))
-    dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
-    dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
-    dump.add_argument("--only", choices=("collectives", "stages"), default="", help="leave out all else")
-    dump.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
-    dump.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
-    dump.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
-    dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
-
-
-def _stages(commands: Any) -> None:
-    stages = _command(commands, "stages", "cut the model into pipeline stages: what each holds, does and is sent")
-    stages.add_argument("--stages", metavar="N", type=int, required=True, help="how many")
-    stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
-    stages.add_argument(
-        "--cut", metavar="GLOB", action="append", default=[], help="a stage begins at these modules; may be repeated"
-    )
-    stages.add_argument("--microbatches", metavar="M", type=int, help="how many there are, each of the inputs' size")
-    stages.add_argument("--max-memory", metavar="BYTES", type=int, help="what a rank may hold under 1F1B")
-    stages.add_argument("--mesh", type=_mesh, help="what a function that takes mesh is given (pp=N)")
-    stages.add_argument("--format", choices=("text", "json"), default="text")
-    stages.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
-
-
-def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
+    """The parser of one command that works on a TARGET."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help_,
@@ -82,9 +45,9 @@ def _command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command that compiles for a mesh."""
-    parser.add_argument("--mesh", type=_mesh, required=True, help="axes and sizes: dp=2,tp=4")
+def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser, of a command that compiles for a mesh."""
+    parser.add_argument("--mesh", type=mesh, required=True, help="axes and sizes: dp=2,tp=4")
     parser.add_argument(
         "--annotate",
         metavar="PATTERN=SPEC",
@@ -117,7 +80,22 @@ def _meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh(text: str) -> Mesh:
+def compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser, of a command that looks at the compiled program: ``meshed``, and what changes it further."""
+    meshed(parser)
+    parser.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
+    parser.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
+    return parser
+
+
+def written(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser, of a command whose output may go to a file."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
+    return parser
+
+
+def mesh(text: str) -> Mesh:
+    """What ``dp=2,tp=4`` says."""
     axes = [item.partition("=") for item in text.split(",")]
     if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
         raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=2,tp=4")

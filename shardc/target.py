@@ -19,11 +19,8 @@ from torch import nn
 
 from shardc.error import did_you_mean
 from shardc.mesh import Mesh
+from shardc.outcome import UsageError
 from shardc.partition import P
-
-
-class UsageError(ValueError):
-    """A command line that cannot be followed."""
 
 
 @dataclass(frozen=True, slots=True)

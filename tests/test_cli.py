@@ -11,9 +11,11 @@ import pytest
 import torch
 from targets import mlp
 
-from shardc import Mesh, P, cli, compile, verify
+from shardc import Mesh, P, compile, verify
 from shardc.cli import main
-from shardc.target import UsageError, Wish, load_target
+from shardc.commands import dump
+from shardc.outcome import UsageError
+from shardc.target import Wish, load_target
 
 HERE = Path(__file__).parent
 FILE = f"{HERE / 'targets.py'}"
@@ -184,7 +186,7 @@ def test_a_mesh_that_does_not_read_is_a_usage_error(mesh: str, capsys: pytest.Ca
 def test_an_internal_error_shows_its_traceback_and_exits_with_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_load", lambda options, device: 1 / 0)
+    monkeypatch.setattr(dump, "compiled", lambda options: 1 / 0)
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
 

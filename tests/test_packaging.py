@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {"shardc": "shardc", "shardc/ops": "shardc/ops", "shardc/passes": "passes", "shardc/runtime": "runtime"}
+SOURCES = {
+    "shardc": "shardc",
+    "shardc/commands": "shardc/commands",
+    "shardc/ops": "shardc/ops",
+    "shardc/passes": "passes",
+    "shardc/runtime": "runtime",
+}
 
 
 def library() -> set[str]:

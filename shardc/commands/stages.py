@@ -1,0 +1,43 @@
+"""``shardc stages``: the model cut into pipeline stages, before one is chosen."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shardc.arguments import command, mesh, written
+from shardc.invocation import load, progress, write
+from shardc.mesh import Mesh
+from shardc.options import BALANCES
+from shardc.outcome import GOOD
+
+
+def add(commands: Any) -> None:
+    """The arguments of the command."""
+    help_ = "cut the model into pipeline stages: what each holds, does and is sent"
+    stages = written(command(commands, "stages", help_))
+    stages.add_argument("--stages", metavar="N", type=int, required=True, help="how many")
+    stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
+    stages.add_argument(
+        "--cut", metavar="GLOB", action="append", default=[], help="a stage begins at these modules; may be repeated"
+    )
+    stages.add_argument("--microbatches", metavar="M", type=int, help="how many there are, each of the inputs' size")
+    stages.add_argument("--max-memory", metavar="BYTES", type=int, help="what a rank may hold under 1F1B")
+    stages.add_argument("--mesh", type=mesh, help="what a function that takes mesh is given (pp=N)")
+    stages.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Capture, cut, and write the stages."""
+    from shardc.capture import capture
+    from shardc.choose_stages import Wish, split_stages
+    from shardc.stages_text import stages_text
+
+    options.mesh = options.mesh or Mesh(pp=options.stages)
+    wish = Wish(options.stages, options.by, tuple(options.cut), (), options.microbatches, options.max_memory)
+    target = load(options, device="meta")
+    with progress(f"cutting into {options.stages} stages"):
+        program = capture(target.model, target.args, target.kwargs, train=options.train).program
+        found = split_stages(program, wish)
+    write(stages_text(found, options.format), options.output)
+    return GOOD

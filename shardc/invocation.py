@@ -1,0 +1,102 @@
+"""A command line carried out: its target loaded and compiled, what was made written, and how long it took."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardc.arguments import DTYPES
+from shardc.error import ShardingError
+from shardc.options import Precision
+from shardc.outcome import UsageError
+from shardc.partition import P
+
+if TYPE_CHECKING:
+    from shardc.api import Compiled
+    from shardc.target import Target
+
+
+def load(options: argparse.Namespace, device: str) -> Target:
+    """The target's model, inputs and annotations."""
+    from shardc.target import Wish, load_target
+
+    with progress(f"loading {options.target}"):
+        wish = Wish(dict(options.settings), options.batch, options.seq, device)
+        return load_target(options.target, wish, options.mesh)
+
+
+def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """Those of ``--annotate``, which stand in place of an hf target's and beside a function's."""
+    given: dict[str, Any] = {}
+    for text in options.annotate:
+        pattern, equals, spec = text.rpartition("=")
+        if not equals:
+            raise ShardingError(
+                f"--annotate {text!r}", "no '='", "an annotation reads PATTERN=SPEC", f"write --annotate '{text}=dp'"
+            )
+        given[pattern] = P.parse(spec)
+    if options.target.startswith("hf:"):
+        return given or dict(target.annotations)
+    return {**target.annotations, **given}
+
+
+def compile_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``compile`` that every command takes."""
+    return {
+        "zero": options.zero,
+        "pipeline": options.pipeline,
+        "remat": options.remat,
+        "bucket": options.bucket,
+    }
+
+
+def compiled(options: argparse.Namespace) -> Compiled:
+    """The target compiled for the mesh, on meta."""
+    from shardc.api import compile
+
+    target = load(options, device="meta")
+    annotations = annotations_of(options, target)
+    with progress(f"compiling for {options.mesh}"):
+        return compile(
+            target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
+            strict=options.strict, precision=_precision(options.precision), **compile_options(options),
+        )  # fmt: skip
+
+
+def _precision(name: str | None) -> Precision | None:
+    if name is None:
+        return None
+    import torch
+
+    return Precision(getattr(torch, DTYPES[name]))
+
+
+def write(text: str, path: str | None) -> None:
+    """Write to a file, or to stdout."""
+    if path is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o {path}: {error.strerror}") from error
+    print(f"shardc: wrote {path}", file=sys.stderr)
+
+
+@contextmanager
+def progress(step: str) -> Iterator[None]:
+    """Say what is being done, and how long it took."""
+    print(f"shardc: {step} ...", end="", flush=True, file=sys.stderr)
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException:
+        print(" failed", file=sys.stderr)
+        raise
+    print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
