@@ -67,14 +67,20 @@ class _Rewriter:
         came: dict[str, Origin] = {}
         for taken in filter(None, operands(node)):
             for axis, origin in self.program.origin(taken).items():
-                came.setdefault(axis, Origin(origin.annotation, origin.rank, node.name, origin))
+                came.setdefault(axis, origin)
+        results = enumerate(zip(self.plan.made[node], self.program.origins(node), strict=True))
         self.program.set_origins(
             node,
             tuple(
-                {part.name: came[part.name] for part in made.partial_axes if part.name in came} | dict(known)
+                {
+                    part.name: came[part.name].through(node.name, (node.name, i))
+                    for part in made.partial_axes
+                    if part.name in came
+                }
+                | dict(known)
                 if made
                 else {}
-                for made, known in zip(self.plan.made[node], self.program.origins(node), strict=True)
+                for i, (made, known) in results
             ),
         )
 

@@ -137,7 +137,7 @@ class _State:
                     continue
                 self.dims[value][dim] = cut
                 for part in cut.all_axes:
-                    origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank)
+                    origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank, _at(value))
                     self.roots[id(origin)] = pin
             self._queue_around(value)
 
@@ -215,9 +215,7 @@ class _State:
     def _root(self, value: Value, cut: DimSharding) -> Pin | None:
         """The parameter's pin that a cut came from, where it is that pin's own cut."""
         origin = self.origins[value].get(cut.axes[0].name)
-        while origin is not None and origin.before is not None:
-            origin = origin.before
-        pin = self.roots.get(id(origin))
+        pin = self.roots.get(id(origin.chain[0])) if origin else None
         return pin if pin is not None and pin.kind in PARAMETER_KINDS and cut in pin.sharding.dims else None
 
     def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, DimSharding]:
@@ -251,8 +249,7 @@ class _State:
             return
         self.dims[value][dim] = found
         for part in new_parts:
-            origin = self.origins[source][part.name]
-            came = Origin(origin.annotation, origin.rank, op.name, origin)
+            came = self.origins[source][part.name].through(op.name, _at(value))
             self.origins.setdefault(value, {}).setdefault(part.name, came)
         self._queue_around(value)
 
@@ -281,6 +278,10 @@ class _State:
             )
             self.program.set_sharding(node, found if self.program.has_many(node) else found[0])
             self.program.set_origins(node, tuple(self.origins.get((node, index), {}) for index in range(len(found))))
+
+
+def _at(value: Value) -> tuple[str, int]:
+    return value[0].name, value[1]
 
 
 def _common(longest: DimSharding, cuts: list[DimSharding]) -> DimSharding:

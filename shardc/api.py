@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
+    from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
 
 
@@ -68,6 +69,11 @@ class Compiled:
         return self.stages[name]
 
     @property
+    def whole(self) -> Program:
+        """The last program in global shapes, which has every collective; what dump and explain speak of."""
+        return [program for program in self.stages.values() if program.level != "localized"][-1]
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of a step, in order."""
         return collectives_of(self.program)
@@ -101,6 +107,15 @@ class Compiled:
         from shardc.dump import dump
 
         return dump(self, format, only=only)
+
+    def explain(self, name: str) -> Explanation:
+        """Why what is named is as it is: a parameter, input, output, module, or a node as the dump prints it.
+
+        Raises a ShardingError, with near names, for a name that nothing has.
+        """
+        from shardc.explain import explain
+
+        return explain(self.whole, name)
 
     def simulate(
         self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any

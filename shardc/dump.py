@@ -44,7 +44,7 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
     Without ``after`` it is the last one in global shapes, which has every collective. ``only="collectives"`` and
     ``only="stages"`` leave out all else; ``verbose`` adds the seconds that each pass took.
     """
-    program = compiled.at(after) if after else _last_in_global_shapes(compiled.stages)
+    program = compiled.at(after) if after else compiled.whole
     seconds = compiled.seconds if verbose else {}
     if format == "json":
         return json_text(_only(program, only) if only else program_json(program, seconds))
@@ -61,10 +61,6 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
     if only == "stages":
         return _stages_of(program).text()
     return collectives_text(collectives_of(program)) if only else _whole_text(program, seconds)
-
-
-def _last_in_global_shapes(stages: Mapping[str, Program]) -> Program:
-    return [program for program in stages.values() if program.level != "localized"][-1]
 
 
 def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:

@@ -34,12 +34,27 @@ class Origin:
     """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
 
     ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
+    ``value``: the one that it cuts, as the name of its node and which of the node's results it is.
     """
 
     annotation: str
     rank: int
+    value: tuple[str, int]
     via: str = ""
     before: Origin | None = None
+
+    def through(self, via: str, value: tuple[str, int]) -> Origin:
+        """The origin of the axis on another value, which it came to through an op."""
+        return Origin(self.annotation, self.rank, value, via, self)
+
+    @property
+    def chain(self) -> tuple[Origin, ...]:
+        """The origin on each value that the axis came through: first on the one that is annotated, last on this."""
+        found, here = [self], self.before
+        while here is not None:
+            found.append(here)
+            here = here.before
+        return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True)
