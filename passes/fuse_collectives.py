@@ -1,7 +1,8 @@
 """fuse_collectives: lowered -> lowered. Fewer and cheaper collectives for the same values.
 
-In order: partial sums are added before they are reduced, an all_reduce of which only pieces are used becomes a
-reduce_scatter, and equal collectives are done once::
+In order: equal collectives are done once, partial sums are added before they are reduced, a sum is reduced before it is
+divided by what is reduced alike, so that both go together, and an all_reduce of which only pieces are used becomes a
+reduce_scatter::
 
     a = all_reduce(x, tp);  s = add(r, a)           t = add(x, y)
     b = all_reduce(y, tp);  t = add(s, b)     ->    c = all_reduce(t, tp);  u = add(r, c)
@@ -30,6 +31,7 @@ def fuse_collectives(program: Program) -> Program:
             _add_before_reducing(program, node)
     for node in list(program.calls):
         if node.target is all_reduce:
+            _reduce_before_dividing(program, node)
             _scatter_where_sliced(program, node)
     program.remove_dead()
     return program
@@ -117,6 +119,29 @@ def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.
     program.set_sharding(result, program.sharding(one))
     program.set_origins(result, program.origins(one))
     return result
+
+
+def _reduce_before_dividing(program: Program, node: fx.Node) -> None:
+    """A mean over what counts: its sum and its count wait for each other, and go in one bucket.
+
+    Of a pipeline the count is known before the first microbatch, so it does not wait.
+    """
+    quotient = operand(node)
+    if quotient.target is not aten.div.Tensor or len(quotient.users) > 1 or program.num_stages > 1:
+        return
+    total, divisor = quotient.args
+    if not (isinstance(total, fx.Node) and isinstance(divisor, fx.Node) and divisor.target is all_reduce):
+        return
+    if divisor.args[1:] != node.args[1:] or node.args[2] != "sum" or program.type(total) != program.type(divisor):
+        return
+    with program.graph.inserting_before(quotient):
+        reduced = program.insert(all_reduce, (total, *node.args[1:]), program.type(total), node, name=node.name)
+        result = program.insert(quotient.target, (reduced, divisor), program.type(node), quotient)
+    program.set_cause(reduced, program.cause(node))
+    for new in (reduced, result):
+        program.set_sharding(new, program.sharding(node))
+        program.set_origins(new, program.origins(node))
+    program.replace(node, result)
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:

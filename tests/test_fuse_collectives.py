@@ -115,3 +115,23 @@ def test_an_all_reduce_of_which_every_rank_keeps_a_piece_is_a_reduce_scatter() -
 
 def test_an_all_reduce_of_which_users_keep_other_pieces_stays() -> None:
     assert "all_reduce(x" in printed(fuse_collectives(reduced_and_sliced(1, 0)))
+
+
+def test_a_masked_mean_and_its_count_are_reduced_together() -> None:
+    def mean(x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask).sum() / mask.sum()
+
+    program = compiled(mean, Mesh(dp=2), {"x": P("dp"), "mask": P("dp")}, x=value(8), mask=value(8))
+    assert kinds(program.at("fuse_collectives")) == ["all_reduce_dp", "all_reduce_dp_2"]
+    assert [(found.kind, found.axes, found.local_shape_in) for found in program.collectives] == [
+        ("all_reduce", ("dp",), (2,))
+    ]
+
+
+def test_a_mean_that_is_read_before_its_sum_is_there_is_reduced_as_it_is() -> None:
+    def means(x: Tensor, y: Tensor) -> Tensor:
+        count = y.sum()
+        return (x / count).sum() / count + (x / count).exp().sum() / count
+
+    program = compiled(means, Mesh(dp=2), {"x": P("dp"), "y": P("dp")}, x=value(8), y=value(8))
+    assert [found.local_shape_in for found in program.collectives] == [(), ()]
