@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.annotations import Spec, match, resolve
+from shardc.annotations import Spec
 from shardc.announcement import collectives_of
-from shardc.capture import CallingConvention, capture
+from shardc.capture import CallingConvention
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.mesh import Mesh
-from shardc.microbatch import check_loss, with_microbatches
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
+from shardc.request import Request
 from shardc.sharding import Sharding, TensorType
 from shardc.stage_cut import stages_of
 from shardc.strict import check_strict
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Compiled:
     """A compiled model: the program after every pass, and what can be asked of it.
 
-    ``seconds``: how long capture and each pass took.
+    ``seconds``: how long capture and each pass took. ``request``: what was asked, to ask again.
     """
 
     model: nn.Module
@@ -45,6 +45,7 @@ class Compiled:
     convention: CallingConvention
     stages: Mapping[str, Program] = field(repr=False)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    request: Request | None = field(default=None, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -238,8 +239,8 @@ def compile(
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline)
     options.check(described)
     _check_module(model)
-    within = pipeline.stage_mesh(described) if pipeline else described
-    matched = match(annotations or {}, model, args, kwargs or {}, within)
+    request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
+    matched = request.matched(model)
     stages: dict[str, Program] = {}
     seconds: dict[str, float] = {}
 
@@ -247,26 +248,16 @@ def compile(
         stages[name], seconds[name] = program, took
 
     start = time.perf_counter()
-    captured = capture(
-        model, args, kwargs or {}, train=train, modules=matched.modules, differentiable=differentiable,
-        precision=precision,
-    )  # fmt: skip
-    settled = {(pin.kind, pin.name) for pin in fixed}
-    computing = pipeline.compute_mesh(described) if pipeline else described
-    asked = resolve(captured.program, matched, computing)
-    pins = [*(pin for pin in asked if (pin.kind, pin.name) not in settled), *fixed]
-    if pipeline:
-        check_loss(captured.program)
-        pins = list(with_microbatches(captured.program, pins, pipeline, computing))
-    num_stages = pipeline.num_stages(described) if pipeline else 1
-    program = replace(captured.program, mesh=computing, pins=tuple(pins), options=options, num_stages=num_stages)
+    captured = request.capture(model, matched)
+    asked = request.asked(captured.program, matched)
+    program = request.program(captured.program, asked)
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
     if pipeline:
         stages_of(program)  # an error for what needs the whole batch
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
-    return Compiled(model, program, captured.convention, stages, seconds)
+    return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
 
 
 def _check_module(model: Any) -> None:
