@@ -23,7 +23,7 @@ from budget import Budget
 from figures import Figures, figures
 from measure import Steps, measure
 from network import network
-from report import markdown, write
+from report import brief, markdown, write
 from row import ROWS, Row
 from trainer import Job
 from verdict import summary, verdicts
@@ -62,7 +62,7 @@ def main() -> None:
                 said += verdicts(*found[-1], options.profile)
                 print(f"{budget.seconds:.0f} s\n{markdown(found[-1:])}", *said, sep="\n", file=sys.stderr)
     said += [summary(found), f"{budget.seconds:.0f} seconds of {60 * options.minutes:.0f}"]
-    print(markdown(found), *said, sep="\n")
+    print(f"{brief(found)}\n\n{markdown(found)}\n", *said, sep="\n")
     write(options.out, found, "\n".join(said))
 
 

@@ -28,6 +28,23 @@ def markdown(found: Found) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def brief(found: Found) -> str:
+    """A line for each of shardc's, beside the fastest peer of its row: what the README shows."""
+    header = ("plan", "beside", "size", "step time", "(95 %)", "MB sent", "theirs", "MB peak", "theirs")
+    lines = [header, tuple("-" * 3 for _ in header)]
+    for row, everyone in found:
+        peers = {each.name: each for each in everyone}
+        lines += [_beside(row, each, peers[each.peer]) for each in everyone if each.is_ours and each.peer]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _beside(row: Row, each: Figures, peer: Figures) -> tuple[str, ...]:
+    assert each.to_peer is not None
+    memory = _megabytes(each.peak), _megabytes(peer.peak)
+    ratio = f"{each.to_peer.medians:.2f}", str(each.to_peer)
+    return (each.name, peer.name, row.title, *ratio, _megabytes(each.wire), _megabytes(peer.wire), *memory)
+
+
 def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, ...]:
     return (
         row.plan,
@@ -62,7 +79,7 @@ def write(folder: Path, found: Found, said: str = "") -> None:
     rows = [{**_settings(row), "results": [asdict(each) for each in everyone]} for row, everyone in found]
     data = {"version": 2, "torch": torch.__version__, "machine": platform.machine(), "rows": rows, "said": said}
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "table.md").write_text(f"{markdown(found)}\n\n```\n{said}\n```\n")
+    (folder / "table.md").write_text(f"{brief(found)}\n\n{markdown(found)}\n\n```\n{said}\n```\n")
     (folder / "steps.svg").write_text(svg(found))
 
 

@@ -12,7 +12,7 @@ from budget import Budget
 from figures import Figures, Ratio, figures, ratio
 from measure import Report, Steps, everyone_first, measure
 from ours import PLANS
-from report import HEADER, markdown, write
+from report import HEADER, brief, markdown, write
 from row import PEERS, ROWS, Row, is_ours
 from trainer import Job
 from verdict import is_fast, is_small, summary, verdicts
@@ -142,6 +142,12 @@ def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> 
     assert "by 2 rounds, at most 1.00: too few rounds; wire" in verdicts(DATA, short)[0]
     assert summary([(DATA, short)]).startswith("step time holds in 0 of 0\n")
     assert {len(line.split(" | ")) for line in markdown([(DATA, ahead)]).splitlines()} == {len(HEADER)}
+
+
+def test_in_brief_each_of_ours_stands_beside_its_peer() -> None:
+    found = [a_figure("one device", 2.0), a_figure("DDP", 1.0), a_figure("shardc dp", 0.9, wire=10.6e6)]
+    *_, line = brief([(DATA, found)]).splitlines()
+    assert line == "| shardc dp | DDP | small x2 | 0.90 | 0.90 (0.90 to 0.90) | 10.60 | 21.00 | 0.00 | 0.00 |"
 
 
 def test_each_row_holds_a_plan_of_ours_to_a_peer() -> None:
