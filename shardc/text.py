@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.announcement import collectives_of
 from shardc.collective import Collective
@@ -13,20 +13,37 @@ from shardc.mesh import Mesh
 if TYPE_CHECKING:
     from torch import fx
 
+    from shardc.fact import Input, Output
     from shardc.program import Program
     from shardc.sharding import Sharding, TensorType
 
 _IS_ORIGIN = re.compile(r"\w+ from ").match
+TABLES = ("collectives", "parameters", "inputs", "outputs", "fallbacks", "memory", "flops", "stages", "nodes", "notes")
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory")  # the same all over a program
 
 
-def program_text(program: Program) -> str:
-    """The program at any level: inputs, a line a value under its phase and module, and results."""
+def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:
+    """The program at any level: inputs, a line a value under its phase and module, and results; or ``only`` some."""
     names = value_names(program)
-    lines = [f"program ({program.level}){mesh_text(program.mesh)}", "", "inputs", *_input_lines(program)]
-    lines += [*_body_lines(program, names), "", "results", *_result_lines(program, names)]
-    lines += ["", "notes", *(f"  {note}" for note in program.notes)] if program.notes else []
-    return "\n".join(lines) + "\n"
+    nodes = {None, *program.graph.nodes} if only is None else set(only)
+    parts = [
+        f"program ({program.level}){mesh_text(program.mesh)}\n",
+        _lines("inputs", _input_lines(program, nodes)),
+        "\n".join([*_body_lines(program, names, nodes), ""])[1:],
+        _lines("results", _result_lines(program, names, nodes)),
+        notes_text(program) if only is None else "",
+    ]
+    return "\n".join(part for part in parts if part.strip())
+
+
+def notes_text(program: Program) -> str:
+    """What the compiler has to say of what it did."""
+    return _lines("notes", (f"  {note}" for note in program.notes))
+
+
+def _lines(title: str, lines: Iterable[str]) -> str:
+    found = list(lines)
+    return "\n".join([title, *found, ""]) if found else ""
 
 
 def mesh_text(mesh: Mesh | None) -> str:
@@ -58,23 +75,25 @@ def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
     return "None" if type_ is None else str(type_) if sharding is None else sharding.text(type_)
 
 
-def _input_lines(program: Program) -> Iterator[str]:
+def _input_lines(program: Program, nodes: Container[fx.Node | None]) -> Iterator[str]:
     for input_, node in zip(program.inputs, program.placeholders, strict=True):
-        if input_.kind != "random" or node.users:
+        if node in nodes and (input_.kind != "random" or node.users):
             yield f"  {input_.kind} {input_.name}: {type_text(program, node)}".replace("random random", "random")
 
 
-def _result_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
+def _result_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
     for output, node in zip(program.outputs, program.results, strict=True):
+        if node not in nodes:
+            continue
         value = "None" if node is None else f"{type_text(program, node)} = {names[node]}"
         yield f"  {output.kind} {output.name}: {value}"
 
 
-def _body_lines(program: Program, names: dict[fx.Node, str]) -> Iterator[str]:
+def _body_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
     called, remarks = op_names(program), _collective_remarks(program)
     phase = module = location = ""
     for node in program.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node not in nodes:
             continue
         source = program.source(node)
         if source.phase != phase:
@@ -218,6 +237,19 @@ def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[st
             stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
             rows.append((given.name, type_text(program, node), str(local), local.nbytes, stages))
     return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
+
+
+def ends_text(program: Program, title: Literal["inputs", "outputs"]) -> str:
+    """What goes into the model, or what it returns, with what one rank holds of it."""
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    outputs = zip(program.outputs, program.results, strict=True)
+    ends: Iterable[tuple[Input | Output, fx.Node | None]] = inputs if title == "inputs" else outputs
+    rows = []
+    for end, node in ends:
+        local = None if node is None else program.local_type(node)
+        if node is not None and local is not None and end.kind == title.removesuffix("s"):
+            rows.append((end.name, type_text(program, node), str(local), local.nbytes))
+    return table((title.removesuffix("s"), "sharding", "on one rank", "bytes"), rows) if rows else ""
 
 
 def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 
 Tensors = list[Tensor]
 STEPS: dict[str, Callable[[Tensors, Tensors], Tensors]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import shardc
 from shardc import Mesh, P
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 
 MESH = Mesh(dp=2, tp=2)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardc
 from shardc import CaptureError, Mesh, P, ShardingError
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 from shardc.opaque import Opaque
 from shardc.runtime.distributed import make_device_mesh
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, ShardingError, check_rule, register_rule
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 from shardc.rule import RULES
 
 MESH = Mesh(dp=2, tp=2)

@@ -13,7 +13,8 @@ from torch import fx
 from shardc.announcement import collectives_of
 from shardc.collective import all_gather, all_reduce, shard_slice
 from shardc.cost import flops_of, memory_of
-from shardc.dump import json_text, program_dot, program_json
+from shardc.dump_dot import program_dot
+from shardc.dump_json import json_text, program_json
 from shardc.fact import Input, Output, Source
 from shardc.mesh import Mesh
 from shardc.ops.contraction import dot

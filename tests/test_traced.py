@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import shardc
 from shardc import Mesh, P
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 from shardc.node import op_name
 from shardc.traced import TRACED_AS
 

@@ -8,6 +8,7 @@ from typing import Any
 from shardc.arguments import command, compiling, written
 from shardc.invocation import compiled, write
 from shardc.outcome import GOOD, UsageError
+from shardc.text import TABLES
 
 
 def add(commands: Any) -> None:
@@ -15,7 +16,12 @@ def add(commands: Any) -> None:
     dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")))
     dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
     dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
-    dump.add_argument("--only", choices=("collectives", "stages"), default="", help="leave out all else")
+    dump.add_argument(
+        "--only",
+        metavar="TABLE|GLOB[,...]",
+        default="",
+        help=f"leave out all else: of {', '.join(TABLES)}, or values and modules by name, as h.0.attn or '*norm*'",
+    )
     dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
 
 

@@ -26,8 +26,8 @@ import torch
 
 import shardc
 from shardc import Mesh, P
-from shardc.dump import fallbacks_of
 from shardc.error import CaptureError
+from shardc.fallback import fallbacks_of
 from shardc.node import op_name
 from shardc.ops.random import uniform
 from shardc.runtime.simulator import interpret

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardc import Mesh, P
 from shardc.api import Compiled
 from shardc.cost import flops_of
-from shardc.dump import fallbacks_of
+from shardc.fallback import fallbacks_of
 from shardc.node import op_name
 from shardc.text import bytes_text, table
 from shardc.verify import Difference, verify

@@ -1,0 +1,190 @@
+"""The JSON form of a program: a contract, version 1, whose schema is ``dump.schema.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from shardc.announcement import collectives_of
+from shardc.collective import Collective
+from shardc.cost import flops_of, memory_of
+from shardc.fact import Input
+from shardc.fallback import fallbacks_of
+from shardc.mesh import MICROBATCH
+from shardc.only import Only
+from shardc.program import Program
+from shardc.stage import has_stages
+from shardc.stage_record import StageRecord
+from shardc.text import op_names, type_text
+
+NO_SECONDS: Mapping[str, float] = {}
+
+
+def program_json(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> dict[str, Any]:
+    """The whole JSON form. ``seconds`` are there only where given, since all else is stable to the byte."""
+    form = _Form(program)
+    keys = [key for key in TABLES if key != "schedule" or form.stages]
+    took = {"seconds": dict(seconds)} if seconds else {}
+    return {**_heading(program), **{key: TABLES[key](form) for key in keys}, **took}
+
+
+def only_json(program: Program, only: Only) -> dict[str, Any]:
+    """What was asked for of the JSON form: whole tables, and of the others the entries about the values found."""
+    whole, some = _Form(program), _Form(program, only)
+    tables = {key for name in only.tables for key in WITH_TABLE.get(name, (name,))}
+    kept = {key: whole if key in tables else some for key in TABLES if key in {*tables, *some.tables}}
+    return {**_heading(program), "only": only.text, **{key: TABLES[key](form) for key, form in kept.items()}}
+
+
+def _heading(program: Program) -> dict[str, Any]:
+    return {"version": 1, "level": program.level, "mesh": _mesh(program)}
+
+
+def _mesh(program: Program) -> dict[str, int]:
+    """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
+    mesh, pipeline = program.mesh, program.options.pipeline
+    axes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if pipeline is None:
+        return axes
+    ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
+    return {**ranks, **{name: size for name, size in axes.items() if name not in (MICROBATCH, pipeline.axis)}}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The entries of a program's tables; ``only`` those about the values that it finds."""
+
+    program: Program
+    only: Only | None = None
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Those that have entries about some values."""
+        return ABOUT_VALUES if self.only and (self.only.nodes or self.only.collectives) else ()
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node is among them."""
+        return node.op != "output" and (self.only is None or node in self.only.nodes)
+
+    @cached_property
+    def stages(self) -> StageRecord | None:
+        """Of a pipeline."""
+        return StageRecord(self.program) if has_stages(self.program) else None
+
+    @cached_property
+    def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
+        """The stages of a pipeline that run a call, and in which part."""
+        return self.stages.runs if self.stages else {}
+
+    @cached_property
+    def called(self) -> dict[Any, str]:
+        """What each op is called."""
+        return op_names(self.program)
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Those of a step, in order."""
+        return [_collective(each) for each in (self.only.collectives if self.only else collectives_of(self.program))]
+
+    def inputs(self, kind: str) -> list[dict[str, Any]]:
+        """Those of one kind; a parameter with the stages that hold it."""
+        ends = zip(self.program.inputs, self.program.placeholders, strict=True)
+        return [self._input(given, node) for given, node in ends if given.kind == kind and self.has(node)]
+
+    def _input(self, given: Input, node: fx.Node) -> dict[str, Any]:
+        is_held = given.kind == "parameter" and node in self.runs
+        stages = {"stages": [each["stage"] for each in self.runs[node]]} if is_held else {}
+        return {"name": given.name, **_value(self.program, node), **stages}
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """What the model returns."""
+        ends = zip(self.program.outputs, self.program.results, strict=True)
+        return [
+            {"name": output.name, **_value(self.program, node)}
+            for output, node in ends
+            if output.kind == "output" and node is not None and self.has(node)
+        ]
+
+    def fallbacks(self) -> list[dict[str, Any]]:
+        """The ops without a rule."""
+        return [_node(self.program, node, self.called) for node in fallbacks_of(self.program) if self.has(node)]
+
+    def flops(self) -> dict[str, Any]:
+        """Of one rank, which a localized program knows alone, and of all ranks together."""
+        program = self.program
+        of_rank = self.stages.rank_flops if self.stages else flops_of(program, of_rank=True)
+        return {"per_rank": of_rank, "whole": None if program.level == "localized" else flops_of(program)}
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Every value, with the stages that run it."""
+        values = filter(self.has, self.program.graph.nodes)
+        return [
+            {**_node(self.program, node, self.called), **({"runs": self.runs[node]} if node in self.runs else {})}
+            for node in values
+        ]
+
+
+TABLES: Mapping[str, Callable[[_Form], Any]] = {
+    "collectives": _Form.collectives,
+    "parameters": lambda form: form.inputs("parameter"),
+    "buffers": lambda form: form.inputs("buffer"),
+    "inputs": lambda form: form.inputs("input"),
+    "outputs": _Form.outputs,
+    "fallbacks": _Form.fallbacks,
+    "memory": lambda form: memory_of(form.program),
+    "flops": _Form.flops,
+    "stages": lambda form: form.stages.entries() if form.stages else [],
+    "schedule": lambda form: form.stages and form.stages.schedule_entry(),
+    "notes": lambda form: list(form.program.notes),
+    "nodes": _Form.calls,
+}
+WITH_TABLE = {"parameters": ("parameters", "buffers"), "stages": ("stages", "schedule")}
+ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
+
+
+def _collective(found: Collective) -> dict[str, Any]:
+    of_pipeline = () if found.stage is not None else ("stage", "times")
+    entry = {key: value for key, value in asdict(found).items() if key not in ("name", *of_pipeline)}
+    return {"id": found.name, **entry}
+
+
+def _value(program: Program, node: fx.Node) -> dict[str, Any]:
+    producer, index = program.value(node)
+    type_, local = program.types(producer)[index], program.local_type(node)
+    assert type_ is not None and local is not None, node
+    shardings = program.shardings(producer)
+    sharding = shardings[index] if shardings else None
+    return {
+        "shape": type_.shape,
+        "dtype": str(type_.dtype).removeprefix("torch."),
+        "sharding": None if sharding is None or program.level == "localized" else sharding.text(type_),
+        "local_shape": local.shape,
+    }
+
+
+def _node(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[str, Any]:
+    source = program.source(node)
+    return {
+        "name": node.name,
+        "op": node.op if node.op == "placeholder" else called.get(node.target, "getitem"),
+        "type": type_text(program, node),
+        "operands": [operand.name for operand in node.all_input_nodes],
+        "phase": source.phase,
+        "module": source.module,
+        "source": source.location,
+    }
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """JSON with one line for each entry of a list, so that two dumps compare line by line."""
+
+    def entry(value: Any) -> str:
+        if isinstance(value, list) and value:
+            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {entry(value)}" for key, value in record.items()) + "\n}\n"

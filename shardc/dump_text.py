@@ -1,0 +1,71 @@
+"""The text form of a program: its values, and tables of what it holds, does and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardc.announcement import collectives_of
+from shardc.cost import flops_of, memory_of
+from shardc.fallback import fallbacks_of
+from shardc.only import Only
+from shardc.program import Program
+from shardc.stage import has_stages
+from shardc.stage_record import StageRecord
+from shardc.text import (
+    collectives_text,
+    ends_text,
+    fallbacks_text,
+    memory_text,
+    notes_text,
+    parameters_text,
+    program_text,
+    table,
+)
+
+
+def whole_text(program: Program, seconds: Mapping[str, float]) -> str:
+    """Everything: the program, then each table that has a row."""
+    took = [(name, f"{its:.3f}") for name, its in seconds.items()]
+    names = ("parameters", "stages", "collectives", "fallbacks", "memory", "flops")
+    parts = [program_text(program), *(TABLES_TEXT[name](program) for name in names)]
+    return "\n".join(part for part in [*parts, table(("pass", "seconds"), took) if took else ""] if part)
+
+
+def only_text(program: Program, only: Only) -> str:
+    """The tables that were asked for, and the values that were, with their collectives."""
+    parts = [TABLES_TEXT[name](program) or f"no {name}\n" for name in only.tables]
+    parts += [program_text(program, only.nodes)] if only.nodes else []
+    parts += [collectives_text(only.collectives)] if only.collectives else []
+    return "\n".join(part for part in parts if part)
+
+
+def _parameters(program: Program) -> str:
+    return parameters_text(program, StageRecord(program).runs if has_stages(program) else None)
+
+
+def _stages(program: Program) -> str:
+    return StageRecord(program).text() if has_stages(program) else ""
+
+
+def _flops(program: Program) -> str:
+    rows = [("all ranks together would need", flops_of(program)), ("one rank", rank_flops(program))]
+    return table(("floating-point operations", "count"), rows)
+
+
+def rank_flops(program: Program) -> int:
+    """Those of a step; in a pipeline, of the rank that has most of them."""
+    return StageRecord(program).rank_flops if has_stages(program) else flops_of(program, of_rank=True)
+
+
+TABLES_TEXT: dict[str, Callable[[Program], str]] = {
+    "parameters": _parameters,
+    "inputs": lambda program: ends_text(program, "inputs"),
+    "outputs": lambda program: ends_text(program, "outputs"),
+    "stages": _stages,
+    "collectives": lambda program: collectives_text(collectives_of(program)),
+    "fallbacks": lambda program: fallbacks_text(program, fallbacks_of(program)),
+    "memory": lambda program: memory_text(memory_of(program)),
+    "flops": _flops,
+    "nodes": program_text,
+    "notes": notes_text,
+}
