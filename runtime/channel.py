@@ -14,7 +14,7 @@ from shardc.sharding import TensorType
 from shardc.stage import Crossing
 
 Message = list[list[Tensor]]  # for each rank of a stage that lives in this process, the values of a crossing
-Key = tuple[Crossing, int]  # of a microbatch; of none, -1, once a step
+Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
 Types = Sequence[TensorType]
 
 

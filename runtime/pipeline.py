@@ -54,7 +54,7 @@ class PipelineRunner:
         channel: Channel | None = None,
     ) -> None:
         self.program, self.stages, self.device = program, stages_of(program), comm.device
-        self.schedule = schedule_of(self.stages)
+        self.schedule = schedule_of(program)
         self.here = tuple(range(self.schedule.num_ranks)) if here is None else tuple(here)
         self.channel = channel or Mailbox()
         count = self.schedule.num_microbatches

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardc.action import Action
+from shardc.action import ALL, COMPUTE, RECEIVES, SENDS, Action
 from shardc.pipeline_cost import PART_OF_PHASE
-from shardc.stage import Crossing, Part
+from shardc.stage import PARTS_OF, Crossing, Part
 
 from .channel import Key, Message
 from .comm import REDUCE
@@ -18,13 +18,6 @@ from .instruction import Env
 
 if TYPE_CHECKING:
     from .pipeline import PipelineRunner
-
-COMPUTES: dict[str, tuple[Part, ...]] = {
-    "F": ("forward",),
-    "I": ("input_gradient",),
-    "W": ("weight_gradient",),
-    "B": ("input_gradient", "weight_gradient"),
-}
 
 
 class PipelineStep:
@@ -69,9 +62,7 @@ class PipelineStep:
             envs = self._new_envs(stage, i)
             runner.run("count", envs, self.runner.comms[i])
             self._add(stage, "count", envs)
-        for env, sums in zip(self.base[stage], self.sums[stage], strict=True):
-            for slot, value in sums.items():
-                env[slot] = value
+        self._take_sums(stage)
         runner.run("settle", self.base[stage], comm)
 
     def _env(self, row: Values, is_timed: bool, env: Env | None = None) -> Env:
@@ -86,24 +77,23 @@ class PipelineStep:
         return [self._env(row, True, list(env)) for row, env in zip(rows, self.base[stage], strict=True)]
 
     def _can_do(self, action: Action) -> bool:
-        if action.kind not in COMPUTES:
+        if action.kind not in COMPUTE:
             return True
-        return all(map(self.channel.is_there, self._entering(action)))
+        part = PARTS_OF[action.kind][0]
+        return all(map(self.channel.is_there, self._entering(action.stage, part, action.microbatch)))
 
-    def _entering(self, action: Action) -> Iterator[Key]:
-        part = COMPUTES[action.kind][0]
-        for crossing in self.runner.runners[action.stage].entering:
-            if crossing.part == part:
-                yield crossing, action.microbatch
+    def _entering(self, stage: int, part: Part, microbatch: int) -> Iterator[Key]:
+        """What a part of a stage's work waits for."""
+        return ((way, microbatch) for way in self.runner.runners[stage].entering if way.part == part)
 
     def _do(self, action: Action) -> None:
-        if action.kind in COMPUTES:
-            for part in COMPUTES[action.kind]:
+        if action.kind in COMPUTE:
+            for part in PARTS_OF[action.kind]:
                 self._compute(action, part)
-        elif action.kind.startswith("SEND"):
+        elif action.kind in SENDS:
             key = Crossing(action.stage, action.peer or 0, PART_OF_PHASE[action.phase]), action.microbatch
             self.channel.send(key, self.waiting.pop(key))
-        elif action.kind.startswith("RECV"):
+        elif action.kind in RECEIVES:
             crossing = Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase])
             self._post(crossing, action.microbatch)
 
@@ -116,9 +106,8 @@ class PipelineStep:
         if part == "forward":
             self.envs[stage, microbatch] = self._new_envs(stage, microbatch)
         envs = self.envs[stage, microbatch]
-        for crossing in runner.entering:
-            if crossing.part == part:
-                self._receive((crossing, microbatch), envs)
+        for key in self._entering(stage, part, microbatch):
+            self._receive(key, envs)
         runner.run(part, envs, self.runner.comms[microbatch])
         self._add(stage, part, envs)
         for crossing, slots in runner.leaving.items():
@@ -152,23 +141,27 @@ class PipelineStep:
                     sums[into] = REDUCE[op](sums[into], env[added])
                     self.own[id(sums[into])] = sums[into]
 
+    def _take_sums(self, stage: int) -> None:
+        """Sums are whole, and values like others."""
+        for env, sums in zip(self.base[stage], self.sums[stage], strict=True):
+            for slot, value in sums.items():
+                env[slot] = value
+
     def _close(self) -> list[list[Tensor | None]]:
         """Once all microbatches are done: what stages sum together, reductions over ranks, and all results."""
         runners = self.runner.runners
         ways = [key for key in self.runner.stages.crossings if key.part == "after"]
-        for stage, envs in self.base.items():
-            for env, sums in zip(envs, self.sums[stage], strict=True):
-                for slot, value in sums.items():
-                    env[slot] = value
+        for stage in runners:
+            self._take_sums(stage)
         for crossing in sorted(ways, key=lambda each: (each.source, each.target)):
             if crossing.source in runners:
                 slots = runners[crossing.source].leaving[crossing]
-                self.channel.send((crossing, -1), [[env[slot] for slot in slots] for env in self.base[crossing.source]])
+                message = [[env[slot] for slot in slots] for env in self.base[crossing.source]]
+                self.channel.send((crossing, ALL), message)
             if crossing.target in runners:
-                self._post(crossing, -1)
+                self._post(crossing, ALL)
         for stage, runner in runners.items():
-            for crossing in runner.entering:
-                if crossing.part == "after":
-                    self._receive((crossing, -1), self.base[stage])
+            for key in self._entering(stage, "after", ALL):
+                self._receive(key, self.base[stage])
             runner.run("after", self.base[stage], self.runner.comms[0])
         return self.runner.results.collect(self.base, self.envs, len(self.runner.comms))

@@ -15,7 +15,7 @@ Phase = Literal["F", "B"]
 COMPUTE = ("F", "I", "W", "B")
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 KINDS = (*COMPUTE, *SENDS, *RECEIVES, "REDUCE")
-ALL = -1  # the microbatch of a REDUCE, which comes once a step
+ALL = -1  # the microbatch of what comes once a step: a REDUCE, or a message after the last microbatch
 
 
 @dataclass(frozen=True, slots=True)

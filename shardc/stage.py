@@ -28,6 +28,12 @@ Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_g
 PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
 TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
+PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action computes
+    "F": ("forward",),
+    "I": ("input_gradient",),
+    "W": ("weight_gradient",),
+    "B": ("input_gradient", "weight_gradient"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import fx
 from shardc.bucket import members
 from shardc.collective import EXCHANGES, LOCAL_KINDS, adds_microbatches
 from shardc.error import ShardingError, raise_all
+from shardc.knowledge import kept
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
 from shardc.node import ancestors, descendants, is_getitem, operand, reached
@@ -29,6 +30,7 @@ from shardc.stage import PARTS, SCHEDULED, Crossing, Part, Stage, Stages, is_cut
 Calls = dict[Part, tuple[fx.Node, ...]]
 
 
+@kept
 def stages_of(program: Program) -> Stages:
     """The stages of a lowered or localized program.
 

@@ -13,22 +13,16 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.action import COMPUTE, SENDS, Action, Schedule
+from shardc.action import ALL, COMPUTE, SENDS, Action, Schedule
 from shardc.cost import nbytes
 from shardc.lifetime import owners_of
 from shardc.node import is_getitem, operand
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program, Value
-from shardc.stage import Crossing, Part, Stages, is_cut_in_time
+from shardc.stage import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.stage_lifetime import Dying, kept_after, read_beside, with_deaths
 
-PARTS_OF: Mapping[str, tuple[Part, ...]] = {
-    "F": ("forward",),
-    "I": ("input_gradient",),
-    "W": ("weight_gradient",),
-    "B": ("input_gradient", "weight_gradient"),
-}
-Key = tuple[Crossing, int]  # of a microbatch; of none, -1, once a step
+Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
 
 
 @dataclass(eq=False, slots=True)
@@ -217,11 +211,11 @@ class _Replay:
             self._take_sums(stage)
         for way in self.stages.crossings:
             if way.part == "after" and way.target in here:
-                self._post((way, -1)) if way.source not in here else self._hand_over((way, -1), self.base[way.source])
+                self._post((way, ALL)) if way.source not in here else self._hand_over((way, ALL), self.base[way.source])
         for stage in here:
             for way in self.stages.crossings:
                 if (way.target, way.part) == (stage, "after"):
-                    self._receive((way, -1), self.base[stage])
+                    self._receive((way, ALL), self.base[stage])
             self._run(stage, "after", self.base[stage])
 
     def _take_sums(self, stage: int) -> None:

@@ -28,7 +28,7 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
     the inputs of all microbatches, both the sums of gradients and what is being added to them, and messages.
     """
     stages = stages_of(program)
-    schedule, live = schedule_of(stages), list(storages(program))
+    schedule, live = schedule_of(program), list(storages(program))
     found = []
     for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
         here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]

@@ -37,7 +37,7 @@ class StageRecord:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of each rank's work."""
-        return schedule_of(self.stages)
+        return schedule_of(self.program)
 
     @cached_property
     def timeline(self) -> Timeline:

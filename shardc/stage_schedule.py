@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from shardc.action import Schedule
+from shardc.knowledge import kept
 from shardc.pipeline_cost import costs_of, edges_of
+from shardc.program import Program
 from shardc.schedule_order import schedule
-from shardc.stage import Stages
+from shardc.stage_cut import stages_of
 
 
-def schedule_of(stages: Stages) -> Schedule:
+@kept
+def schedule_of(program: Program) -> Schedule:
     """The schedule of a localized program's stages, proven, with its messages in the order of what stages cost.
 
     Which rank holds which stage depends on the option alone, and is the same for all programs of a model.
     """
-    program = stages.program
-    pipeline = program.options.pipeline
+    stages, pipeline = stages_of(program), program.options.pipeline
     assert pipeline is not None
     costs, edges, place = costs_of(stages), edges_of(stages), pipeline.place(program.num_stages)
     found = schedule(

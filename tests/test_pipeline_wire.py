@@ -21,7 +21,6 @@ from shardc.runtime.instruction import Env
 from shardc.runtime.stage_runner import StageRunner
 from shardc.stage import Part
 from shardc.stage_cost import Costs, StageCost
-from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
 
 BATCH, TIME, WIDTH, STAGES, MICROBATCHES = 8, 5, 6, 4, 4
@@ -107,7 +106,7 @@ def run_asleep(schedule: str) -> list[tuple[float, float]]:
 def test_a_schedule_takes_as_long_as_simulated(gloo: Any, schedule: str) -> None:
     """Of three steps the shortest: other work on the machine makes one longer only."""
     costs = Costs(tuple(StageCost(*(seconds(stage, part) for part in SECONDS)) for stage in range(STAGES)))  # type: ignore[arg-type]
-    wanted = schedule_of(stages_of(compiled(schedule).program)).simulate(costs)
+    wanted = schedule_of(compiled(schedule).program).simulate(costs)
     steps = zip(*gloo.run(run_asleep, schedule), strict=True)
     found = min(max(end for _, end in ranks) - min(start for start, _ in ranks) for ranks in steps)
     assert abs(found - wanted.makespan) <= 0.05 * wanted.makespan, (found, wanted.makespan)
