@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardc.choose_stages import choose_stages
 from shardc.program import Program
+from shardc.sharding import num_shards
 
 
 def cut_stages(program: Program) -> Program:
@@ -27,6 +28,7 @@ def cut_stages(program: Program) -> Program:
         place=pipeline.place(program.num_stages),
         microbatches=pipeline.microbatches,
         max_memory=pipeline.max_memory,
+        pieces=max((num_shards(pin.sharding.cut_axes) for pin in program.pins if pin.kind == "input"), default=1),
     )
     by_ordinal = {program.source(node).ordinal: stage for node, stage in chosen.items()}
     for node in program.graph.nodes:

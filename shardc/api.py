@@ -22,7 +22,7 @@ from shardc.pin import Pin
 from shardc.program import Program
 from shardc.request import Request
 from shardc.sharding import Sharding, TensorType
-from shardc.stage_cut import stages_of
+from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def compile(
     watch("capture", program, time.perf_counter() - start)
     program = run_passes(program, watch)
     if pipeline:
-        stages_of(program)  # an error for what needs the whole batch
+        schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())

@@ -19,6 +19,7 @@ from shardc.node import is_getitem
 from shardc.options import BALANCES
 from shardc.program import Program
 from shardc.ranks import MOST_LOOPED, Runs, balance_ranks
+from shardc.split import Split
 from shardc.stage_load import Loads, mask_of
 from shardc.stage_places import places_of_cuts
 from shardc.stage_units import units_of
@@ -28,7 +29,7 @@ WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must
 
 def choose_stages(
     program: Program, num_stages: int, *, balance: str = "params", cuts: Sequence[str] | None = None,
-    place: Sequence[int] = (), microbatches: int | None = None, max_memory: int | None = None,
+    place: Sequence[int] = (), microbatches: int | None = None, max_memory: int | None = None, pieces: int = 1,
 ) -> Mapping[fx.Node, int]:  # fmt: skip
     """The stage, from 0, of every forward call of a captured program; no less than that of any operand.
 
@@ -36,11 +37,12 @@ def choose_stages(
     matches; the others begin so that stages are even. ``balance``: in what. A parameter that several units share counts
     at the first; with several stages a rank, and in memory, wherever it is held. ``place``: the rank of each stage, one
     each by default. ``max_memory``: bytes that a rank may hold of parameters, gradients, Adam's states and what is
-    saved of the microbatches in flight under 1F1B. Calls of inputs alone go where their first user is. Raises a
+    saved of the microbatches in flight under 1F1B. ``pieces``: in how many, over ranks and microbatches, the program's
+    batch is cut; by default it is one microbatch. Calls of inputs alone go where their first user is. Raises a
     ShardingError for an unknown balance, a glob without a module, a model of fewer units than stages and for too little
     memory.
     """
-    wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory)
+    wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory, pieces)
     return split_stages(program, wish).assignment
 
 
@@ -54,6 +56,7 @@ class Wish:
     place: tuple[int, ...] = ()
     microbatches: int | None = None
     max_memory: int | None = None
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
@@ -95,53 +98,53 @@ def split_stages(program: Program, wish: Wish) -> Stages:
     """As ``choose_stages``, with the units and where they were cut."""
     flow = flow_of(program)
     places = places_of_cuts(flow, wish.cuts, wish.num_stages)
-    found = _split(flow, wish, places)
-    masks = tuple(mask_of({i for i, its in enumerate(found.stages) if its == s}) for s in range(wish.num_stages))
-    ends = [unit.end for unit in found.loads.units]
-    return Stages(found.loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """The stage of each unit, what the heaviest stage weighs, and what it weighs at least."""
-
-    loads: Loads
-    stages: tuple[int, ...]
-    heaviest: float
-    bound: float
-
-
-def _split(flow: Flow, wish: Wish, places: Sequence[int]) -> _Split:
     fine, whole = (
-        Loads(flow, units_of(flow, wish.num_stages, places, is_fine), wish.microbatches) for is_fine in (True, False)
+        Loads(flow, units_of(flow, wish.num_stages, places, is_fine), wish.microbatches, wish.pieces)
+        for is_fine in (True, False)
     )
     starts = [unit.start for unit in fine.units]
-    check_stages(len(starts), wish.num_stages)
-    if wish.num_ranks < wish.num_stages and not places:
-        return _on_ranks(fine if len(starts) <= MOST_LOOPED else whole, wish)
-    beginnings = [(1 << i) - 1 for i in range(len(starts) + 1)]
-    in_order = _Walks(fine, wish, beginnings, [starts.index(at) for at in places], is_chain=True)
-    aside = None if places else _side_by_side(fine, wish) or _side_by_side(whole, wish)
-    found = _lighter(in_order.best(), None if aside is None else aside.best())
-    if found is None:
-        least = [walks.least_memory() for walks in (in_order, aside) if walks is not None]
-        raise _too_little(wish, min(least))
-    return found if places or aside else replace(found, bound=_bound(fine, wish))
+    loads, found = split_units(fine, whole, wish, [starts.index(at) for at in places])
+    masks = tuple(mask_of({i for i, its in enumerate(found.stages) if its == s}) for s in range(wish.num_stages))
+    ends = [unit.end for unit in loads.units]
+    return Stages(loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
 
 
-def _side_by_side(loads: Loads, wish: Wish) -> _Walks | None:
+def split_units(fine: Loads, whole: Loads, wish: Wish, forced: Sequence[int] = ()) -> tuple[Loads, Split]:
+    """The stages of units, and which units: those that are ``fine``, or the ``whole`` blocks where these are too many.
+
+    ``forced``: the fine units with which a stage begins.
+    """
+    check_stages(len(fine.units), wish.num_stages)
+    if wish.num_ranks < wish.num_stages and not forced:
+        loads = fine if len(fine.units) <= MOST_LOOPED else whole
+        return loads, _on_ranks(loads, wish)
+    walks = [in_order(fine, wish, forced)]
+    walks += filter(None, [] if forced else [side_by_side(fine, wish) or side_by_side(whole, wish)])
+    found = [(each.loads, best) for each in walks if (best := each.best()) is not None]
+    if not found:
+        raise _too_little(wish, min(each.least_memory() for each in walks))
+    loads, best = _lightest(found)
+    return loads, best if forced or len(walks) > 1 else replace(best, bound=_bound(fine, wish))
+
+
+def in_order(loads: Loads, wish: Wish, forced: Sequence[int] = ()) -> Walks:
+    """The walks through the units in their order."""
+    beginnings = [(1 << i) - 1 for i in range(len(loads.units) + 1)]
+    return Walks(loads, wish, beginnings, forced, is_chain=True)
+
+
+def side_by_side(loads: Loads, wish: Wish) -> Walks | None:
     """The walks through all that may be done before the rest, if that can be counted."""
     masks = ideals(len(loads.units), loads.edges)
-    return None if masks is None else _Walks(loads, wish, masks, (), is_chain=False)
+    return None if masks is None else Walks(loads, wish, masks, (), is_chain=False)
 
 
-def _lighter(in_order: _Split | None, aside: _Split | None) -> _Split | None:
+def _lightest(found: Sequence[tuple[Loads, Split]]) -> tuple[Loads, Split]:
     """Units in their order, unless the heaviest stage is lighter by enough where towers go side by side."""
-    if in_order is None or aside is None:
-        return in_order or aside
-    if aside.heaviest <= WORTH * in_order.heaviest:
-        return aside
-    return replace(in_order, bound=min(in_order.bound, aside.bound))
+    (_, first), (_, last) = found[0], found[-1]
+    if last.heaviest <= WORTH * first.heaviest:
+        return found[-1]
+    return found[0][0], replace(first, bound=min(first.bound, last.bound))
 
 
 def _bound(loads: Loads, wish: Wish) -> float:
@@ -153,7 +156,7 @@ def _bound(loads: Loads, wish: Wish) -> float:
 
 
 @dataclass(frozen=True)
-class _Walks:
+class Walks:
     """Walks through what may be done after some stages: through ``masks``, which for a chain are its beginnings."""
 
     loads: Loads
@@ -175,7 +178,7 @@ class _Walks:
         each = self.loads.each(self.wish.balance)
         return [sum(weight for i, weight in enumerate(each) if mask >> i & 1) for mask in self.masks]
 
-    def best(self) -> _Split | None:
+    def best(self) -> Split | None:
         """The best split; None where none fits into memory."""
         found = self.walk(self.load).best()
         if found is None:
@@ -183,7 +186,7 @@ class _Walks:
         states = (0, *found, len(self.masks) - 1)
         weights = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(states))]
         heaviest = max(weight for weight in weights if weight is not None)
-        return _Split(self.loads, stages_of([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
+        return Split(stages_of([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
 
     def least_memory(self) -> int:
         """What the fullest stage holds at least."""
@@ -208,7 +211,7 @@ class _Walks:
         return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
 
 
-def _on_ranks(loads: Loads, wish: Wish) -> _Split:
+def _on_ranks(loads: Loads, wish: Wish) -> Split:
     """Several stages a rank; of every rank as many microbatches are in flight as there are ranks."""
     readers: dict[str, list[int]] = {}
     for i, unit in enumerate(loads.units):
@@ -229,9 +232,8 @@ def _on_ranks(loads: Loads, wish: Wish) -> _Split:
         return loads.received_bytes(mask_of({i for start, end in runs for i in range(start, end)}))
 
     found = balance_ranks(weights, wish.place, shared=shared, received=received)
-    stages = tuple(sum(i >= cut for cut in found.cuts) for i in range(len(loads.units)))
-    _check_memory(loads, wish, stages)
-    return _Split(loads, stages, found.heaviest, found.bound)
+    _check_memory(loads, wish, found.stages)
+    return found
 
 
 def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:

@@ -117,7 +117,8 @@ class Pipeline:
     ``balance``: what is even over the stages; ``cuts``: globs over module paths, at whose start a stage begins, or
     ``shardc.stage_boundary()`` in the model. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-h2``,
     ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v`` and else 1.
-    ``max_memory``: bytes that a rank has for its stages' parameters, gradients, Adam and saved values.
+    ``max_memory``: bytes that a rank has for its stages' parameters, gradients, Adam and saved values: stages are cut,
+    and ``auto`` chooses, so that these are enough.
     ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
     inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss, whose scale
     starts the backward too, which is done before the loss is scaled: small gradients of float16 would be lost.

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardc.chain import balance, chain, check_stages, exact_weights
 from shardc.error import ShardingError
+from shardc.split import Split, stages_between
 
 MOST_LOOPED = 64  # units, in seconds
 Runs = tuple[tuple[int, int], ...]  # the units of a rank: from, to before
@@ -25,27 +26,13 @@ Best = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # squares, bytes, the 
 Known = dict[tuple[int, State], Best | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Cut indices. No cut makes the heaviest rank lighter than ``bound``, a part of ``heaviest``; ``is_exact``: met."""
-
-    cuts: tuple[int, ...]
-    heaviest: Any
-    bound: Any
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no other cut is better."""
-        return bool(self.heaviest == self.bound)
-
-
 def balance_ranks(
     weights: Sequence[Any],
     place: Sequence[int],
     *,
     shared: Shared = (),
     received: Callable[[Runs], int] = lambda runs: 0,
-) -> Placed:
+) -> Split:
     """The cut into ``len(place)`` stages, stage s on rank ``place[s]``, that has the least greatest weight of a rank.
 
     ``shared``: a weight that each rank with one of these units bears once, such as that of a tied embedding.
@@ -64,7 +51,7 @@ def balance_ranks(
     given = Loads(weights, shared)
     heaviest = max(given.all(found or cuts, place))
     bound = max(*weights, (sum(weights) + sum(weight for weight, _ in shared)) / num_ranks)
-    return Placed(found or cuts, heaviest, heaviest if found else bound)
+    return Split(stages_between(found or cuts, len(weights)), heaviest, heaviest if found else bound)
 
 
 def _num_ranks(place: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from shardc.fact import Input
 from shardc.forward_flow import Flow
 from shardc.lifetime import storages
 from shardc.program import Value
+from shardc.sharding import ceil_div
 from shardc.stage_units import Unit
 
 COPIES = 4  # of a trained parameter: itself, its gradient and the two states of Adam
@@ -33,11 +34,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Loads:
-    """Of the units of a program's forward. ``microbatches``: how many there are, if that is known."""
+    """Of the units of a program's forward. ``microbatches``: how many there are, if that is known.
+
+    ``pieces``: in how many the batch is cut; what is saved is of one of them.
+    """
 
     flow: Flow
     units: tuple[Unit, ...]
     microbatches: int | None = None
+    pieces: int = 1
     counted: dict[tuple[str, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -71,13 +76,13 @@ class Loads:
 
     @cached_property
     def made(self) -> tuple[int, ...]:
-        """For each unit the bytes that it makes and backward reads."""
+        """For each unit the bytes that it makes of one piece of a batch and backward reads."""
         starts, made = [unit.start for unit in self.units], [0] * len(self.units)
         for storage in storages(self.flow.program):
             place = self.flow.place.get(storage.value[0])
             if storage.is_saved and place is not None:
                 made[bisect_right(starts, place) - 1] += storage.nbytes
-        return tuple(made)
+        return tuple(ceil_div(each, self.pieces) for each in made)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent, each value once."""
@@ -115,7 +120,7 @@ class Loads:
     def saved(self, stage: int) -> int:
         """The bytes that a stage keeps of one microbatch for backward; what it was sent is among them."""
         made = self._known("made", stage, lambda: sum(made for i, made in enumerate(self.made) if stage >> i & 1))
-        return made + self.received_bytes(stage)
+        return made + ceil_div(self.received_bytes(stage), self.pieces)
 
     def memory(self, stage: int, in_flight: int) -> int:
         """The bytes of a stage in training, with so many microbatches between their forward and backward."""

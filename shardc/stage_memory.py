@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
-from torch import fx
-
-from shardc.cost import ADAM_STATES, gradient_type, is_gathered, nbytes, of_parameters
+from shardc.cost import is_gathered
 from shardc.lifetime import Storage, storages
 from shardc.program import Program
 from shardc.stage import Stage
 from shardc.stage_cut import stages_of
 from shardc.stage_ledger import rank_bytes
 from shardc.stage_schedule import schedule_of
+from shardc.stage_state import parameters_of, stored_bytes
 
 
 def stage_memory(program: Program) -> dict[str, int]:
@@ -43,14 +42,8 @@ ORDER = ("parameters", "gradients", "optimizer", "saved", "gathered", "peak")
 def _of_rank(program: Program, stages: Iterable[Stage], live: Iterable[Storage]) -> Iterator[tuple[str, int]]:
     """What does not depend on the schedule, of the stages of one rank."""
     stages = list(stages)
-    nodes: Mapping[str, fx.Node] = {
-        name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"
-    }
-    held = dict.fromkeys(name for stage in stages for name in stage.parameters)
-    gradients = {name: node for name, node in of_parameters(program, "gradient").items() if name in held}
-    yield "parameters", sum(nbytes(program.local_type(nodes[name])) for name in held)
-    yield "gradients", sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
-    yield "optimizer", ADAM_STATES * sum(nbytes(program.local_type(nodes[name])) for name in gradients)
+    nodes = parameters_of(program)
+    yield from stored_bytes(program, {name for stage in stages for name in stage.parameters}).items()
     once = {node for stage in stages for node in stage.parts["once"]}
     gathered = (each for each in live if each.value[0] in once)
     yield "gathered", sum(each.nbytes for each in gathered if is_gathered(program, each.value[0], nodes))

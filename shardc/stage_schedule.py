@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardc.action import Schedule
 from shardc.knowledge import kept
 from shardc.pipeline_cost import costs_of, edges_of
 from shardc.program import Program
 from shardc.schedule_order import schedule
 from shardc.stage_cut import stages_of
+from shardc.stage_state import resident_bytes
 
 
 @kept
@@ -19,9 +22,11 @@ def schedule_of(program: Program) -> Schedule:
     stages, pipeline = stages_of(program), program.options.pipeline
     assert pipeline is not None
     costs, edges, place = costs_of(stages), edges_of(stages), pipeline.place(program.num_stages)
+    stored = resident_bytes(program, stages.stages, place)
+    full = tuple(replace(cost, resident=nbytes) for cost, nbytes in zip(costs.stages, stored, strict=True))
     found = schedule(
         pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=max(place) + 1, edges=edges,
-        costs=costs, place=place,
+        costs=replace(costs, stages=full), memory=pipeline.max_memory, place=place,
     )  # fmt: skip
     assert found.place == place, (found.place, place)
     trains = any(put.kind == "tangent" for put in program.inputs)

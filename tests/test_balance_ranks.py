@@ -10,9 +10,43 @@ from test_balance import cases, every_cut, sums
 
 from shardc import ShardingError
 from shardc.chain import balance
-from shardc.dag import balance_dag
-from shardc.memory_cap import balance_under_cap
+from shardc.choose_stages import Wish, side_by_side, split_units
 from shardc.ranks import Loads, balance_ranks
+from shardc.split import Split
+from shardc.stage_load import Loads as StageLoads
+
+
+class Given(StageLoads):
+    """Units of which all that is asked is given: their time, and what they hold and save."""
+
+    def __init__(
+        self,
+        times: Sequence[int],
+        edges: Sequence[tuple[int, int]],
+        parameters: Sequence[int] = (),
+        activations: Sequence[int] = (),
+        microbatches: int = 1,
+    ) -> None:
+        super().__init__(None, (None,) * len(times), microbatches)  # type: ignore[arg-type]
+        self.__dict__ |= {"times": times, "edges": set(edges), "held_by": parameters, "saved_by": activations}
+
+    def each(self, balance: str) -> list[int]:
+        return list(self.times)
+
+    def received_bytes(self, stage: int) -> int:
+        return 0
+
+    def memory(self, stage: int, in_flight: int) -> int:
+        assert self.microbatches is not None
+        units = [i for i in range(len(self.units)) if stage >> i & 1]
+        held, saved = (sum(its[i] for i in units) for its in (self.held_by, self.saved_by))
+        return 16 * held + min(self.microbatches, in_flight) * saved
+
+
+def cuts_of(split: Split) -> tuple[int, ...]:
+    """Of units in their order."""
+    return tuple(i for i, (a, b) in enumerate(pairwise(split.stages), 1) if a != b)
+
 
 # Several stages a rank.
 
@@ -28,9 +62,8 @@ def test_a_tied_embedding_counts_once_on_the_rank_that_holds_both_ends(case: dic
     weights[0] -= tied
     shared = [(tied, (0, len(weights) - 1))]
     found = balance_ranks(weights, placement("V", ranks), shared=shared)
-    assert (
-        found.is_exact and found.heaviest == case["optimal_max"] and found.cuts == tuple(case["optimal_cuts_example"])
-    )
+    assert found.is_exact and found.heaviest == case["optimal_max"]
+    assert cuts_of(found) == tuple(case["optimal_cuts_example"])
     looped = balance_ranks(weights, placement("loop", ranks), shared=shared)
     assert looped.is_exact and looped.heaviest == {2: 81_911_040, 4: 46_471_680}[ranks]
 
@@ -52,14 +85,14 @@ def test_random_lists_on_ranks_are_cut_as_trying_every_cut_would(kind: str, num_
 
         found = balance_ranks(weights, place, shared=shared)
         best = min(every_cut(num_units, len(place)), key=cost)
-        assert found.is_exact and found.heaviest == cost(best)[0] and cost(found.cuts) == cost(best)
+        assert found.is_exact and found.heaviest == cost(best)[0] and cost(cuts_of(found)) == cost(best)
 
 
 def test_what_cannot_be_said_to_be_best_says_how_much_better_the_best_may_be() -> None:
     weights, place = [5, 1, 1, 1, 4, 2, 2, 3], placement("thrice", 2)
     found, loads = balance_ranks(weights, place), Loads(weights, ())
     least = min(max(loads.all(cuts, place)) for cuts in every_cut(8, 6))
-    assert found.bound == 9.5 <= least <= found.heaviest == max(loads.all(found.cuts, place)) <= 1.1 * least
+    assert found.bound == 9.5 <= least <= found.heaviest == max(loads.all(cuts_of(found), place)) <= 1.1 * least
     assert not found.is_exact
 
 
@@ -79,12 +112,21 @@ def memory(parameters: Sequence[int], activations: Sequence[int], cuts: Sequence
     return max(each)
 
 
+def fitting_cuts(
+    times: Sequence[int], parameters: Sequence[int], activations: Sequence[int], stages: int, microbatches: int,
+    cap: int,
+) -> tuple[int, ...]:  # fmt: skip
+    given = Given(times, list(pairwise(range(len(times)))), parameters, activations, microbatches)
+    _, found = split_units(given, given, Wish(stages, "time", microbatches=microbatches, max_memory=cap))
+    return cuts_of(found)
+
+
 @cases("1f1b_min_max_time_under_memory_cap")
 def test_the_slowest_stage_that_fits_is_the_fastest_there_is(case: dict[str, Any]) -> None:
-    given = case["unit_time"], case["unit_params"], case["unit_activation_bytes"], case["stages"]
-    cuts = balance_under_cap(*given, microbatches=case["microbatches"], cap=case["memory_cap_bytes"])
+    given = case["unit_time"], case["unit_params"], case["unit_activation_bytes"]
+    cuts = fitting_cuts(*given, case["stages"], case["microbatches"], case["memory_cap_bytes"])
     assert max(sums(case["unit_time"], cuts)) == case["optimal"]["max_time"] and list(cuts) == case["optimal"]["cuts"]
-    assert memory(*given[1:3], cuts, case["microbatches"]) <= case["memory_cap_bytes"]
+    assert memory(*given[1:], cuts, case["microbatches"]) <= case["memory_cap_bytes"]
 
 
 def test_random_caps_are_met_as_trying_every_cut_would_or_said_to_be_too_low_by_how_much() -> None:
@@ -97,15 +139,15 @@ def test_random_caps_are_met_as_trying_every_cut_would_or_said_to_be_too_low_by_
         microbatches, cap = generator.randint(1, 6), generator.randint(200, 1500)
         every = {cuts: memory(parameters, activations, cuts, microbatches) for cuts in every_cut(num_units, num_stages)}
         fitting = [cuts for cuts, most in every.items() if most <= cap]
-        call: dict[str, Any] = {"microbatches": microbatches, "cap": cap}
+        call = (times, parameters, activations, num_stages, microbatches, cap)
         outcomes.add(bool(fitting))
         if fitting:
-            found = balance_under_cap(times, parameters, activations, num_stages, **call)
+            found = fitting_cuts(*call)
             best = min(fitting, key=lambda cuts: (max(sums(times, cuts)), sum(t * t for t in sums(times, cuts)), cuts))
             assert found == best
         else:
             with pytest.raises(ShardingError, match=f"{min(every.values()) - cap} more"):
-                balance_under_cap(times, parameters, activations, num_stages, **call)
+                fitting_cuts(*call)
     assert outcomes == {True, False}
 
 
@@ -114,7 +156,8 @@ def test_random_caps_are_met_as_trying_every_cut_would_or_said_to_be_too_low_by_
 
 @cases("dag_monotone_min_max_params")
 def test_two_towers_are_cut_across_each_other(case: dict[str, Any]) -> None:
-    found = balance_dag(case["unit_params"], case["edges"], case["stages"])
+    given = Given(case["unit_params"], [(a, b) for a, b in case["edges"]])
+    _, found = split_units(given, given, Wish(case["stages"], "time"))
     assert found.is_exact and found.heaviest == case["optimal_max"] < case["contiguous_in_listed_order_max"]
     assert all(found.stages[source] <= found.stages[reader] for source, reader in case["edges"])
 
@@ -134,9 +177,10 @@ def test_random_graphs_are_cut_as_trying_every_assignment_would() -> None:
             for stages in product(range(num_stages), repeat=num_units)
             if len(set(stages)) == num_stages and all(stages[a] <= stages[b] for a, b in edges)
         ]
-        found = balance_dag(weights, edges, num_stages)
+        walks = side_by_side(Given(weights, edges), Wish(num_stages, "time"))
+        found = walks and walks.best()
         best = min((max(loads(stages)), sum(load * load for load in loads(stages))) for stages in every)
-        assert found.stages in every and found.is_exact
+        assert found and found.stages in every and found.is_exact
         assert (found.heaviest, sum(load * load for load in loads(found.stages))) == best
 
 
@@ -144,10 +188,12 @@ def test_a_graph_of_too_many_ideals_is_cut_in_order_with_a_bound() -> None:
     towers = [range(tower * 20, tower * 20 + 20) for tower in range(4)]
     edges = [edge for tower in towers for edge in pairwise(tower)] + [(tower[-1], 80) for tower in towers]
     weights = [7, *[3] * 39, *[5] * 40, 1]
-    found = balance_dag(weights, edges, 4)
+    given, wish = Given(weights, edges), Wish(4, "time")
+    assert side_by_side(given, wish) is None
+    _, found = split_units(given, given, wish)
     assert all(found.stages[source] <= found.stages[reader] for source, reader in edges)
     assert found.bound == sum(weights) / 4 <= found.heaviest <= 1.05 * found.bound
-    assert found.heaviest <= max(sums(weights, balance(weights, 4)))
+    assert cuts_of(found) == balance(weights, 4)
 
 
 @cases("min_max_params_then_cut_bytes")

@@ -14,6 +14,8 @@ import shardc
 from shardc import Mesh, P
 from shardc.error import ShardingError
 from shardc.options import Pipeline
+from shardc.program import Program
+from shardc.stage_memory import memory_by_rank
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 
@@ -65,6 +67,27 @@ def test_the_batch_is_cut_over_ranks_too() -> None:
 @pytest.mark.slow
 def test_auto_is_one_device_and_chosen_by_what_stages_cost() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(pp=2), Pipeline(microbatches=3, schedule="auto", chunks=2))
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_rank_bounds_what_auto_chooses() -> None:
+    def chosen(most: int | None) -> int:
+        pipeline = Pipeline(microbatches=8, schedule="auto", max_memory=most)
+        torch.manual_seed(0)
+        return kept_at_most(shardc.compile(Model(), Mesh(pp=4), pipeline=pipeline, args=data()).program)
+
+    free = chosen(None)
+    assert chosen(free) <= free
+    less = int(0.7 * free)
+    assert chosen(less) <= less
+    with pytest.raises(ShardingError, match="the fullest rank holds|schedule is known that needs less"):
+        chosen(int(0.2 * free))
+
+
+def kept_at_most(program: Program) -> int:
+    """The bytes that the fullest rank stores, and keeps of microbatches under way."""
+    stored = ("parameters", "gradients", "optimizer", "saved")
+    return max(sum(memory[name] for name in stored) for memory in memory_by_rank(program))
 
 
 REFUSED = {
