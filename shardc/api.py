@@ -16,6 +16,7 @@ from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.machine import Links, machine_of
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
+    from shardc.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,13 @@ class Compiled:
         from shardc.cost import memory_of
 
         return memory_of(self.program)
+
+    @property
+    def timeline(self) -> Timeline:
+        """A step as it is predicted: when each call and each collective of a rank runs; of a pipeline, of all ranks."""
+        from shardc.step_time import step_timeline
+
+        return step_timeline(self.program)
 
     def dump(self, format: str = "text", only: str = "") -> str:
         """The program as text, json or dot; ``only`` its "collectives", or of a pipeline its "stages"."""
@@ -221,6 +230,7 @@ def compile(
     precision: Precision | None = None,
     remat: Remat | None = None,
     bucket: int = BUCKET,
+    links: Links = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
 ) -> Compiled:
@@ -228,15 +238,16 @@ def compile(
 
     ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
     global shapes; meta tensors will do. ``train=False``: no backward. ``zero``, ``precision``, ``remat``: see
-    ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together. ``fixed``: shardings that are
-    settled already and stand above annotations. ``strict``: a ShardingError for every op that has no rule and every
-    gather that no annotation asks for (see ``shardc.strict``).
+    ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together. ``links``: the machine
+    that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of ``shardc bench-links`` or a ``Machine``.
+    ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
+    that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
 
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
     from shardc.passes.pipeline import run_passes
 
-    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline)
+    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
     options.check(described)
     _check_module(model)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
@@ -285,6 +296,7 @@ def parallelize(
     precision: Precision | None = None,
     remat: Remat | None = None,
     bucket: int = BUCKET,
+    links: Links = None,
     strict: bool = False,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
@@ -292,11 +304,18 @@ def parallelize(
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    ``zero``, ``precision``, ``remat``, ``bucket`` and ``strict`` as in ``compile``.
+    ``zero``, ``precision``, ``remat``, ``bucket``, ``links`` and ``strict`` as in ``compile``.
     """
     from shardc.runtime.parallel import parallel_module
 
-    stated = {"zero": zero, "pipeline": pipeline, "precision": precision, "remat": remat, "bucket": bucket}
+    stated = {
+        "zero": zero,
+        "pipeline": pipeline,
+        "precision": precision,
+        "remat": remat,
+        "bucket": bucket,
+        "links": links,
+    }
     options = {"differentiable": differentiable, **stated, "strict": strict}
     call = partial(_compile_call, mesh, annotations, options)
     module = parallel_module(model, mesh, call, runtime, compile, pipeline)

@@ -7,7 +7,9 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+from shardc.device import DEVICES
 from shardc.error import ShardingError, did_you_mean
+from shardc.link import LINKS
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Pipeline, Remat, Zero
 
@@ -77,6 +79,12 @@ def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--bucket", metavar="BYTES", type=int, default=BUCKET, help="bytes of collectives that go together (25 MiB)"
     )
+    parser.add_argument(
+        "--links",
+        metavar="AXIS=LINK,...|FILE",
+        help=f"what joins an axis's ranks, for estimated times: {', '.join(LINKS)}; or a file of shardc bench-links",
+    )
+    parser.add_argument("--device", metavar="NAME", help=f"what a rank computes on: {', '.join(DEVICES)}")
     return parser
 
 

@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
-from shardc.commands import dump, stages, verify
+from shardc.commands import dump, stages, trace, verify
 from shardc.error import CaptureError, ShardingError
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
 
-COMMANDS = {"dump": dump, "verify": verify, "stages": stages}
+COMMANDS = {"dump": dump, "verify": verify, "stages": stages, "trace": trace}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

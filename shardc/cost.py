@@ -15,7 +15,7 @@ from shardc.gather import is_early
 from shardc.lifetime import Storage, is_row_of_kept, storages
 from shardc.node import ancestors
 from shardc.ops.contraction import dot
-from shardc.program import Program
+from shardc.program import Program, Value
 from shardc.sharding import TensorType
 from shardc.stage import has_stages
 
@@ -87,6 +87,13 @@ def of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
 def nbytes(type_: TensorType | None) -> int:
     """Those of a value on one rank; none of what is no tensor."""
     return 0 if type_ is None else type_.nbytes
+
+
+def bytes_moved(program: Program, node: fx.Node) -> int:
+    """The bytes of a call's operands and results on one rank."""
+    values: set[Value] = {program.value(read) for read in node.all_input_nodes}
+    values |= {(node, i) for i, type_ in enumerate(program.types(node)) if type_ is not None}
+    return sum(nbytes(program.local_type(*value)) for value in values)
 
 
 def _peak(live: list[Storage]) -> int:

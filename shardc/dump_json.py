@@ -20,6 +20,7 @@ from shardc.only import Only
 from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.stage_record import StageRecord
+from shardc.step_record import StepRecord, has_machine
 from shardc.text import op_names, type_text
 
 NO_SECONDS: Mapping[str, float] = {}
@@ -28,7 +29,8 @@ NO_SECONDS: Mapping[str, float] = {}
 def program_json(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> dict[str, Any]:
     """The whole JSON form. ``seconds`` are there only where given, since all else is stable to the byte."""
     form = _Form(program)
-    keys = [key for key in TABLES if key != "schedule" or form.stages]
+    is_there = {"schedule": form.stages is not None, "time": has_machine(program)}
+    keys = [key for key in TABLES if is_there.get(key, True)]
     took = {"seconds": dict(seconds)} if seconds else {}
     return {**_heading(program), **{key: TABLES[key](form) for key in keys}, **took}
 
@@ -139,6 +141,7 @@ TABLES: Mapping[str, Callable[[_Form], Any]] = {
     "flops": _Form.flops,
     "stages": lambda form: form.stages.entries() if form.stages else [],
     "schedule": lambda form: form.stages and form.stages.schedule_entry(),
+    "time": lambda form: StepRecord(form.program).entry(),
     "notes": lambda form: list(form.program.notes),
     "nodes": _Form.calls,
 }

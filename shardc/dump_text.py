@@ -11,6 +11,7 @@ from shardc.only import Only
 from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.stage_record import StageRecord
+from shardc.step_record import StepRecord, has_machine
 from shardc.text import (
     collectives_text,
     ends_text,
@@ -26,7 +27,8 @@ from shardc.text import (
 def whole_text(program: Program, seconds: Mapping[str, float]) -> str:
     """Everything: the program, then each table that has a row."""
     took = [(name, f"{its:.3f}") for name, its in seconds.items()]
-    names = ("parameters", "stages", "collectives", "fallbacks", "memory", "flops")
+    time = ("time",) if has_machine(program) else ()
+    names = ("parameters", "stages", "collectives", *time, "fallbacks", "memory", "flops")
     parts = [program_text(program), *(TABLES_TEXT[name](program) for name in names)]
     return "\n".join(part for part in [*parts, table(("pass", "seconds"), took) if took else ""] if part)
 
@@ -66,6 +68,7 @@ TABLES_TEXT: dict[str, Callable[[Program], str]] = {
     "fallbacks": lambda program: fallbacks_text(program, fallbacks_of(program)),
     "memory": lambda program: memory_text(memory_of(program)),
     "flops": _flops,
+    "time": lambda program: StepRecord(program).text(),
     "nodes": program_text,
     "notes": notes_text,
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.arguments import DTYPES
 from shardc.error import ShardingError
+from shardc.machine import machine_of
 from shardc.options import Precision
 from shardc.outcome import UsageError
 from shardc.partition import P
@@ -52,6 +53,7 @@ def compile_options(options: argparse.Namespace) -> dict[str, Any]:
         "pipeline": options.pipeline,
         "remat": options.remat,
         "bucket": options.bucket,
+        "links": machine_of(options.links, options.device),
     }
 
 

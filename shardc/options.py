@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.machine import Machine
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.schedule_order import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
 
@@ -195,7 +196,8 @@ class Options:
     """What a program is compiled with beside mesh and annotations.
 
     ``bucket``: of collectives that go together, the bytes that a rank has for them; 1 lets each go alone. A bucket is
-    packed for the wire, in memory of less than twice as many bytes; larger buckets are fewer.
+    packed for the wire, in memory of less than twice as many bytes; larger buckets are fewer. ``machine``: what times
+    are estimated for.
     """
 
     zero: Zero | None = None
@@ -203,6 +205,7 @@ class Options:
     remat: Remat | None = None
     bucket: int = BUCKET
     pipeline: Pipeline | None = None
+    machine: Machine = field(default_factory=Machine)
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError for an option that is of another type or does not fit the mesh."""
@@ -217,6 +220,6 @@ class Options:
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
             raise ShardingError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
-        for option in (self.zero, self.pipeline):
+        for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)

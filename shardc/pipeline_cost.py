@@ -7,16 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from shardc.action import Edge, Phase
-from shardc.node import is_getitem, is_view, operand
+from shardc.announcement import collective_at, is_collective
+from shardc.node import is_view, operand
 from shardc.program import Program
-from shardc.stage import SCHEDULED, Crossing, Part, Stage, Stages, is_sent
+from shardc.stage import SCHEDULED, Crossing, Part, Stage, Stages
 from shardc.stage_cost import Costs, StageCost
-from shardc.stage_units import time_of_call
+from shardc.step_time import call_seconds, collective_seconds
 
-MEMORY = 1e12  # bytes a second that a rank reads and writes, about a GPU of 2020
-WIRE = MEMORY / 16  # bytes a second from rank to rank; the same share in passes/choose_saved.py
-LATENCY = 1e-5  # seconds of every message
-CALL = 5e-6  # seconds of the shortest call
 PART_OF_PHASE: dict[Phase, Part] = {"F": "forward", "B": "input_gradient"}
 PHASE_OF_PART = {part: phase for phase, part in PART_OF_PHASE.items()}
 BACKWARD: tuple[Part, ...] = ("input_gradient", "weight_gradient")
@@ -29,10 +26,16 @@ def edges_of(stages: Stages) -> Mapping[Edge, tuple[fx.Node, ...]]:
 
 
 def costs_of(stages: Stages) -> Costs:
-    """Of a localized program: seconds of each part of each stage, what they save for each other, bytes of messages."""
+    """Of a localized program: seconds of each part of each stage, what they save for each other, bytes of messages.
+
+    On the machine that it was compiled for.
+    """
+    pipeline = stages.program.options.pipeline
+    assert pipeline is not None
+    link = stages.program.options.machine.of_axis(pipeline.axis)
     sent = {edge: _nbytes(stages.program, nodes) for edge, nodes in edges_of(stages).items()}
     costs = (_cost(stages, index) for index in range(len(stages.stages)))
-    return Costs(tuple(costs), LATENCY, WIRE, sent)
+    return Costs(tuple(costs), link.latency, link.bandwidth, sent)
 
 
 def _cost(stages: Stages, index: int) -> StageCost:
@@ -49,11 +52,9 @@ def _cost(stages: Stages, index: int) -> StageCost:
 
 def seconds(program: Program, node: fx.Node) -> float:
     """Estimated time of a call; of a collective, on the wire."""
-    if is_getitem(node) or is_view(node):
-        return 0
-    if is_sent(node):
-        return LATENCY + _nbytes(program, [node]) / WIRE
-    return max(CALL, time_of_call(program, node) / MEMORY)
+    if is_collective(node):
+        return collective_seconds(program, collective_at(program, node))
+    return call_seconds(program, node)
 
 
 def _entering(crossings: Mapping[Crossing, tuple[fx.Node, ...]], index: int, part: Part) -> Iterator[fx.Node]:

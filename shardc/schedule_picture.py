@@ -21,8 +21,8 @@ def text(found: Timeline, width: int = 100) -> str:
     no room. Below are the makespan, the idle time and each rank's peak of bytes.
     """
     columns = min(width, max(1, _columns(found)))
-    margin = max((len(f"rank {rank}") for rank in found.ranks), default=0)
-    lines = [f"{f'rank {rank}':{margin}} {_line(found, rank, columns)}" for rank in found.ranks]
+    margin = max((len(_title(rank)) for rank in found.ranks), default=0)
+    lines = [f"{_title(rank):{margin}} {_line(found, rank, columns)}" for rank in found.ranks]
     return "\n".join([*lines, *summary(found)]) + "\n"
 
 
@@ -73,7 +73,7 @@ def svg(found: Timeline) -> str:
     font = 'font-family="sans-serif" font-size="11"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {font}>']
     for row, rank in enumerate(found.ranks):
-        lines.append(f'<text x="4" y="{row * ROW + 18}">rank {escape(str(rank))}</text>')
+        lines.append(f'<text x="4" y="{row * ROW + 18}">{escape(_title(rank))}</text>')
         boxes = [task for task in found.on(rank) if task.seconds]
         lines += [_box(found, task, labels[task.name], row, scale, task.name in critical) for task in boxes]
     for at, line in enumerate(summary(found)):
@@ -98,11 +98,18 @@ def chrome_trace(found: Timeline) -> str:
     """JSON: a process for the ranks' computations and one for the channels, a thread for each of them, microseconds."""
     events: list[dict[str, object]] = []
     for process, lanes in enumerate((list(found.ranks), _channels(found))):
+        name = ("computation", "communication")[process]
+        events.append({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}})
         for thread, lane in enumerate(lanes):
-            what = f"rank {lane}" if process == 0 else f"channel {lane}"
-            named = {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": what}}
+            named = {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": _title(lane)}}
             events += [named, *_slices(found, lane, process, thread)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
+    lines = ",\n  ".join(json.dumps(event) for event in events)
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n  {lines}\n]}}\n'
+
+
+def _title(lane: object) -> str:
+    """A rank by its number, a channel by the ranks at its ends; others are named."""
+    return lane if isinstance(lane, str) else f"channel {lane}" if isinstance(lane, tuple) else f"rank {lane}"
 
 
 def _channels(found: Timeline) -> list[object]:
@@ -113,13 +120,17 @@ def _channels(found: Timeline) -> list[object]:
 def _slices(found: Timeline, lane: object, process: int, thread: int) -> Iterator[dict[str, object]]:
     for task in found.on(lane):
         if task.seconds:
-            start, length = found.starts[task.name] * 1e6, task.seconds * 1e6
+            start, end = (
+                round(found.starts[task.name] * 1e9),
+                round(found.end(task) * 1e9),
+            )  # no two overlap by rounding
             where = {"pid": process, "tid": thread}
+            kind = getattr(task.name, "category", "") or _kind(task) or "message"
             yield {
                 "name": str(task.name),
-                "cat": _kind(task) or "message",
+                "cat": kind,
                 "ph": "X",
-                "ts": start,
-                "dur": length,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
                 **where,
             }

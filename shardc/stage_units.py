@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from shardc.cost import flops_of_call
+from shardc.cost import bytes_moved, flops_of_call
 from shardc.forward_flow import Flow
 from shardc.node import is_getitem, is_view
-from shardc.program import Program, Value
+from shardc.program import Program
 
 FLOPS_PER_BYTE = 100  # of memory traffic in the same time: a CPU does about 10, an accelerator in fp32 about 100
 
@@ -157,7 +157,4 @@ def time_of_call(program: Program, node: fx.Node) -> int:
     """
     if is_getitem(node) or is_view(node):
         return 0
-    values: set[Value] = {program.value(read) for read in node.all_input_nodes}
-    values |= {(node, i) for i, type_ in enumerate(program.types(node)) if type_ is not None}
-    moved = sum(type_.nbytes for value in values if (type_ := program.local_type(*value)) is not None)
-    return max(moved, flops_of_call(program, node) // FLOPS_PER_BYTE)
+    return max(bytes_moved(program, node), flops_of_call(program, node) // FLOPS_PER_BYTE)

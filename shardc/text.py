@@ -18,7 +18,19 @@ if TYPE_CHECKING:
     from shardc.sharding import Sharding, TensorType
 
 _IS_ORIGIN = re.compile(r"\w+ from ").match
-TABLES = ("collectives", "parameters", "inputs", "outputs", "fallbacks", "memory", "flops", "stages", "nodes", "notes")
+TABLES = (
+    "collectives",
+    "parameters",
+    "inputs",
+    "outputs",
+    "fallbacks",
+    "memory",
+    "flops",
+    "stages",
+    "time",
+    "nodes",
+    "notes",
+)
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory")  # the same all over a program
 
 

@@ -35,7 +35,7 @@ def test_the_trace_has_every_computation_and_message_in_microseconds() -> None:
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 2 * 3 * 2 + 2 * 3
     assert max(event["ts"] + event["dur"] for event in slices) == found.makespan * 1e6
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == [
         "rank 0",
         "rank 1",
         "channel (0, 1)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardc.rule import Call, Rule, make_rule, rule
@@ -31,7 +33,7 @@ def _attention_rule(call: Call) -> Rule:
     return make_rule(f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}", call)
 
 
-for op in (
+FUSED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -40,5 +42,11 @@ for op in (
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
-):
+)
+for op in FUSED:
     rule(op, _attention_rule, is_dense=True)  # or torch 2.13 computes something else, without a word
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an op is fused attention, or its backward."""
+    return target in FUSED

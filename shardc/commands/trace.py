@@ -1,0 +1,22 @@
+"""``shardc trace``: a step as it is predicted, for a viewer of traces."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shardc.arguments import command, compiling, written
+from shardc.invocation import compiled, write
+from shardc.outcome import GOOD
+
+
+def add(commands: Any) -> None:
+    """The arguments of the command."""
+    help_ = "predict when each op and each collective of a step runs: JSON for ui.perfetto.dev and chrome://tracing"
+    written(compiling(command(commands, "trace", help_)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile, and write the timeline."""
+    write(compiled(options).timeline.chrome_trace(), options.output)
+    return GOOD
