@@ -12,6 +12,7 @@ from shardc.error import ShardingError, did_you_mean
 from shardc.link import LINKS
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Pipeline, Remat, Zero
+from shardc.parser import unread
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
@@ -31,7 +32,7 @@ def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         epilog=TARGET_HELP + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("target", metavar="TARGET", help="a model: path.py:function, package.module:function, hf:gpt2")
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
     parser.add_argument(
         "--set",
@@ -42,8 +43,8 @@ def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         dest="settings",
         help="a field of the hf config, or an argument of the function",
     )
-    parser.add_argument("--batch", type=int, help="batch size of made up inputs (8)")
-    parser.add_argument("--seq", type=int, help="sequence length of made up inputs (64)")
+    parser.add_argument("--batch", metavar="N", type=count, help="batch size of made up inputs (8)")
+    parser.add_argument("--seq", metavar="N", type=count, help="sequence length of made up inputs (64)")
     return parser
 
 
@@ -77,7 +78,7 @@ def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="make again in backward what is inside modules, h.*, or all but so many bytes a rank",
     )
     parser.add_argument(
-        "--bucket", metavar="BYTES", type=int, default=BUCKET, help="bytes of collectives that go together (25 MiB)"
+        "--bucket", metavar="BYTES", type=count, default=BUCKET, help="bytes of collectives that go together (25 MiB)"
     )
     parser.add_argument(
         "--links",
@@ -102,44 +103,53 @@ def written(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.isdigit() or not int(text):
+        raise unread(text, "it is no whole number of 1 or more", "write digits alone, as in 8")
+    return int(text)
+
+
 def mesh(text: str) -> Mesh:
     """What ``dp=2,tp=4`` says."""
     axes = [item.partition("=") for item in text.split(",")]
     if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=2,tp=4")
+        raise unread(text, "it does not read as axes and their sizes", "write --mesh dp=2,tp=4")
     if len({name for name, _, _ in axes}) < len(axes):
-        raise argparse.ArgumentTypeError(f"{text!r} has an axis twice")
-    try:
-        return Mesh(**{name: int(size) for name, _, size in axes})  # type: ignore[arg-type]
-    except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise unread(text, "it has an axis twice", "write each axis once, as in --mesh dp=2,tp=4")
+    if not all(int(size) for _, _, size in axes):
+        raise unread(text, "an axis has at least one rank", "write --mesh dp=2,tp=4")
+    return Mesh(device_ids=None, **{name: int(size) for name, _, size in axes})
 
 
 def _zero(text: str) -> Zero:
     axis, equals, stage = text.partition("=")
     if not axis.isidentifier() or (equals and not stage.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like dp=3")
+        raise unread(text, "it does not read as an axis and a stage", "write --zero dp=3")
     try:
         return Zero(axis, int(stage or 3))  # type: ignore[arg-type]
     except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise _unfit(text, error) from None
 
 
 def _pipeline(text: str) -> Pipeline:
     axis, *settings = text.split(",")
     if not axis.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like pp,microbatches=8")
+        raise unread(text, "it does not begin with an axis of the mesh", "write --pipeline pp,microbatches=8")
+    given = dict(_pipeline_setting(text, each) for each in settings)
     try:
-        return Pipeline(axis, **dict(_pipeline_setting(text, each) for each in settings))
+        return Pipeline(axis, **given)
     except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise _unfit(text, error) from None
 
 
 def _pipeline_setting(text: str, setting: str) -> tuple[str, Any]:
-    name, equals, value = setting.partition("=")
-    if name not in PIPELINE or not equals:
+    name, _, value = setting.partition("=")
+    if name not in PIPELINE:
         remedy = did_you_mean(name, PIPELINE) or f"say one of {', '.join(f'{each}=' for each in PIPELINE)}"
-        raise ShardingError(f"--pipeline {text}", f"{setting!r}", "a pipeline has no such setting", remedy)
+        raise unread(text, "a pipeline has no such setting", remedy, repr(name))
+    if not value:
+        raise unread(text, f"{name} has no value", f"write {name}={PIPELINE_EXAMPLES[name]}")
     return name, PIPELINE[name](value)
 
 
@@ -158,19 +168,25 @@ PIPELINE: dict[str, Callable[[str], Any]] = {
     "chunks": _number,
     "cuts": _globs,
 }
+PIPELINE_EXAMPLES = {"microbatches": "8", "schedule": "1f1b", "balance": "flops", "chunks": "2", "cuts": "h.4+h.8"}
 
 
 def _remat(text: str) -> Remat:
     try:
         return Remat(budget=int(text)) if text.lstrip("-").isdigit() else Remat(text)
     except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise _unfit(text, error) from None
+
+
+def _unfit(text: str, error: ShardingError) -> argparse.ArgumentTypeError:
+    """An error of an option, said of the argument that is read as it."""
+    return unread(text, error.problem, error.remedy, error.what)
 
 
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} does not read like n_layer=2")
+        raise unread(text, "it has no '='", f"write --set {text or 'n_layer'}=2")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

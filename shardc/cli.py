@@ -12,13 +12,14 @@ from shardc.arguments import EXIT_CODES
 from shardc.commands import dump, stages, trace, verify
 from shardc.error import CaptureError, ShardingError
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
+from shardc.parser import Parser
 
 COMMANDS = {"dump": dump, "verify": verify, "stages": stages, "trace": trace}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; argparse itself exits with 2."""
-    options = _parser().parse_args(argv)
+    options = _parser().options(argv)
     try:
         return _run(options)
     except BrokenPipeError:
@@ -29,10 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERNAL
 
 
-def _parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(
-        prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES
-    )
+def _parser() -> Parser:
+    whole = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add(commands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ShardingError(ValueError):
@@ -18,7 +18,7 @@ class ShardingError(ValueError):
         super().__init__(f"{who}: {what}\n  {problem}\n  {remedy}")
 
     @staticmethod
-    def all_of(errors: list[ShardingError]) -> ShardingError:
+    def all_of(errors: Sequence[ShardingError]) -> ShardingError:
         """One error for several of one kind; the first speaks for the type, all are named.
 
         Those with one problem and one remedy are said once, for the first, and the others are listed under it.
@@ -27,7 +27,7 @@ class ShardingError(ValueError):
         for error in errors:
             alike.setdefault((error.problem, error.remedy), []).append(error)
         texts = [_said_once(group) for group in alike.values()]
-        joined = ShardingError(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
+        joined = type(errors[0])(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
         joined.args = ("\n".join([f"{len(texts)} problems:"] * (len(texts) > 1) + texts),)
         return joined
 
@@ -37,7 +37,7 @@ def _said_once(group: list[ShardingError]) -> str:
     return f"{group[0]}\n  likewise {others}" if others else str(group[0])
 
 
-def raise_all(errors: list[ShardingError]) -> None:
+def raise_all(errors: Sequence[ShardingError]) -> None:
     """Raise what there is, as one error; nothing where there is none."""
     if errors:
         raise ShardingError.all_of(errors)
@@ -51,7 +51,7 @@ class CaptureError(RuntimeError):
         super().__init__(f"{who}\n  {problem}\n  {remedy}")
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: object, names: Iterable[str]) -> str:
     """A sentence with the near matches of a name, or the empty string."""
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else ""

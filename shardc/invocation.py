@@ -40,10 +40,19 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
             raise ShardingError(
                 f"--annotate {text!r}", "no '='", "an annotation reads PATTERN=SPEC", f"write --annotate '{text}=dp'"
             )
-        given[pattern] = P.parse(spec)
+        given[pattern] = _spec(text, spec)
     if options.target.startswith("hf:"):
         return given or dict(target.annotations)
     return {**target.annotations, **given}
+
+
+def _spec(annotation: str, text: str) -> P:
+    """What a SPEC says; an error names the argument and writes as one types there."""
+    try:
+        return P.parse(text)
+    except ShardingError as error:
+        remedy = f"{error.remedy}; a SPEC reads dp,-,tp: an axis, - whole, ? open, dp+tp several axes"
+        raise ShardingError(f"--annotate {annotation!r}", error.what, error.problem, remedy) from None
 
 
 def compile_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +96,8 @@ def write(text: str, path: str | None) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"-o {path}: {error.strerror}") from error
+        what, remedy = f"{error.strerror}", "name a file in a folder that exists and may be written"
+        raise UsageError(f"-o {path}", what, "it cannot be written", remedy) from None
     print(f"shardc: wrote {path}", file=sys.stderr)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -189,21 +190,43 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
     return AxisPart(name, int(pre), int(size))
 
 
+_AXIS = re.compile(r"\w+(:\(\d+\)\d+)?")
+
+
 def _parse_entries(text: str) -> Iterator[Entry]:
     for item in _split_commas(text):
         if item == "...":
             yield cast("Entry", ...)
         elif item.startswith("blocks("):
             count, _, axes = item.removeprefix("blocks(").removesuffix(")").partition(",")
-            if not count.strip().isdigit():
+            if not (count.strip().isdigit() and axes.strip() and item.endswith(")")):
                 raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
-            yield blocks(int(count), *filter(None, axes.strip().split("+")))
+            yield blocks(int(count), *(_axis(text, axis.strip()) for axis in axes.split("+")))
         else:
             names = item.split("+")
-            yield {"-": None, "?": P.OPEN}[item] if item in ("-", "?") else tuple(names) if len(names) > 1 else item
+            known: dict[str, Entry] = {"-": None, "?": P.OPEN}
+            yield (
+                known[item]
+                if item in known
+                else _axis(text, item)
+                if len(names) == 1
+                else tuple(_axis(text, name) for name in names)
+            )
+
+
+def _axis(text: str, name: str) -> str:
+    """The name of an axis or of a part of one, as it stands in a SPEC."""
+    if name == "None" or not _AXIS.fullmatch(name):
+        bare = "".join(re.findall(r"\w+", name.removeprefix("P")))
+        remedy = "write - for a whole dim" if bare in ("", "None") else f"write {bare}, without quotes or brackets"
+        raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", remedy)
+    return name
 
 
 def _split_commas(text: str) -> list[str]:
+    if not isinstance(text, str):
+        what, remedy = f"of type {type(text).__name__}", "write P.parse('dp,-,tp'), or P('dp', None, 'tp')"
+        raise ShardingError(f"SPEC {text!r}", what, "a SPEC is text", remedy)
     items, depth = [""], 0
     for char in text:
         depth += (char == "(") - (char == ")")

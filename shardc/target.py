@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.error import did_you_mean
+from shardc.error import did_you_mean, raise_all
 from shardc.mesh import Mesh
 from shardc.outcome import UsageError
 from shardc.partition import P
+
+FORMS = "write path.py:function, package.module:function or hf:MODEL_TYPE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +56,76 @@ def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name):
-        raise UsageError(f"TARGET {text!r}: write path.py:function, package.module:function or hf:MODEL_TYPE")
+        raise UsageError(
+            f"TARGET {text!r}", "it has no function or model type", "a target is a place and a name", FORMS
+        )
     if place == "hf":
         return _transformers_target(name, wish, mesh)
     if wish.batch or wish.seq:
-        raise UsageError(f"TARGET {text!r}: --batch and --seq are for hf: targets; a function takes --set name=value")
+        problem = "--batch and --seq are for hf: targets, whose inputs are made up"
+        raise UsageError(f"TARGET {text!r}", "a function", problem, "give the function an argument: --set batch=8")
     function = _function(place, name)
+    given = _arguments(text, function, wish, mesh)
     try:
-        takes_mesh = "mesh" in inspect.signature(function).parameters
-        made = function(**wish.settings, **({"mesh": mesh} if takes_mesh else {}))
-    except Exception as error:
-        raise UsageError(f"TARGET {text!r}: {name}() raised {_raised(error)}") from error
+        made = function(**given)
+    except (Exception, SystemExit) as error:
+        raise _failed(text, f"{name}()", error) from error
     return _checked(text, made)
 
 
 def _function(place: str, name: str) -> Callable[..., Any]:
     module = _module(place)
     function = getattr(module, name, None)
-    if not callable(function):
-        near = did_you_mean(name, vars(module))
-        raise UsageError(f"TARGET {place}:{name}: {place} has no function {name!r}{f'; {near}' if near else ''}")
-    return function
+    if callable(function):
+        return function
+    known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    what = f"{place} has no {name!r}" if function is None else f"{name!r} is of type {type(function).__name__}"
+    remedy = did_you_mean(name, known) or f"name a function of {place}"
+    raise UsageError(f"TARGET {place}:{name}", what, "a target names a function", remedy)
+
+
+def _arguments(text: str, function: Callable[..., Any], wish: Wish, mesh: Mesh) -> dict[str, Any]:
+    """What the function is called with: the settings, and the mesh where it takes one."""
+    signature = inspect.signature(function)
+    given = {**wish.settings, **({"mesh": mesh} if "mesh" in signature.parameters else {})}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        absent = [name for name in wish.settings if name not in signature.parameters]
+        lost = next((name for name in signature.parameters if name not in given), "NAME")
+        near = did_you_mean(absent[0], signature.parameters) or f"leave --set {absent[0]}= out" if absent else ""
+        remedy = near or f"write --set {lost}=VALUE"
+        raise UsageError(f"TARGET {text!r}", f"the function takes {signature}", str(error), remedy) from None
+    return given
 
 
 def _module(place: str) -> ModuleType:
     """A file or module, run as python runs it: what stands beside it can be imported."""
     path, is_file = Path(place), place.endswith(".py")
     if is_file and not path.is_file():
-        raise UsageError(f"TARGET {place}: there is no such file")
+        near = did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*.py")))
+        remedy = near or "write the path of a Python file from this folder on, path.py:function"
+        raise UsageError(f"TARGET {place}", "a file", "there is no such file", remedy)
     sys.path.insert(0, str(path.parent.resolve()) if is_file else os.getcwd())
     try:
         return _run_file(path) if is_file else importlib.import_module(place)
-    except Exception as error:
-        raise UsageError(f"TARGET {place}: importing it raised {_raised(error)}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and not is_file and error.name in (place, place.partition(".")[0]):
+            raise _no_module(place) from None
+        raise _failed(place, "importing it", error) from error
+
+
+def _no_module(place: str) -> UsageError:
+    near = f"did you mean {place}.py?" if Path(f"{place}.py").is_file() else did_you_mean(place.lower(), ["hf"])
+    return UsageError(f"TARGET {place}", "a module", "there is no such module", near or FORMS)
+
+
+def _failed(text: str, action: str, error: BaseException) -> UsageError:
+    """The error for what the user's own code raised, and on which line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{action} raised {type(error).__name__}"
+    remedy = f"mend {Path(last.filename).name}:{last.lineno}, and run the file with python to see more"
+    return UsageError(f"TARGET {text!r}", what, " ".join(str(error).split()) or "it says no more", remedy)
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -97,20 +136,18 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _raised(error: Exception) -> str:
-    """What was raised, and on which line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-
-
 def _checked(text: str, made: Any) -> Target:
-    if not (isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module)):
-        names = [type(part).__name__ for part in (made if isinstance(made, tuple) else (made,))]
-        raise UsageError(
-            f"TARGET {text!r} returned {', '.join(names)}: it must return (model, args[, kwargs[, annotations]])"
+    """What a function returned as a target; a UsageError unless it is a tuple of the right types."""
+    parts = made if isinstance(made, tuple) else (made,)
+    optional = all(part is None or isinstance(part, Mapping) for part in parts[2:])
+    if not (isinstance(made, tuple) and 2 <= len(parts) <= 4 and isinstance(parts[0], nn.Module) and optional):
+        what = (
+            f"it returned {'a tuple of ' * isinstance(made, tuple)}{', '.join(type(part).__name__ for part in parts)}"
         )
-    args = made[1] if isinstance(made[1], (tuple, list)) else (made[1],)
-    return Target(made[0], tuple(args), *made[2:])
+        remedy = "return (model, args[, kwargs[, annotations]]): an nn.Module, a tuple and two dicts"
+        raise UsageError(f"TARGET {text!r}", what, "that is no model with its inputs", remedy)
+    args = parts[1] if isinstance(parts[1], (tuple, list)) else (parts[1],)
+    return Target(parts[0], tuple(args), *(part or {} for part in parts[2:]))
 
 
 # transformers.
@@ -121,15 +158,36 @@ def _transformers_target(model_type: str, wish: Wish, mesh: Mesh) -> Target:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
-        raise UsageError(f"TARGET hf:{model_type} needs transformers: pip install 'shardc[hf]'") from error
+        remedy = "install it: pip install 'shardc[hf]'"
+        raise UsageError(f"TARGET hf:{model_type}", str(error), "hf: targets need transformers", remedy) from None
     if model_type not in CONFIG_MAPPING:
-        near = did_you_mean(model_type, CONFIG_MAPPING.keys())
-        raise UsageError(f"TARGET hf:{model_type}: transformers has no such model type{f'; {near}' if near else ''}")
-    config = AutoConfig.for_model(model_type, **wish.settings)
+        remedy = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "name one as in the config.json of a model"
+        raise UsageError(f"TARGET hf:{model_type}", "a model type", "transformers has no such model type", remedy)
+    _check_settings(CONFIG_MAPPING[model_type](), wish)
     torch.manual_seed(0)
-    with torch.device(wish.device):
-        model, kwargs = _model_and_inputs(config, wish)
+    try:
+        config = AutoConfig.for_model(model_type, **wish.settings)
+        with torch.device(wish.device):
+            model, kwargs = _model_and_inputs(config, wish)
+    except UsageError:
+        raise
+    except Exception as error:
+        settings = " ".join(f"--set {name}={value}" for name, value in wish.settings.items())
+        what, problem = f"transformers raised {type(error).__name__}", " ".join(str(error).split())
+        remedy = f"give values that fit each other, other than {settings}" if settings else "write a function for it"
+        raise UsageError(f"TARGET hf:{model_type}", what, problem, remedy) from error
     return Target(model, (), kwargs, _default_annotations(model_type, kwargs, mesh))
+
+
+def _check_settings(config: Any, wish: Wish) -> None:
+    """A UsageError for every setting that the config does not have: transformers would keep it, unread."""
+    known = [*config.to_dict(), *config.attribute_map]
+    raise_all([
+        UsageError(
+            f"--set {name}=", f"a field of {type(config).__name__}", "it has no such field",
+            did_you_mean(name, known) or f"name one of {', '.join(known[:8])}, ...",
+        ) for name in wish.settings if name not in known and not hasattr(config, name)
+    ])  # fmt: skip
 
 
 def _model_and_inputs(config: Any, wish: Wish) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -146,16 +204,17 @@ def _model_and_inputs(config: Any, wish: Wish) -> tuple[nn.Module, dict[str, tor
     for mapping, auto_class, inputs in kinds:
         if type(config) in mapping:
             return auto_class.from_config(config), inputs(config, wish)
-    raise UsageError(
-        f"TARGET hf:{config.model_type}: inputs are made up for language and image models only; "
-        "write a function that returns (model, args, kwargs)"
-    )
+    problem, remedy = "inputs are made up for language and image models only", "write a function: path.py:function"
+    raise UsageError(f"TARGET hf:{config.model_type}", type(config).__name__, problem, remedy)
 
 
 def _tokens(config: Any, wish: Wish) -> dict[str, torch.Tensor]:
     names = ("input_ids", "decoder_input_ids", "labels") if config.is_encoder_decoder else ("input_ids", "labels")
     config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or 64
+    if (wish.seq or 0) > longest > 1 and hasattr(config, "max_position_embeddings"):
+        what, problem = f"max_position_embeddings={longest}", "the model has no position for what is longer"
+        raise UsageError(f"--seq {wish.seq}", what, problem, f"say --seq {longest} or less")
     shape = (wish.batch or 8, wish.seq or min(64, longest))
     return {name: torch.randint(config.vocab_size, shape) for name in names}
 

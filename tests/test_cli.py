@@ -150,13 +150,13 @@ def test_verify_exits_with_1_and_names_the_tensor_that_differs(
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["dump", f"{FILE}:nothing", *ON_FOUR], 2, "has no function 'nothing'"),
+        (["dump", f"{FILE}:nothing", *ON_FOUR], 2, "has no 'nothing'"),
         (["dump", f"{FILE}:mpl", *ON_FOUR], 2, "did you mean mlp?"),
         (["dump", "nowhere.py:f", *ON_FOUR], 2, "there is no such file"),
-        (["dump", "no_such_module:f", *ON_FOUR], 2, "ModuleNotFoundError: No module named 'no_such_module'"),
+        (["dump", "no_such_module:f", *ON_FOUR], 2, "there is no such module"),
         (["dump", "targets", *ON_FOUR], 2, "write path.py:function"),
-        (["dump", f"{FILE}:not_a_model", *ON_FOUR], 2, "returned str, tuple: it must return (model, args"),
-        (["dump", f"{FILE}:failing", *ON_FOUR], 2, "failing() raised RuntimeError: no such data (targets.py:"),
+        (["dump", f"{FILE}:not_a_model", *ON_FOUR], 2, "it returned a tuple of str, tuple"),
+        (["dump", f"{FILE}:failing", *ON_FOUR], 2, "failing() raised RuntimeError\n  no such data\n  mend targets.py:"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "--after", "propagat"], 2, "the passes are capture, cut_stages"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "--batch", "4"], 2, "--batch and --seq are for hf: targets"),
         (["dump", f"{FILE}:mlp", *ON_FOUR, "-o", "/nowhere/at/all"], 2, "/nowhere/at/all"),
@@ -288,7 +288,7 @@ def test_a_target_of_transformers_is_dumped_without_allocating_and_alike(capsys:
 )
 def test_the_model_of_a_type_is_the_one_it_is_trained_as(model_type: str, name: str) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    small |= {"vocab_size": 64}
+    small |= {} if model_type == "vit" else {"vocab_size": 64}
     t5 = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "d_kv": 8, "vocab_size": 64}
     target = load_target(f"hf:{model_type}", Wish(t5 if model_type == "t5" else small, batch=2), Mesh(dp=2))
     assert type(target.model).__name__ == name
@@ -296,7 +296,7 @@ def test_the_model_of_a_type_is_the_one_it_is_trained_as(model_type: str, name: 
 
 
 def test_an_unknown_model_type_names_near_ones() -> None:
-    with pytest.raises(UsageError, match="transformers has no such model type; did you mean .*gpt2"):
+    with pytest.raises(UsageError, match="transformers has no such model type\n  did you mean .*gpt2"):
         load_target("hf:gtp2", Wish(), Mesh(dp=2))
 
 
@@ -327,10 +327,10 @@ def test_a_pipeline_is_said_by_axis_and_settings(capsys: pytest.CaptureFixture[s
     assert main([*on_two, "--pipeline", said, "--only", "collectives", "--no-train"]) == 0
     assert "backward" not in capsys.readouterr().out
     for text, message in {
-        "pp,microbatch=4": "a pipeline has no such setting\n  did you mean microbatches?",
+        "pp,microbatch=4": "'microbatch'\n  a pipeline has no such setting\n  did you mean microbatches?",
         "pp,microbatches=four": "microbatches='four'\n  it counts pieces of a batch\n  say 1 or more",
         "pp,schedule=1f2b": "there is no such schedule\n  did you mean 1f1b?",
-        "microbatches=4": "does not read like pp,microbatches=8",
+        "microbatches=4": "it does not begin with an axis of the mesh\n  write --pipeline pp,microbatches=8",
     }.items():
         with pytest.raises(SystemExit) as exit_:
             main([*on_two, "--pipeline", text])
@@ -355,8 +355,6 @@ def test_a_bucket_of_one_byte_holds_one_collective(capsys: pytest.CaptureFixture
         assert main(["dump", f"{FILE}:mlp", *ON_FOUR, *options, "--format", "json"]) == 0
         counts.append(len(json.loads(capsys.readouterr().out)["collectives"]))
     assert counts[0] < counts[1]
-    assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--bucket", "0"]) == 4
-    assert "say 1 to let each go alone" in capsys.readouterr().err
 
 
 # Stages.

@@ -197,7 +197,7 @@ def test_torch_is_private_only_to_capture_and_the_runtime() -> None:
         ("torch.distributed", inside("shardc.runtime")),
         ("networkx", MAY_CUT_GRAPHS),
         ("sympy", {"shardc.cost"}),
-        ("argparse", {"shardc.arguments", *COMMANDS}),
+        ("argparse", {"shardc.arguments", "shardc.parser", *COMMANDS}),
     ],
 )
 def test_one_library_one_room(library: str, rooms: set[str]) -> None:

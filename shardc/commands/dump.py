@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from shardc.arguments import command, compiling, written
+from shardc.error import did_you_mean
 from shardc.invocation import compiled, write
 from shardc.outcome import GOOD, UsageError
 from shardc.text import TABLES
@@ -40,4 +41,5 @@ def _check_pass(name: str) -> None:
 
     names = ["capture", *(run.__name__ for run in PASSES)]
     if name and name not in names:
-        raise UsageError(f"--after {name!r}: the passes are {', '.join(names)}")
+        what, remedy = f"the passes are {', '.join(names)}", did_you_mean(name, names) or "name one of them"
+        raise UsageError(f"--after {name!r}", what, "there is no such pass", remedy)

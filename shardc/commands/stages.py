@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardc.arguments import command, mesh, written
+from shardc.arguments import command, count, mesh, written
 from shardc.invocation import load, progress, write
 from shardc.mesh import Mesh
 from shardc.options import BALANCES
@@ -16,13 +16,13 @@ def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "cut the model into pipeline stages: what each holds, does and is sent"
     stages = written(command(commands, "stages", help_))
-    stages.add_argument("--stages", metavar="N", type=int, required=True, help="how many")
+    stages.add_argument("--stages", metavar="N", type=count, required=True, help="how many")
     stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
     stages.add_argument(
         "--cut", metavar="GLOB", action="append", default=[], help="a stage begins at these modules; may be repeated"
     )
-    stages.add_argument("--microbatches", metavar="M", type=int, help="how many there are, each of the inputs' size")
-    stages.add_argument("--max-memory", metavar="BYTES", type=int, help="what a rank may hold under 1F1B")
+    stages.add_argument("--microbatches", metavar="M", type=count, help="how many there are, each of the inputs' size")
+    stages.add_argument("--max-memory", metavar="BYTES", type=count, help="what a rank may hold under 1F1B")
     stages.add_argument("--mesh", type=mesh, help="what a function that takes mesh is given (pp=N)")
     stages.add_argument("--format", choices=("text", "json"), default="text")
 
