@@ -21,10 +21,10 @@ def is_fast(found: Ratio, limit: float) -> bool:
 def is_small(each: Figures) -> bool | None:
     """Whether the bytes counted are those announced, and within the plan's bound; None where no one counts them.
 
-    Headers and acknowledgements are counted too, a thousandth where messages are large: none is held against the bound
-    that is smaller than a megabyte.
+    Headers and acknowledgements count too, a thousandth where messages are large, a hundredth where they are small:
+    nothing is said of less than ten megabytes.
     """
-    if each.wire is None or each.announced is None or each.multiple is None or each.announced < 10**6:
+    if each.wire is None or each.announced is None or each.multiple is None or each.announced < 10**7:
         return None
     bound = PLANS[each.name].bound
     is_within = bound is None or each.multiple <= bound * (1 + TOLERANCE)

@@ -119,7 +119,7 @@ def test_counted_bytes_are_held_to_those_announced_and_to_the_bound() -> None:
     good = a_figure("shardc dp", 1.0)
     assert is_small(good) is is_small(replace(good, wire=21.1e6)) is True
     assert is_small(replace(good, wire=22.0e6)) is is_small(replace(good, multiple=2.1)) is False
-    assert is_small(replace(good, wire=None)) is is_small(replace(good, announced=1000)) is None
+    assert is_small(replace(good, wire=None)) is is_small(replace(good, announced=9_000_000)) is None
 
 
 def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> None:
