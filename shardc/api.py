@@ -113,7 +113,7 @@ class Compiled:
         return step_timeline(self.program)
 
     def dump(self, format: str = "text", only: str = "") -> str:
-        """The program as text, json or dot; ``only`` its "collectives", or of a pipeline its "stages"."""
+        """The program as text, json, dot or html; ``only`` its "collectives", or of a pipeline its "stages"."""
         from shardc.dump import dump
 
         return dump(self, format, only=only)

@@ -1,4 +1,4 @@
-"""What ``dump`` gives, by format: the program as text, as JSON (a contract, version 1) or as a graphviz drawing."""
+"""What ``dump`` gives, by format: the program as text, JSON (a contract, version 1), a graphviz drawing or a report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardc.only import Only
 if TYPE_CHECKING:
     from shardc.api import Compiled
 
-FORMATS = ("text", "json", "dot")
+FORMATS = ("text", "json", "dot", "html")
 
 
 def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False) -> str:
-    """The program after the pass named ``after`` as ``text``, ``json`` or ``dot``.
+    """The program after the pass named ``after`` as ``text``, ``json``, ``dot`` or ``html``, a page for a browser.
 
     Without ``after`` it is the last one in global shapes, which has every collective. ``only`` leaves out all else
     than what it names (see ``Only``); ``verbose`` adds the seconds that each pass took.
@@ -28,6 +28,10 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
         return json_text(only_json(program, chosen) if chosen else program_json(program, seconds))
     if format == "dot":
         return program_dot(program, chosen)
+    if format == "html":
+        from shardc.report import html_report
+
+        return html_report(compiled, program, chosen)
     if format == "text":
         return only_text(program, chosen) if chosen else whole_text(program, seconds)
     raise ShardingError(

@@ -44,22 +44,42 @@ def rank_bytes(stages: Stages, schedule: Schedule) -> Iterator[tuple[int, int]]:
     most that lives at any time, inputs (of all microbatches), gradients and messages included. A message lives from
     where it is made until it is sent, and from where its receive is posted until it is read for the last time.
     """
+    for replay in _replays(stages, schedule):
+        yield replay.saved, replay.memory.peak
+
+
+def bytes_over_time(stages: Stages, schedule: Schedule) -> Iterator[list[tuple[str, int]]]:
+    """For each rank, in order, each of its actions with the most bytes that live in it.
+
+    Before them is ``begin``, what is done once a step, and after them ``end``; the highest is the rank's ``peak``.
+    """
+    for replay in _replays(stages, schedule):
+        yield replay.highs
+
+
+def _replays(stages: Stages, schedule: Schedule) -> Iterator[_Replay]:
     owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
     for rank in range(schedule.num_ranks):
         replay = _Replay(stages, schedule, rank, owners)
         replay.run()
-        yield replay.saved, replay.memory.peak
+        yield replay
 
 
 @dataclass(slots=True)
 class _Memory:
     now: int = 0
     peak: int = 0
+    high: int = 0  # since it was last asked for
+
+    def take_high(self) -> int:
+        high, self.high = self.high, self.now
+        return high
 
     def hold(self, blocks: Blocks) -> None:
         for block in blocks:
             self.now += 0 if block.holders else block.nbytes
             block.holders += 1
+        self.high = max(self.high, self.now)
         self.peak = max(self.peak, self.now)
 
     def drop(self, blocks: Blocks) -> None:
@@ -93,6 +113,7 @@ class _Replay:
     posted: dict[Key, Blocks] = field(default_factory=dict)
     memory: _Memory = field(default_factory=_Memory)
     saved: int = 0
+    highs: list[tuple[str, int]] = field(default_factory=list)
     program: Program = field(init=False)
     calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
     forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
@@ -110,10 +131,13 @@ class _Replay:
             self.calls[stage], kept = with_deaths(self.stages, stage), kept_after(self.stages, stage)
             self.forgotten[stage] = {part: read_beside(self.stages, stage, part) - kept[part] for part in kept}
             self._begin(stage, given)
+        self.highs.append(("begin", self.memory.take_high()))
         for action in self.schedule.actions[self.rank]:
             self._do(action)
             self.saved = max(self.saved, self._kept())
+            self.highs.append((str(action), self.memory.take_high()))
         self._close(here)
+        self.highs.append(("end", self.memory.take_high()))
 
     def _inputs(self, here: Iterable[int]) -> Iterator[tuple[fx.Node, Blocks]]:
         """Of parameters those of our stages; of what microbatches cut the pieces of all of them."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from shardc.announcement import collectives_of
+from shardc.announcement import collective_at, is_collective
 from shardc.collective import COLLECTIVES, Collective, reshard
 from shardc.error import ShardingError, raise_all
 from shardc.node import is_annotation, is_getitem, op_name, operand
@@ -33,13 +33,17 @@ _STORED = ("parameter", "buffer")
 
 def check_strict(program: Program, asked: Sequence[Pin]) -> None:
     """Raise one ShardingError that lists all offenders of a lowered program; ``asked``: what the user placed."""
-    raise_all([*_fallbacks(program), *_gathers(program, _Asked(program, asked))])
+    raise_all(offences(program, asked))
+
+
+def offences(program: Program, asked: Sequence[Pin]) -> list[ShardingError]:
+    """An error for each offender, fallbacks first."""
+    return [*_fallbacks(program), *_gathers(program, _Asked(program, asked))]
 
 
 def _fallbacks(program: Program) -> Iterator[ShardingError]:
-    made = {node.name: node for node in program.calls}
-    collectives = [(made[found.name], found) for found in collectives_of(program)]
-    for node in made.values():
+    collectives = [(node, collective_at(program, node)) for node in program.calls if is_collective(node)]
+    for node in program.calls:
         if _is_fallback(program, node):
             moved = sum(found.wire_bytes for each, found in collectives if list(_users(program, each)) == [node])
             result = type_text(program, node)
@@ -58,15 +62,15 @@ def _is_fallback(program: Program, node: fx.Node) -> bool:
 
 
 def _gathers(program: Program, asked: _Asked) -> Iterator[ShardingError]:
-    found = {each.name: each for each in collectives_of(program)}
-    for node in program.calls:
-        if node.name not in found or found[node.name].kind not in ("all_gather", "all_to_all"):
+    for node in filter(is_collective, program.calls):
+        found = collective_at(program, node)
+        if found.kind not in ("all_gather", "all_to_all"):
             continue
         users = list(_users(program, node))
         if users and all(user.op != "output" and _is_fallback(program, user) for user in users):
             continue  # said of the fallback
         if not (asked.for_store(node) or asked.for_users(node, users) or asked.for_weights(node, users)):
-            yield _unrequested(program, node, found[node.name])
+            yield _unrequested(program, node, found)
 
 
 def _unrequested(program: Program, node: fx.Node, found: Collective) -> ShardingError:

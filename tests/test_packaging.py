@@ -23,7 +23,8 @@ SOURCES = {
 def library() -> set[str]:
     """Every file of the library, by its installed name."""
     modules = {f"{home}/{path.name}" for home, source in SOURCES.items() for path in (ROOT / source).glob("*.py")}
-    return modules | {"shardc/py.typed"}
+    pages = {f"shardc/page/{path.name}" for path in (ROOT / "shardc/page").iterdir()}
+    return modules | pages | {"shardc/py.typed"}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_the_sdist_holds_every_file(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {f"{SOURCES[home]}/{file}" for home, _, file in (name.rpartition("/") for name in library())}
+    sources = {f"{SOURCES.get(home, home)}/{file}" for home, _, file in (name.rpartition("/") for name in library())}
     assert sources <= names
 
 

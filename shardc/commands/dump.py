@@ -15,7 +15,7 @@ from shardc.text import TABLES
 def add(commands: Any) -> None:
     """The arguments of the command."""
     dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")))
-    dump.add_argument("--format", choices=("text", "json", "dot"), default="text")
+    dump.add_argument("--format", choices=("text", "json", "dot", "html"), default="text")
     dump.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
     dump.add_argument(
         "--only",

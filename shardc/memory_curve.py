@@ -1,0 +1,73 @@
+"""Bytes alive on one rank over a step, by class: what ``memory_of`` sums up, place by place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from shardc.cost import is_gathered
+from shardc.lifetime import Storage, split, storages
+from shardc.program import Program
+
+CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """``places``: the calls in the order in which they run; ``changes``: by class, at which place how many bytes live.
+
+    An entry of ``changes`` holds until the next one; the last place, ``len(places)``, is the end of the step.
+    """
+
+    places: tuple[fx.Node, ...]
+    changes: dict[str, list[tuple[int, int]]]
+
+    def record(self) -> dict[str, Any]:
+        """The JSON form; a class that has no bytes is left out."""
+        return {"places": [node.name for node in self.places], "classes": {k: v for k, v in self.changes.items() if v}}
+
+
+def memory_curve(program: Program) -> MemoryCurve:
+    """Of a program without stages; its highest sum over classes is the ``peak`` of ``memory_of``.
+
+    ``parameters`` as they are stored, and what is kept of them to compute on; ``inputs``: data and buffers;
+    ``gathered``, ``saved``: see ``memory_of``; ``outputs`` and ``gradients``: what the program returns;
+    ``working``: all that dies in the part in which it is made.
+    """
+    parts = split(program)
+    places = (*parts.update, *parts.forward, *parts.backward)
+    starts = (len(parts.update), len(parts.update) + len(parts.forward))
+    stored = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+    gathering = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    deltas: dict[str, Counter[int]] = {name: Counter() for name in CLASSES}
+    for storage in storages(program):
+        if storage.value[0] in stored:
+            name = "parameters"
+        elif is_gathered(program, storage.value[0], gathering):
+            name = "gathered"
+        else:
+            name = _class(storage, len(places), *starts)
+        deltas[name][max(storage.born, 0)] += storage.nbytes
+        deltas[name][storage.last + 1] -= storage.nbytes
+    return MemoryCurve(places, {name: _summed(delta, len(places)) for name, delta in deltas.items()})
+
+
+def _class(storage: Storage, end: int, forward: int, backward: int) -> str:
+    if storage.born < 0:
+        return "inputs"
+    if storage.is_saved:
+        return "saved"
+    if storage.last < end:
+        return "working"
+    return "parameters" if storage.born < forward else "outputs" if storage.born < backward else "gradients"
+
+
+def _summed(delta: Counter[int], end: int) -> list[tuple[int, int]]:
+    found, alive = [], 0
+    for place in sorted(place for place, change in delta.items() if change and place <= end):
+        alive += delta[place]
+        found.append((place, alive))
+    return found
