@@ -48,7 +48,7 @@ def accumulate(program: Program) -> Program:
             values = list(_of_stages(program, value))
             if len(values) == 1 and added == program.sharding(node):
                 continue
-            total = _added(program, [inserted(program, each, added, node, program.cause(node)) for each in values])
+            total = _added(program, [inserted(program, each, added, node, *program.causes(node)) for each in values])
         if added == program.sharding(node):
             program.replace(node, total)
         else:

@@ -166,16 +166,9 @@ def _join(program: Program, found: Bucket, place: fx.Node) -> None:
         joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, place, name=name)
     program.set_sharding(joined, shardings)
     program.set_origins(joined, tuple(program.origin(node) for node in found.nodes))
-    program.set_cause(joined, _cause([program.cause(node) for node in found.nodes]))
+    program.set_causes(joined, tuple(cause for node in found.nodes for cause in program.causes(node)))
     for i, node in reversed(list(enumerate(found.nodes))):
         if node < joined:
             joined.append(node)
         node.target, node.args = operator.getitem, (joined, i)
-        program.set_cause(node, "")
-
-
-def _cause(causes: list[str]) -> str:
-    """Why each is there, and once each annotation that they come from."""
-    apart = [cause.split("; ") for cause in causes]
-    heads = [heads[0] for heads in apart]
-    return "; ".join([*heads, *dict.fromkeys(origin for cause in apart for origin in cause[1:])])
+        program.set_causes(node, ())

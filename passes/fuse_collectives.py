@@ -108,7 +108,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
         return first
     result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
     program.set_sharding(result, program.sharding(first))
-    program.set_cause(result, program.cause(first))
+    program.set_causes(result, program.causes(first))
     program.set_origins(result, program.origins(first))
     return result
 
@@ -137,7 +137,7 @@ def _reduce_before_dividing(program: Program, node: fx.Node) -> None:
     with program.graph.inserting_before(quotient):
         reduced = program.insert(all_reduce, (total, *node.args[1:]), program.type(total), node, name=node.name)
         result = program.insert(quotient.target, (reduced, divisor), program.type(node), quotient)
-    program.set_cause(reduced, program.cause(node))
+    program.set_causes(reduced, program.causes(node))
     for new in (reduced, result):
         program.set_sharding(new, program.sharding(node))
         program.set_origins(new, program.origins(node))
@@ -156,7 +156,7 @@ def _scatter_where_sliced(program: Program, node: fx.Node) -> None:
         name = node.name.replace("all_reduce", "reduce_scatter")
         result = program.insert(reduce_scatter, (*node.args, slices[0].args[2]), program.type(node), node, name=name)
     program.set_sharding(result, program.sharding(slices[0]))
-    program.set_cause(result, program.cause(node))
+    program.set_causes(result, program.causes(node))
     program.set_origins(result, program.origins(slices[0]))
     for user in slices:
         program.replace(user, result)

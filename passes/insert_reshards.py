@@ -17,12 +17,14 @@ resharded to one target once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from shardc.cause import Cause, Edges, Moved, Need, NeedKind, Place
 from shardc.collective import EXCHANGES, reshard
-from shardc.fact import Origin
+from shardc.fact import Origin, Output
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Program, Value
 from shardc.sharding import Sharding
@@ -30,6 +32,7 @@ from shardc.window import moves_rows
 
 from .choose_cuts import Plan
 from .choose_sides import cheapest_plan
+from .trace_origins import OpOrigins, needs
 
 
 def insert_reshards(program: Program) -> Program:
@@ -41,60 +44,47 @@ def insert_reshards(program: Program) -> Program:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Inserts the reshards of a plan. ``holder``: the node that holds a value now, where its sum is reduced at once."""
+    """Inserts the reshards of a plan. ``holder``: the node that holds a value now, where its sum is reduced at once.
+
+    ``wished``: where propagate had the axes of a call's results come from.
+    """
 
     program: Program
     plan: Plan
     holder: dict[Value, fx.Node] = field(default_factory=dict)
     done: dict[tuple[fx.Node, Sharding], fx.Node] = field(default_factory=dict)
+    wished: dict[fx.Node, tuple[Mapping[str, Origin], ...]] = field(default_factory=dict)
 
     def run(self) -> None:
         for node in list(self.program.graph.nodes):
             if node.op == "output":
                 self._output(node)
             elif node.op == "call_function" and not is_getitem(node):
-                self._operands(node)
-                made = self.plan.made[node]
-                self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
-                self._explain_partial(node)
-                if node.target in EXCHANGES and moves_rows(node.args[3]):
-                    self._explain_exchange(node)
+                self._call(node)
             if node.op != "output" and not self.program.has_many(node):
                 self._reduce(node)
 
-    def _explain_partial(self, node: fx.Node) -> None:
-        """A sum is open over an axis because an operand was cut by it, or was such a sum."""
-        came: dict[str, Origin] = {}
-        for taken in filter(None, operands(node)):
-            for axis, origin in self.program.origin(taken).items():
-                came.setdefault(axis, origin)
-        results = enumerate(zip(self.plan.made[node], self.program.origins(node), strict=True))
-        self.program.set_origins(
-            node,
-            tuple(
-                {
-                    part.name: came[part.name].through(node.name, (node.name, i))
-                    for part in made.partial_axes
-                    if part.name in came
-                }
-                | dict(known)
-                if made
-                else {}
-                for i, (made, known) in results
-            ),
-        )
+    def _call(self, node: fx.Node) -> None:
+        origins = OpOrigins(self.program, self.plan, node)
+        self._operands(node, origins)
+        made = self.plan.made[node]
+        self.program.set_sharding(node, made if self.program.has_many(node) else made[0])
+        self.wished[node] = self.program.origins(node)
+        self.program.set_origins(node, origins.results())
+        if node.target in EXCHANGES and moves_rows(node.args[3]):  # type: ignore[arg-type]
+            self._explain_exchange(node)
 
     def _explain_exchange(self, node: fx.Node) -> None:
         """Neighbours' edges are needed because the dim is cut."""
         moved = operand(node)
-        lies = self.program.sharding(moved).text(self.program.value_type(self.program.value(moved)))
-        why = f"{_name(self.program, moved)} is {lies}, {_name(self.program, node)} reach into neighbours' chunks"
-        self.program.set_cause(node, "; ".join([why, *_origins(self.program, node)]))
+        type_ = self.program.value_type(self.program.value(moved))
+        ends = place(self.program, moved), type_, self.program.sharding(moved), place(self.program, node)
+        self.program.set_causes(node, (Edges(*ends, self.program.origin(node)),))
 
-    def _operands(self, node: fx.Node) -> None:
+    def _operands(self, node: fx.Node, origins: OpOrigins) -> None:
         new = [
-            taken if taken is None or wanted is None else self._resharded(taken, wanted, node)
-            for taken, wanted in zip(operands(node), self.plan.wanted[node], strict=True)
+            taken if taken is None or wanted is None else self._resharded(taken, wanted, node, i, origins)
+            for i, (taken, wanted) in enumerate(zip(operands(node), self.plan.wanted[node], strict=True))
         ]
         set_operands(node, new)
 
@@ -104,58 +94,83 @@ class _Rewriter:
         lies = self.plan.lies[value]
         self.holder[value] = node
         if self.program.sharding(node) != lies:
+            found = needs(
+                self.program.sharding(node), lies, self._sum_needed(node), self.wished[value[0]][value[1]].get
+            )
             with self.program.graph.inserting_after(node):
-                self.holder[value] = self._insert(node, lies, _name(self.program, next(iter(node.users))))
+                self.holder[value] = self._insert(node, lies, place(self.program, next(iter(node.users))), found)
 
-    def _resharded(self, taken: fx.Node, wanted: Sharding, user: fx.Node) -> fx.Node:
+    def _sum_needed(self, node: fx.Node) -> Callable[[str, int | None], Need]:
+        kind: NeedKind = "readers" if len(node.users) > 1 else "sum"
+        return lambda axis, dim: Need(axis, kind if dim is None else "fewest", dim)
+
+    def _resharded(self, taken: fx.Node, wanted: Sharding, user: fx.Node, index: int, origins: OpOrigins) -> fx.Node:
         held = self.holder[self.program.value(taken)]
         if self.program.sharding(held) == wanted:
             return held
         if (held, wanted) not in self.done:
+            found = origins.needs(index, self.program.sharding(held))
             with self.program.graph.inserting_before(user):
-                self.done[held, wanted] = self._insert(held, wanted, _name(self.program, user))
+                self.done[held, wanted] = self._insert(held, wanted, place(self.program, user), found, index)
         return self.done[held, wanted]
 
-    def _insert(self, node: fx.Node, wanted: Sharding, user: str) -> fx.Node:
+    def _insert(
+        self, node: fx.Node, wanted: Sharding, user: Place, found: tuple[Need, ...], operand: int | None = None
+    ) -> fx.Node:
         """A reshard of the node for a user."""
         type_ = self.program.value_type(self.program.value(node))
-        lies = self.program.sharding(node)
-        why = f"{_name(self.program, node)} is {lies.text(type_)}, {user} wants {wanted.text(type_)}"
-        return inserted(self.program, node, wanted, node, "; ".join([why, *_origins(self.program, node)]))
+        has, came = self.program.sharding(node), self.program.origin(node)
+        why = Moved(place(self.program, node), type_, has, user, wanted, operand, came, found)
+        return inserted(self.program, node, wanted, node, why)
 
     def _output(self, node: fx.Node) -> None:
-        ends = zip(self.program.outputs, self.program.results, self.plan.returned(), strict=True)
+        ends = zip(self.program.outputs, self.program.owners, self.program.results, self.plan.returned(), strict=True)
         results = [
-            self._result(result, wanted, f"the {output.kind} {output.name}") if result and wanted else None
-            for output, result, wanted in ends
+            self._result(result, wanted, output, owner) if result and wanted else None
+            for output, owner, result, wanted in ends
         ]
         node.args = (tuple(results),)
 
-    def _result(self, result: fx.Node, wanted: Sharding, what: str) -> fx.Node:
+    def _result(self, result: fx.Node, wanted: Sharding, output: Output, owner: fx.Node | None) -> fx.Node:
         """What the program returns, resharded as soon as it is known."""
         held = self.holder[self.program.value(result)]
         if self.program.sharding(held) == wanted:
             return held
         if (held, wanted) not in self.done:
+            what = Place(f"the {output.kind} {output.name}")
+            asked = next((pin.text for pin in self.program.pins if (pin.kind, pin.name) == ("output", output.name)), "")
+            came = self.program.origin(owner) if owner else self._wished(result)
+            found = needs(
+                self.program.sharding(held), wanted,
+                lambda axis, dim: Need(axis, "sum" if dim is None else "end", dim, None, asked), came.get,
+            )  # fmt: skip
             with self.program.graph.inserting_after(held):
-                self.done[held, wanted] = self._insert(held, wanted, what)
+                self.done[held, wanted] = self._insert(held, wanted, what, found)
         return self.done[held, wanted]
 
+    def _wished(self, node: fx.Node) -> Mapping[str, Origin]:
+        """Where propagate had the axes of a value come from."""
+        producer, index = self.program.value(node)
+        return self.wished.get(producer, self.program.origins(producer))[index]
 
-def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, why: str) -> fx.Node:
+
+def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, *causes: Cause) -> fx.Node:
     """A reshard of a node's value, with the source of ``like``, put at the graph's insertion point."""
     new = program.insert(reshard, (node,), program.value_type(program.value(node)), like)
+    come = {
+        need.axis: need.by
+        for why in causes
+        if isinstance(why, Moved)
+        for need in why.needs
+        if need.kind == "cut" and need.by is not None
+    }
     program.set_sharding(new, wanted)
-    program.set_origins(new, (program.origin(node),))
-    program.set_cause(new, why)
+    program.set_origins(new, ({**program.origin(node), **come},))
+    program.set_causes(new, causes)
     return new
 
 
-def _name(program: Program, node: fx.Node) -> str:
-    module = program.source(node).module
-    return f"{node.name} ({module})" if module else node.name
-
-
-def _origins(program: Program, node: fx.Node) -> list[str]:
-    """Which annotation each axis of a value came from."""
-    return [f"{axis} from {origin.annotation}" for axis, origin in program.origin(node).items()]
+def place(program: Program, node: fx.Node) -> Place:
+    """What a node is called, and where it is in the user's model."""
+    source = program.source(node)
+    return Place(node.name, source.module, source.location)

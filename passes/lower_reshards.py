@@ -47,6 +47,6 @@ def _insert(program: Program, step: Step, value: fx.Node, like: fx.Node) -> fx.N
     type_ = TensorType(step.shape, program.type(like).dtype)
     node = program.insert(FUNCTIONS[step.kind], (value, *step.args), type_, like, name=name)
     program.set_sharding(node, step.sharding)
-    program.set_cause(node, program.cause(like))
+    program.set_causes(node, program.causes(like))
     program.set_origins(node, program.origins(like))
     return node

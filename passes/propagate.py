@@ -115,12 +115,13 @@ class _State:
         for output, owner, node in zip(self.program.outputs, self.program.owners, self.program.results, strict=True):
             partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
             if node is not None and partner is not None:
-                yield self._tie(self.program.value(node), self.program.value(partner))
+                ends = self.program.value(node), self.program.value(partner)
+                yield self._tie(f"the {output.kind} {output.name}", *ends)
 
-    def _tie(self, one: Value, other: Value) -> _Op:
+    def _tie(self, name: str, one: Value, other: Value) -> _Op:
         sizes = {f"d{i}": size for i, size in enumerate(self.shapes[one])}
         dims = tuple((name,) for name in sizes)
-        return _Op("tie", Rule((dims,), (dims,), sizes), (one, other), (dims, dims))
+        return _Op(name, Rule((dims,), (dims,), sizes), (one, other), (dims, dims))
 
     def close(self, pin: Pin) -> None:
         """From the start no one but the user moves a pinned dim, and its axes are kept for it."""
@@ -137,9 +138,14 @@ class _State:
                     continue
                 self.dims[value][dim] = cut
                 for part in cut.all_axes:
-                    origin = self.origins.setdefault(value, {})[part.name] = Origin(pin.text, rank, _at(value))
+                    origin = self.origins.setdefault(value, {})[part.name] = self._root_origin(pin, part.name, rank)
                     self.roots[id(origin)] = pin
             self._queue_around(value)
+
+    def _root_origin(self, pin: Pin, axis: str, rank: int) -> Origin:
+        pipeline = self.program.options.pipeline
+        text = pipeline.text if pipeline and axis == MICROBATCH else pin.text
+        return Origin(text, rank, _at(self._pinned(pin)))
 
     def _pinned(self, pin: Pin) -> Value:
         if pin.kind == "value":

@@ -18,10 +18,13 @@ from itertools import pairwise
 
 from torch import fx
 
+from shardc.cause import Moved, Stored
 from shardc.collective import reshard
-from shardc.fact import Output
+from shardc.fact import Origin, Output
 from shardc.mesh import AxisPart
 from shardc.node import casts_behind, is_cast, operand
+from shardc.options import Zero
+from shardc.pin import PARAMETER
 from shardc.program import Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
@@ -35,7 +38,7 @@ def store(program: Program) -> Program:
         return program
     assert program.mesh is not None
     axis, program = program.mesh.axis(zero.axis) if zero else None, program.copy()
-    storer = _Storer(program, zero.stage if zero else 0)
+    storer = _Storer(program, zero)
     for put, node in zip(program.inputs, program.placeholders, strict=True):
         if put.kind == "parameter":
             lies = program.sharding(node)
@@ -77,8 +80,8 @@ class _Storer:
     ``gradients``: which result is the gradient of an input.
     """
 
-    def __init__(self, program: Program, stage: int) -> None:
-        self.program, self.stage = program, stage
+    def __init__(self, program: Program, zero: Zero | None) -> None:
+        self.program, self.zero, self.stage = program, zero, zero.stage if zero else 0
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
         owned = enumerate(zip(program.outputs, program.owners, strict=True))
         self.gradients = {owner: i for i, (output, owner) in owned if output.kind == "gradient"}
@@ -96,7 +99,10 @@ class _Storer:
         for held in filter(None, (node, cast)):
             program.set_sharding(held, stored)
         if stored != lies:
-            why = f"{name} is stored as {stored.text(type_)} by zero, and computed on as {lies.text(type_)}"
+            assert self.zero is not None
+            why = Stored(name, type_, stored, lies, self.zero.text)
+            for held in filter(None, (node, cast)):
+                self._explain(held, Origin(why.option, PARAMETER, (held.name, 0)))
             self._store_gradient(node, stored, why)
             kept = self._gather(cast or node, lies, why)
         else:
@@ -105,6 +111,11 @@ class _Storer:
             kept = cast
         if kept is not None:
             self._keep(name, kept)
+
+    def _explain(self, node: fx.Node, origin: Origin) -> None:
+        """Over the option's axis a value is cut because of it."""
+        assert self.zero is not None
+        self.program.set_origins(node, ({**self.program.origin(node), self.zero.axis: origin},))
 
     def _narrower(self, node: fx.Node) -> fx.Node | None:
         """The cast to fewer bytes that is all that a parameter is used for, now the first call and right after it."""
@@ -118,7 +129,7 @@ class _Storer:
         sizes = [self.program.type(each).nbytes for each in (cast, node)]
         return sizes[0] < sizes[1] and self.program.sharding(cast) == self.program.sharding(node)
 
-    def _gather(self, node: fx.Node, lies: Sharding, why: str) -> fx.Node | None:
+    def _gather(self, node: fx.Node, lies: Sharding, why: Stored) -> fx.Node | None:
         """Let users have a value in another sharding: all of them one, which is returned, or in each phase another."""
         users = sorted(node.users, key=self.place.__getitem__)
         if self.stage < 3:
@@ -139,7 +150,7 @@ class _Storer:
         program.outputs = (*program.outputs, Output(name, "computed"))
         program.output_node.args = ((*program.results, node),)
 
-    def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: str) -> fx.Node:
+    def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: Stored) -> fx.Node:
         """Let users have a value in another sharding."""
         with self.program.graph.inserting_before(before):
             made = inserted(self.program, node, lies, users[0], why)
@@ -147,7 +158,7 @@ class _Storer:
             user.replace_input_with(node, made)
         return made
 
-    def _store_gradient(self, node: fx.Node, stored: Sharding, why: str) -> None:
+    def _store_gradient(self, node: fx.Node, stored: Sharding, why: Stored) -> None:
         """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another.
 
         What only casts it after the reshard does so where it is stored.
@@ -161,8 +172,17 @@ class _Storer:
         if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
             for each in chain:
                 program.set_sharding(each, stored)
-            program.set_cause(chain[-1], f"{program.cause(chain[-1])}; {why}")
+                self._explain(each, self._as_stored(why.name, node, each))
+            (cause,) = program.causes(chain[-1])
+            assert isinstance(cause, Moved), cause
+            program.set_causes(chain[-1], (replace(cause, stored=why),))
         else:
             with program.graph.inserting_after(made):
-                results[place] = inserted(program, made, stored, made, why)
+                kept = results[place] = inserted(program, made, stored, made, why)
+            self._explain(kept, self._as_stored(why.name, node, kept))
             program.output_node.args = (tuple(results),)
+
+    def _as_stored(self, name: str, node: fx.Node, gradient: fx.Node) -> Origin:
+        """Why the gradient of a parameter is cut over the option's axis."""
+        assert self.zero is not None
+        return self.program.origin(node)[self.zero.axis].through(f"the gradient {name}", (gradient.name, 0))

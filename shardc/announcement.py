@@ -71,7 +71,7 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
     return Collective(
         kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
         payload, wire, name=node.name, node=", ".join(each.name for each in moved), phase=program.source(node).phase,
-        source=", ".join(dict.fromkeys(filter(None, sources))), cause=program.cause(node),
+        source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardc.cause import Cause, cause_text
 from shardc.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.partition import parse_part
 from shardc.sharding import DimSharding, Sharding, num_shards
@@ -110,7 +111,7 @@ class Collective:
 
     ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
     on one rank), ``wire_bytes`` what one rank sends by the ring algorithm; ``name`` is the node's, ``source`` the line
-    of the user's model, ``node`` the node whose value it moves, ``cause`` says why it is there. Of a pipeline it is one
+    of the user's model, ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
     """
 
@@ -125,9 +126,14 @@ class Collective:
     phase: Literal["forward", "backward", "update"] = "forward"
     node: str = ""
     source: str = ""
-    cause: str = ""
+    causes: tuple[Cause, ...] = field(default=(), repr=False, compare=False)
     stage: int | None = None
     times: int = 1
+
+    @property
+    def cause(self) -> str:
+        """Why it is there, in a few words, and the annotations that it comes from."""
+        return cause_text(self.causes)
 
 
 def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:

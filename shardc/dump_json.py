@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,10 @@ from shardc.stage_record import StageRecord
 from shardc.step_record import StepRecord, has_machine
 from shardc.text import op_names, type_text
 
+COLLECTIVE_FIELDS = (
+    "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "phase", "node", "source",
+    "cause",
+)  # fmt: skip
 NO_SECONDS: Mapping[str, float] = {}
 
 
@@ -150,9 +154,8 @@ ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fa
 
 
 def _collective(found: Collective) -> dict[str, Any]:
-    of_pipeline = () if found.stage is not None else ("stage", "times")
-    entry = {key: value for key, value in asdict(found).items() if key not in ("name", *of_pipeline)}
-    return {"id": found.name, **entry}
+    of_pipeline = {} if found.stage is None else {"stage": found.stage, "times": found.times}
+    return {"id": found.name, **{key: getattr(found, key) for key in COLLECTIVE_FIELDS}, **of_pipeline}
 
 
 def _value(program: Program, node: fx.Node) -> dict[str, Any]:

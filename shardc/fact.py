@@ -34,7 +34,8 @@ class Origin:
     """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
 
     ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
-    ``value``: the one that it cuts, as the name of its node and which of the node's results it is.
+    ``value``: the one that it cuts, as the name of its node and which of the node's results it is. ``via``: the op's
+    node, or what must lie as that which it belongs to, such as ``the gradient w``.
     """
 
     annotation: str

@@ -25,11 +25,11 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
     given = {pin.name: pin for pin in pins if pin.kind == "input"}
     yield from (_as_computed(pin) for pin in pins if pin.kind != "input" or pin.name not in dims)
     said = ((given[name], dim) for name, dim in dims.items() if name in given)
-    batch = next((pin.sharding.dims[dim] for pin, dim in said if dim not in pin.open), WHOLE)
+    first, batch = next(((pin, pin.sharding.dims[dim]) for pin, dim in said if dim not in pin.open), (None, WHOLE))
     for name, dim in dims.items():
         ndim = len(inputs[name].type.shape)
         whole = Sharding(mesh, (WHOLE,) * ndim).with_dim(dim, DimSharding(batch.axes))
-        text = f"input {name!r} is cut in microbatches along dim {dim}"
+        text = first.text if first else pipeline.text
         pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
         cut = pin.sharding.dims[dim]
         if cut.minor:

@@ -39,6 +39,11 @@ class Zero:
         if self.stage not in STAGES:
             raise ShardingError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
 
+    @property
+    def text(self) -> str:
+        """As one types it."""
+        return f"Zero(axis={self.axis!r}, stage={self.stage})"
+
     def check(self, mesh: Mesh) -> None:
         """A ShardingError where the mesh has no such axis."""
         mesh.axis_size(self.axis)
@@ -156,6 +161,11 @@ class Pipeline:
             others = [name for name in ORDERS if fits(name, self.chunks_a_rank, 1)]
             what = f"schedule={self.schedule!r}, chunks={self.chunks}"
             raise ShardingError("Pipeline", what, problem, f"leave chunks out, or say {' or '.join(others)} for these")
+
+    @property
+    def text(self) -> str:
+        """What of it says that there are stages and microbatches, as one types it."""
+        return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches})"
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError where the mesh has no such axis, or one of the name that microbatches go by."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from shardc.cause import Cause
 from shardc.fact import Input, Origin, Output, Source, Types, types_of
 from shardc.mesh import Mesh
 from shardc.node import is_getitem, is_pointwise, op_name, operands, takes_device
@@ -226,13 +227,14 @@ class Program:
         """Say where the node comes from."""
         node.meta["source"] = source
 
-    def cause(self, node: fx.Node) -> str:
-        """Why a reshard or a collective is there; the annotations that reached a value."""
-        return str(node.meta.get("cause", ""))
+    def causes(self, node: fx.Node) -> tuple[Cause, ...]:
+        """Why a reshard or a collective is there; of a bucket one for each member."""
+        found: tuple[Cause, ...] = node.meta.get("causes", ())
+        return found
 
-    def set_cause(self, node: fx.Node, cause: str) -> None:
+    def set_causes(self, node: fx.Node, causes: tuple[Cause, ...]) -> None:
         """Say why the node is there."""
-        node.meta["cause"] = cause
+        node.meta["causes"] = causes
 
     # Rules.
 

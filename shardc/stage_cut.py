@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import fx
 
 from shardc.bucket import members
+from shardc.cause import cause_text
 from shardc.collective import EXCHANGES, LOCAL_KINDS, adds_microbatches
 from shardc.error import ShardingError, raise_all
 from shardc.knowledge import kept
@@ -104,7 +105,7 @@ class Kinds:
         sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
         what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
         return ShardingError(
-            f"{node.name} in {where}", self.program.cause(node) or what,
+            f"{node.name} in {where}", cause_text(self.program.causes(node)) or what,
             "it needs the whole batch in the middle of a step, and a microbatch is a part of one",
             "compute it of each sample by itself, or leave pipeline out",
         )  # fmt: skip

@@ -8,8 +8,10 @@ from dataclasses import replace
 from torch import fx
 
 from shardc.announcement import collective_at, is_collective, joined_type
+from shardc.cause import Crossed
 from shardc.collective import Collective
 from shardc.fact import Phase
+from shardc.options import Pipeline
 from shardc.program import Program
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
@@ -27,14 +29,14 @@ def traffic_of(program: Program) -> Iterator[Collective]:
             found = [collective_at(program, node) for node in calls if is_collective(node)]
             for way, nodes in stages.crossings.items():
                 if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
-                    found.append(_message(program, way, nodes, pipeline.axis))
+                    found.append(_message(program, way, nodes, pipeline))
             for each in found:
                 name = f"{each.name}_stage_{i}" if each.name in named else each.name
                 named.add(name)
                 yield replace(each, name=name, stage=i, times=times)
 
 
-def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], axis: str) -> Collective:
+def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], pipeline: Pipeline) -> Collective:
     """What one stage sends to another, all of it together."""
     types = [type_ for type_ in map(program.local_type, nodes) if type_ is not None]
     nbytes, joined = sum(type_.nbytes for type_ in types), joined_type(types)
@@ -43,8 +45,8 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], a
     phases = {program.source(node).phase for node in nodes}
     phase: Phase = "backward" if crossing.part == "input_gradient" or "backward" in phases else "forward"
     return Collective(
-        "send", (axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes,
+        "send", (pipeline.axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes,
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
-        cause=f"stage {crossing.target} reads what stage {crossing.source} makes",
+        causes=(Crossed(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),
     )  # fmt: skip

@@ -75,12 +75,13 @@ def _gathers(program: Program, asked: _Asked) -> Iterator[ShardingError]:
 
 def _unrequested(program: Program, node: fx.Node, found: Collective) -> ShardingError:
     moved, axes = operand(node), ", ".join(found.axes)
-    cause, *origins = found.cause.split("; ")
+    (cause,) = found.causes
+    came = [f"{axis} from {origin.annotation}" for axis, origin in cause.came.items()]
     return ShardingError(
         _place(program, node),
         f"{found.kind} over {axes}, {type_text(program, moved)} to {type_text(program, node)}, "
         f"one rank sends {found.wire_bytes} bytes",
-        f"no annotation asks for it: {cause}" + (f" ({', '.join(origins)})" if origins else ""),
+        f"no annotation asks for it: {cause.text}" + (f" ({', '.join(came)})" if came else ""),
         "annotate the value as it is wanted (shardc.annotate in the model, or a module's name), or change the "
         "annotation that it comes from",
     )
@@ -96,7 +97,7 @@ def _place(program: Program, node: fx.Node) -> str:
 def _users(program: Program, node: fx.Node) -> Iterator[fx.Node]:
     """Who uses what a collective made, in the end: further steps of the same reshard are looked through."""
     for user in node.users:
-        is_step = user.op != "output" and (user.target in COLLECTIVES or program.cause(user))
+        is_step = user.op != "output" and (user.target in COLLECTIVES or program.causes(user))
         if is_step or is_getitem(user):
             yield from _users(program, user)
         else:

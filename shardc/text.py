@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.announcement import collectives_of
+from shardc.cause import cause_text
 from shardc.collective import Collective
 from shardc.mesh import Mesh
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shardc.program import Program
     from shardc.sharding import Sharding, TensorType
 
-_IS_ORIGIN = re.compile(r"\w+ from ").match
 TABLES = (
     "collectives",
     "parameters",
@@ -160,7 +159,7 @@ def _collective_remarks(program: Program) -> dict[fx.Node, str]:
     remarks = {}
     for node in program.calls:
         parts = [by_name[node.name]] if node.name in by_name else []
-        parts += [f"because {_shortened(program.cause(node), '; ')}"] if program.cause(node) else []
+        parts += [f"because {cause_text(program.causes(node), most=2)}"] if program.causes(node) else []
         if parts:
             remarks[node] = ", ".join(parts)
     return remarks
@@ -200,8 +199,8 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
             f"{c.dtype}{list(c.local_shape_in)}",
             f"{c.dtype}{list(c.local_shape_out)}",
             c.wire_bytes,
-            _shortened(c.source, ", "),
-            _shortened(c.cause, "; "),
+            _shortened(c.source),
+            cause_text(c.causes, most=2),
         )
         for c in collectives
     ]
@@ -212,13 +211,10 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
 
 
-def _shortened(text: str, separator: str) -> str:
-    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
-    parts = text.split(separator)
-    said = [part for part in parts if not _IS_ORIGIN(part)]
-    if len(said) <= 2:
-        return text
-    return separator.join([said[0], f"and {len(said) - 1} more", *filter(_IS_ORIGIN, parts)])
+def _shortened(source: str) -> str:
+    """The lines of the members of a bucket, as the first and how many more."""
+    lines = source.split(", ")
+    return source if len(lines) <= 2 else f"{lines[0]}, and {len(lines) - 1} more"
 
 
 def _by_kind(collectives: Sequence[Collective]) -> str:

@@ -111,7 +111,7 @@ def _is_step(program: Program, node: fx.Node) -> bool:
     """Whether a node is part of a reshard: a collective, a view around one, or a value picked of a bucket."""
     if node.op != "call_function" or node.target in EXCHANGES:
         return False
-    is_ours = node.target in COLLECTIVES or node.target is bucket or bool(program.cause(node))
+    is_ours = node.target in COLLECTIVES or node.target is bucket or bool(program.causes(node))
     return is_ours or _is_bucketed(node)
 
 

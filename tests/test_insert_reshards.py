@@ -6,6 +6,7 @@ from printed import after, block, compiled, parameter, printed, value
 from torch import Tensor
 
 from shardc import Mesh, P
+from shardc.cause import cause_text
 
 MESH = Mesh(dp=2, tp=4)
 ONE = Mesh(a=2)
@@ -132,7 +133,7 @@ def test_of_equals_the_larger_value_keeps_its_cut_and_an_output_lies_as_it_came_
 def test_a_reshard_says_what_lies_how_who_wants_what_and_from_which_annotation() -> None:
     program = compiled(lambda x, w: x @ w, ONE, {"x": P("a"), "w": P("a")}, x=value(8, 6), w=parameter(6, 16))
     agreed = program.at("insert_reshards")
-    assert [agreed.cause(node) for node in agreed.calls if agreed.cause(node)] == [
+    assert [cause_text(agreed.causes(node)) for node in agreed.calls if agreed.causes(node)] == [
         "w is f32[6@a, 16], dot wants f32[6, 16]; a from w: P('a')"
     ]
 

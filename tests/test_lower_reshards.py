@@ -8,6 +8,7 @@ from reshard_case import Case, cases, integers
 from torch import fx
 
 from shardc.announcement import collectives_of
+from shardc.cause import Moved, Place
 from shardc.collective import COLLECTIVES, reshard
 from shardc.fact import Input, Output, Source
 from shardc.mesh import Mesh
@@ -31,7 +32,7 @@ def resharded(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Program:
         program.set_type(node, type_)
         program.set_sharding(node, sharding)
     program.set_source(y, Source("block.0", "model.py:7", "backward"))
-    program.set_cause(y, "mm wants it cut")
+    program.set_causes(y, (Moved(Place("x"), type_, src, Place("mm"), dst),))
     return program
 
 
@@ -47,7 +48,7 @@ def test_a_reshard_becomes_its_steps_and_keeps_source_and_cause() -> None:
     ]
     for node in lowered.calls:
         assert lowered.source(node) == Source("block.0", "model.py:7", "backward")
-        assert lowered.cause(node) == "mm wants it cut"
+        assert lowered.causes(node) == program.causes(next(program.calls))
     assert [(each.kind, each.phase, each.wire_bytes) for each in collectives_of(lowered)] == [
         ("reduce_scatter", "backward", 768), ("all_gather", "backward", 256),
     ]  # fmt: skip
