@@ -117,7 +117,7 @@ class _Form:
 
     def fallbacks(self) -> list[dict[str, Any]]:
         """The ops without a rule."""
-        return [_node(self.program, node, self.called) for node in fallbacks_of(self.program) if self.has(node)]
+        return [node_entry(self.program, node, self.called) for node in fallbacks_of(self.program) if self.has(node)]
 
     def flops(self) -> dict[str, Any]:
         """Of one rank, which a localized program knows alone, and of all ranks together."""
@@ -129,7 +129,7 @@ class _Form:
         """Every value, with the stages that run it."""
         values = filter(self.has, self.program.graph.nodes)
         return [
-            {**_node(self.program, node, self.called), **({"runs": self.runs[node]} if node in self.runs else {})}
+            {**node_entry(self.program, node, self.called), **({"runs": self.runs[node]} if node in self.runs else {})}
             for node in values
         ]
 
@@ -172,7 +172,8 @@ def _value(program: Program, node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _node(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[str, Any]:
+def node_entry(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[str, Any]:
+    """A value of the program; ``called`` are the names of its ops."""
     source = program.source(node)
     return {
         "name": node.name,

@@ -89,19 +89,29 @@ def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
 def _input_lines(program: Program, nodes: Container[fx.Node | None]) -> Iterator[str]:
     for input_, node in zip(program.inputs, program.placeholders, strict=True):
         if node in nodes and (input_.kind != "random" or node.users):
-            yield f"  {input_.kind} {input_.name}: {type_text(program, node)}".replace("random random", "random")
+            yield f"  {input_text(program, input_, node)}"
+
+
+def input_text(program: Program, given: Input, node: fx.Node) -> str:
+    """``parameter up.weight: f32[64@tp, 8]``."""
+    return f"{given.kind} {given.name}: {type_text(program, node)}".replace("random random", "random")
 
 
 def _result_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
     for output, node in zip(program.outputs, program.results, strict=True):
         if node not in nodes:
             continue
-        value = "None" if node is None else f"{type_text(program, node)} = {names[node]}"
-        yield f"  {output.kind} {output.name}: {value}"
+        yield f"  {result_text(program, output, node, names)}"
+
+
+def result_text(program: Program, output: Output, node: fx.Node | None, names: dict[fx.Node, str]) -> str:
+    """``gradient up.weight: f32[64@tp, 8] = dot_4``."""
+    value = "None" if node is None else f"{type_text(program, node)} = {names[node]}"
+    return f"{output.kind} {output.name}: {value}"
 
 
 def _body_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
-    called, remarks = op_names(program), _collective_remarks(program)
+    called, remarks = op_names(program), remarks_of(program)
     phase = module = location = ""
     for node in program.graph.nodes:
         if node.op != "call_function" or node not in nodes:
@@ -115,8 +125,13 @@ def _body_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx
         remark = [source.location] if source.location not in ("", location) else []
         remark += [remarks[node]] if node in remarks else []
         comment = f"  # {'; '.join(remark)}" if remark else ""
-        yield f"    {names[node]}: {type_text(program, node)} = {call_text(node, names, called)}{comment}"
+        yield f"    {call_line(program, node, names, called)}{comment}"
         phase, module, location = source.phase, source.module, source.location
+
+
+def call_line(program: Program, node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
+    """``add: f32[8@dp, 64] = add(x, y)``."""
+    return f"{names[node]}: {type_text(program, node)} = {call_text(node, names, called)}"
 
 
 def op_names(program: Program) -> dict[Any, str]:
@@ -153,7 +168,7 @@ def _argument(value: Any, names: dict[fx.Node, str]) -> str:
     return names[value] if value in names else str(value).removeprefix("torch.")
 
 
-def _collective_remarks(program: Program) -> dict[fx.Node, str]:
+def remarks_of(program: Program) -> dict[fx.Node, str]:
     """For each reshard and collective what one rank sends and why; in plain bytes, so that no unit depends on sizes."""
     by_name = {found.name: f"{found.wire_bytes} B on the wire" for found in collectives_of(program)}
     remarks = {}
