@@ -79,17 +79,12 @@ class _Drawing:
         return f"{_quoted(node.name)} [label={_quoted(label)}{fill}];"
 
     def _edges(self) -> Iterator[str]:
-        for node in self._nodes:
-            for operand in node.all_input_nodes:
-                if operand in self.only:
-                    yield f"  {_quoted(operand.name)} -> {_quoted(node.name)}{self._message(operand, node)};"
-
-    def _message(self, operand: fx.Node, node: fx.Node) -> str:
-        sent = self._sent.get((operand.name, self._stage.get(node, -1)))
-        if sent is None:
-            return ""
-        label = f"{bytes_text(sent['bytes'])}, {sent['times']} times"
-        return f' [style=bold, color="{MESSAGE_COLOR}", label={_quoted(label)}]'
+        labels = dict(self._sent)  # each on one edge, whoever reads the value there
+        for operand, node in ((operand, node) for node in self._nodes for operand in node.all_input_nodes):
+            if operand in self.only:
+                way = operand.name, self._stage.get(node, -1)
+                style = f' [style=bold, color="{MESSAGE_COLOR}"{labels.pop(way, "")}]' if way in self._sent else ""
+                yield f"  {_quoted(operand.name)} -> {_quoted(node.name)}{style};"
 
     # Facts about nodes, found once.
 
@@ -118,11 +113,14 @@ class _Drawing:
         return {node: each[0]["stage"] for node, each in runs.items()}
 
     @cached_property
-    def _sent(self) -> Mapping[tuple[str, int], Mapping[str, Any]]:
+    def _sent(self) -> Mapping[tuple[str, int], str]:
         """What is sent of a value, by its name and the stage that reads it."""
         entries = self._stages.entries() if self._stages else []
         ways = ((way, value) for entry in entries for way in entry["sent"] for value in way["values"])
-        return {(value["name"], way["to"]): {**value, "times": way["times"]} for way, value in ways}
+        return {
+            (value["name"], way["to"]): f', label="{bytes_text(value["bytes"])}, {way["times"]} times"'
+            for way, value in ways
+        }
 
 
 def _box(name: str, label: str, lines: list[str], indent: str) -> Iterator[str]:

@@ -81,3 +81,35 @@ def convolution() -> tuple[Any, ...]:
     """A convolution over an image whose height, 9 rows, is cut unevenly."""
     torch.manual_seed(0)
     return nn.Conv2d(2, 4, 3, stride=2, padding=1), (torch.randn(2, 2, 9, 8),), {}, {"input": P(None, None, "x")}
+
+
+@torch.library.custom_op("targets::places", mutates_args=())
+def places(x: Tensor) -> Tensor:
+    """Of each entry its place in its column; shardc has no rule for it."""
+    return x.argsort(0).argsort(0).to(x.dtype)
+
+
+@places.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Weighed(nn.Module):
+    """A layer, each of whose results is weighed by its place in the batch; and what was seen of it before."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 24)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x).chunk(3, dim=1)
+        return (q * k * v * places(x) - self.seen).square().mean()
+
+
+def weighed() -> tuple[Any, ...]:
+    """Has an op without a rule, a buffer, and a cut that moves into the blocks of a fused weight, with a note."""
+    torch.manual_seed(0)
+    return Weighed(), (torch.randn(8, 8),), {}, {"x": P("dp"), "layer.weight": P("tp")}
