@@ -80,7 +80,8 @@ class _Drawing:
 
     def _edges(self) -> Iterator[str]:
         labels = dict(self._sent)  # each on one edge, whoever reads the value there
-        for operand, node in ((operand, node) for node in self._nodes for operand in node.all_input_nodes):
+        edges = [(operand, node) for node in self._nodes for operand in node.all_input_nodes]
+        for operand, node in edges:
             if operand in self.only:
                 way = operand.name, self._stage.get(node, -1)
                 style = f' [style=bold, color="{MESSAGE_COLOR}"{labels.pop(way, "")}]' if way in self._sent else ""

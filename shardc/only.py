@@ -13,6 +13,7 @@ from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean
 from shardc.program import Program
 from shardc.stage import has_stages
+from shardc.step_record import has_machine
 from shardc.text import TABLES, value_names
 
 
@@ -36,6 +37,8 @@ class Only:
         tables = tuple(word for word in words if word in TABLES)
         if "stages" in tables and not has_stages(program):
             raise _no_stages(program)
+        if "time" in tables and not has_machine(program):
+            raise _no_machine(program)
         globs = [word for word in words if word not in TABLES]
         found = _found(program, globs) if globs else (frozenset[fx.Node](), ())
         return Only(text, tables, *found)
@@ -84,4 +87,11 @@ def _no_stages(program: Program) -> ShardingError:
     what = f"a program that is {program.level}, with {program.options.pipeline or 'no pipeline'}"
     return ShardingError(
         "--only stages", what, "it has no stages yet", "say --pipeline, and no --after before lower_reshards"
+    )
+
+
+def _no_machine(program: Program) -> ShardingError:
+    problem = "there is no machine to predict it for, or nothing is sent yet"
+    return ShardingError(
+        "--only time", f"a program that is {program.level}", problem, "say --links and --device, and no early --after"
     )

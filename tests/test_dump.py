@@ -36,7 +36,9 @@ def piped() -> Compiled:
 def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
     """Programs that together have whatever a dump may have."""
     model, args, kwargs, annotations = weighed()
-    zero = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs, zero=Zero("dp", 3))
+    zero = compile(
+        model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs, zero=Zero("dp", 3), links={"tp": "nvlink"}
+    )
     inference = compile(model, Mesh(dp=3), {"x": P("dp")}, args=args, kwargs=kwargs, train=False)
     return [megatron, zero, inference, piped]
 
