@@ -13,6 +13,7 @@ from shardc.error import ShardingError, did_you_mean
 from shardc.link import LINKS, SHORT, Link, slowest
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.partition import parse_part
+from shardc.text import table
 
 ANY = "*"  # every axis that is not named
 VERSION = 1
@@ -51,6 +52,20 @@ class Machine:
             if axis not in (*mesh.axis_names, ANY):
                 remedy = did_you_mean(axis, mesh.axis_names) or f"name one of {', '.join(mesh.axis_names)}, or '{ANY}'"
                 raise ShardingError(f"links[{axis!r}]", f"{mesh}", "the mesh has no such axis", remedy)
+
+    def text(self) -> str:
+        """Two tables: the links, and the device."""
+        links = [
+            (axis, f"{1e6 * link.latency:.1f}", f"{link.bandwidth / 1e9:.2f}", f"{link.overlap:.0%}")
+            for axis, link in self.links.items()
+        ]
+        device = self.device
+        rates = [(f"{dtype} products, GFLOP/s", f"{rate / 1e9:.1f}") for dtype, rate in device.flops.items()]
+        rates += [("attention, of that", f"{device.attention:.0%}"), ("memory, GB/s", f"{device.memory / 1e9:.2f}")]
+        rates += [("optimizer, GB/s", f"{device.update / 1e9:.2f}")] if device.update else []
+        rates += [("shortest call, us", f"{1e6 * device.call:.1f}")]
+        header = ("axis", "latency us", "bandwidth GB/s", "computes beside")
+        return f"{table(header, links)}\n{table((device.name, 'rate'), rates)}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, version 1, which ``shardc bench-links`` writes."""

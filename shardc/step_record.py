@@ -10,7 +10,7 @@ from typing import Any
 from shardc.machine import Machine
 from shardc.program import Program
 from shardc.stage import has_stages
-from shardc.step_time import COMPUTING, OPTIMIZER, Slice, step_timeline
+from shardc.step_time import COMPUTING, OPTIMIZER, OVER, Slice, step_timeline
 from shardc.text import table
 from shardc.timeline import Task, Timeline
 
@@ -48,7 +48,7 @@ class StepRecord:
             "shared": self._sum("shared"),
             "collectives": [
                 {
-                    "axes": str(lane),
+                    "axes": str(lane).removeprefix(OVER),
                     "count": len(self.timeline.on(lane)),
                     "seconds": _rounded(sum(task.seconds for task in self.timeline.on(lane))),
                     "waited": _rounded(waited[lane]),
@@ -61,7 +61,9 @@ class StepRecord:
         """A table, in milliseconds."""
         found = self.entry()
         rows = [(name, "", _ms(found[name]), "") for name in ("computing", "shared", "optimizer") if found.get(name)]
-        rows += [(e["axes"], e["count"], _ms(e["seconds"]), _ms(e["waited"])) for e in found.get("collectives", ())]
+        rows += [
+            (OVER + e["axes"], e["count"], _ms(e["seconds"]), _ms(e["waited"])) for e in found.get("collectives", ())
+        ]
         return table(("predicted step", "count", "ms", "waited for"), [*rows, ("total", "", _ms(found["step"]), "")])
 
     def _sum(self, kind: str) -> float:

@@ -28,7 +28,7 @@ from shardc.range_name import range_name
 from shardc.stage import has_stages
 from shardc.timeline import Task, Timeline, timeline
 
-COMPUTING, OPTIMIZER = "computing", "optimizer step"
+COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class _Lanes:
         after = tuple(dict.fromkeys((*self._read(node), *self.last)))
         name = self._slice(node, found.kind)
         self.makers[node] = (name,)
-        yield Task(name, (f"collectives over {', '.join(found.axes)}",), seconds, after)
+        yield Task(name, (f"{OVER}{', '.join(found.axes)}",), seconds, after)
         if link.overlap < 1:
             share = Slice(name.name, f"{name.text} (its share)", name.phase, found.kind, is_share=True)
             self.last = (share,)

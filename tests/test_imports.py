@@ -31,6 +31,7 @@ TORCH_FREE = {
     "shardc.device",
     "shardc.diff",
     "shardc.error",
+    "shardc.fit",
     "shardc.link",
     "shardc.machine",
     "shardc.mesh",

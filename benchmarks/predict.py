@@ -1,0 +1,115 @@
+"""A step's predicted time beside the measured one, for each of the benchmark's plans, on the machine as it is then.
+
+    python benchmarks/predict.py                                  # small x2, all plans
+    python benchmarks/predict.py --plans data tensor --rounds 15
+
+What ``shardc bench-links`` measures and a step of every plan are timed in turn, in rounds and in the same processes,
+so that whatever else the machine does meets them all. Exits with 1 where a prediction is off by more than --within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model; started processes take the path over
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch.distributed as dist
+from row import ROWS, Row, is_ours
+from trainer import Job, Trainer
+from workload import SIZES
+
+from shardc.machine import Machine
+from shardc.mesh import Mesh
+from shardc.runtime.bench_links import UNNAMED, Bench
+from shardc.runtime.distributed import TorchComm, make_device_mesh
+from shardc.runtime.launch import launch
+from shardc.step_record import StepRecord
+from shardc.step_time import on_machine
+from shardc.text import table
+
+PLANS = ("data", "zero1", "zero3", "tensor", "sequence", "expert")
+WARM = 2  # steps that are not timed
+
+
+@dataclass(slots=True)
+class Plan:
+    """One of shardc's ways to train, on this rank; ``seconds`` of its steps by round."""
+
+    name: str
+    row: Row
+    trainer: Trainer
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, i: int) -> float:
+        """Take a step that all ranks begin together; how long it took here."""
+        batches = self.row.batches()
+        dist.barrier()
+        start = time.perf_counter()
+        self.trainer.step(batches[i % len(batches)])
+        return time.perf_counter() - start
+
+
+def compare(rows: list[Row], rounds: int) -> tuple[Machine, list[tuple[str, dict[str, float], list[float]]]]:
+    """The machine, and for each plan what is predicted on it and what the slowest rank took in each round."""
+    bench = Bench(TorchComm(make_device_mesh(Mesh(device_ids=None, **{UNNAMED: dist.get_world_size()}))))
+    plans = [Plan(name, row, row.trainer(name)) for row in rows for name in row.names if is_ours(name)]
+    for i in range(WARM + rounds):
+        bench.round()
+        for plan in plans:
+            seconds = plan.step(i)
+            plan.seconds += [seconds] if i >= WARM else []
+    machine, found = bench.machine(), []
+    for plan in plans:
+        slowest: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(slowest, plan.seconds)
+        program = on_machine(plan.trainer.model.program.program, machine)  # type: ignore[attr-defined]
+        found.append((plan.name, StepRecord(program).entry(), list(map(max, zip(*slowest, strict=True)))))
+    return machine, found
+
+
+def main() -> int:
+    """Print the machine, and a row a plan."""
+    options = _parse()
+    rows = [Row(plan, options.size, Job(options.ranks), is_full=False) for plan in options.plans]
+    machine, found = launch(compare, options.ranks, rows, options.rounds)[0]
+    print(machine.text())
+    cells = [
+        (name, _ms(entry["computing"]), _ms(entry["optimizer"]), _ms(_sent(entry)), _ms(entry["step"]),
+         _ms(median(seconds)), f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f}",
+         f"{entry['step'] / median(seconds) - 1:+.0%}")
+        for name, entry, seconds in found
+    ]  # fmt: skip
+    header = (f"{options.size} x{options.ranks}, ms", "computing", "optimizer", "sending", "predicted", "measured",
+              "from to", "off by")  # fmt: skip
+    print(table(header, cells), end="")
+    return int(any(abs(entry["step"] / median(seconds) - 1) > options.within for _, entry, seconds in found))
+
+
+def _sent(entry: dict[str, float]) -> float:
+    """How much longer the step is for what is sent."""
+    return entry["step"] - entry["computing"] - entry["optimizer"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", nargs="+", choices=ROWS, default=PLANS)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--within", type=float, default=0.3, help="part of the measured time (0.3)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
