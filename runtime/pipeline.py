@@ -20,6 +20,7 @@ from shardc.stage_schedule import schedule_of
 from .channel import Channel, Mailbox
 from .comm import Comm
 from .executor import Sums, Values
+from .host import Host
 from .pipeline_step import PipelineStep
 from .stage_results import StageResults
 from .stage_runner import StageRunner
@@ -39,6 +40,8 @@ class PipelineRunner:
 
     ``readers``: for each parameter that any stage reads the pipeline's ranks that do, by stage; ``trained``: those that
     get gradients.
+
+    ``host``: where idle stages go; ``of_parameter``: which outputs are parameters' gradients.
 
     It holds no values between steps. ``rows`` of inputs and results are those of the program's positions: of each
     microbatch those of the stage's ranks.
@@ -69,6 +72,10 @@ class PipelineRunner:
         ends = zip(program.outputs, program.results, strict=True)
         self.trained = {output.name for output, node in ends if output.kind == "gradient" and node is not None}
         self.results = StageResults(self.stages)
+        parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+        self.of_parameter = [owner in parameters for owner in program.owners]
+        pipeline = program.options.pipeline
+        self.host = Host(self.device) if pipeline is not None and pipeline.offload else None
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
 
     def forward(
@@ -144,5 +151,5 @@ def _readers(stages: Stages, place: Sequence[int]) -> dict[str, tuple[int, ...]]
 def _scaled(rows: Sequence[Values], by: Tensor) -> list[list[Tensor | None]]:
     """Each value times a number; what is the same for all microbatches is one tensor, and stays one."""
     values = {id(value): value for row in rows for value in row if value is not None}
-    scaled = {key: value * by for key, value in values.items()}
+    scaled = {key: value * by.to(value.device) for key, value in values.items()}
     return [[None if value is None else scaled[id(value)] for value in row] for row in rows]

@@ -10,11 +10,13 @@ from torch import Tensor
 from shardc.action import ALL, COMPUTE, RECEIVES, SENDS, Action
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.stage import PARTS_OF, Crossing, Part
+from shardc.stage_turns import ways_after
 
 from .channel import Key, Message
 from .comm import REDUCE
 from .executor import Values
 from .instruction import Env
+from .offload import Offload, settled
 
 if TYPE_CHECKING:
     from .pipeline import PipelineRunner
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 class PipelineStep:
     """One step.
 
-    State, by stage or by stage and microbatch: ``base``, what no microbatch changes; ``envs``; ``sums``. ``waiting``:
-    what was made and is not sent yet.
+    State, by stage or by stage and microbatch: ``base``, what no microbatch changes; ``envs``; ``sums``, of which those
+    by stage, rank and slot in ``own`` are in memory of their own. ``waiting``: what was made and is not sent yet.
+    ``offloads``: by rank, what moves its idle stages away.
     """
 
     def __init__(self, runner: PipelineRunner, inputs: Sequence[Values]) -> None:
@@ -34,10 +37,16 @@ class PipelineStep:
         self.envs: dict[tuple[int, int], list[Env]] = {}
         self.sums: dict[int, list[dict[int, Tensor]]] = {}
         self.waiting: dict[Key, Message] = {}
-        self.own: dict[int, Tensor] = {}  # sums in memory of their own, by id
+        self.own: set[tuple[int, int, int]] = set()
+        self.offloads: dict[int, Offload] = {}
 
     def run(self) -> list[list[Tensor | None]]:
         """All of it: for each position the results, parallel to the program's outputs."""
+        for stage in self.runner.runners:
+            self.base[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
+            self.sums[stage] = [{} for _ in range(self.width)]
+        if self.runner.host is not None:
+            self.offloads = {rank: Offload(self, rank, self.runner.host) for rank in self.runner.here}
         for stage in self.runner.runners:
             self._begin(stage)
         left = {rank: iter(self.runner.schedule.actions[rank]) for rank in self.runner.here}
@@ -55,8 +64,7 @@ class PipelineStep:
 
     def _begin(self, stage: int) -> None:
         runner, comm = self.runner.runners[stage], self.runner.comms[0]
-        self.base[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
-        self.sums[stage] = [{} for _ in range(self.width)]
+        self._take_turn(stage)
         runner.run("once", self.base[stage], comm)
         for i in range(len(self.runner.comms)) if runner.sums["count"] else ():
             envs = self._new_envs(stage, i)
@@ -64,6 +72,17 @@ class PipelineStep:
             self._add(stage, "count", envs)
         self._take_sums(stage)
         runner.run("settle", self.base[stage], comm)
+
+    def _take_turn(self, stage: int) -> None:
+        """Have a stage on the device."""
+        offload = self.offloads.get(self.runner.schedule.place[stage])
+        if offload is not None:
+            offload.take_turn()
+
+    def held(self, stage: int, i: int) -> Iterator[Env | dict[int, Tensor]]:
+        """Where the values of a stage are, of its ranks in this process the one of that index."""
+        yield from (self.base[stage][i], self.sums[stage][i])
+        yield from (envs[i] for (its, _), envs in self.envs.items() if its == stage)
 
     def _env(self, row: Values, is_timed: bool, env: Env | None = None) -> Env:
         env = [None] * len(self.runner.program.graph.nodes) if env is None else env
@@ -88,6 +107,7 @@ class PipelineStep:
 
     def _do(self, action: Action) -> None:
         if action.kind in COMPUTE:
+            self._take_turn(action.stage)
             for part in PARTS_OF[action.kind]:
                 self._compute(action, part)
         elif action.kind in SENDS:
@@ -132,14 +152,14 @@ class PipelineStep:
     def _add(self, stage: int, part: Part, envs: Sequence[Env]) -> None:
         """Add to the sums over microbatches; the first summand is not ours to write to."""
         for into, added, op in self.runner.runners[stage].sums[part]:
-            for env, sums in zip(envs, self.sums[stage], strict=True):
+            for i, (env, sums) in enumerate(zip(envs, self.sums[stage], strict=True)):
                 if into not in sums:
                     sums[into] = env[added]
-                elif op == "sum" and id(sums[into]) in self.own:
+                elif op == "sum" and (stage, i, into) in self.own:
                     sums[into].add_(env[added])
                 else:
                     sums[into] = REDUCE[op](sums[into], env[added])
-                    self.own[id(sums[into])] = sums[into]
+                    self.own.add((stage, i, into))
 
     def _take_sums(self, stage: int) -> None:
         """Sums are whole, and values like others."""
@@ -150,18 +170,20 @@ class PipelineStep:
     def _close(self) -> list[list[Tensor | None]]:
         """Once all microbatches are done: what stages sum together, reductions over ranks, and all results."""
         runners = self.runner.runners
-        ways = [key for key in self.runner.stages.crossings if key.part == "after"]
-        for stage in runners:
-            self._take_sums(stage)
-        for crossing in sorted(ways, key=lambda each: (each.source, each.target)):
+        for crossing in ways_after(self.runner.stages):
             if crossing.source in runners:
+                self._take_turn(crossing.source)
+                self._take_sums(crossing.source)
                 slots = runners[crossing.source].leaving[crossing]
                 message = [[env[slot] for slot in slots] for env in self.base[crossing.source]]
                 self.channel.send((crossing, ALL), message)
             if crossing.target in runners:
                 self._post(crossing, ALL)
         for stage, runner in runners.items():
+            self._take_turn(stage)
+            self._take_sums(stage)
             for key in self._entering(stage, "after", ALL):
                 self._receive(key, self.base[stage])
             runner.run("after", self.base[stage], self.runner.comms[0])
-        return self.runner.results.collect(self.base, self.envs, len(self.runner.comms))
+        found = self.runner.results.collect(self.base, self.envs, len(self.runner.comms))
+        return found if self.runner.host is None else settled(found, self.runner.of_parameter, self.runner.host)

@@ -19,6 +19,7 @@ class StageRunner:
     """The parts of one stage, over an ``Env`` with a slot for each node of the program for each rank.
 
     ``leaving`` and ``entering``: for each crossing the slots of its values. ``types``: of those that enter.
+    ``parameters``: the slots of those that it holds.
     ``sums[part]``: what a part adds to, what is added, and how. ``kept[part]``: the slots that later parts of a
     microbatch read; ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
     """
@@ -31,6 +32,9 @@ class StageRunner:
         self.entering = {crossing: values for crossing, values in ways.items() if crossing.target == index}
         types = {crossing: map(program.local_type, stages.crossings[crossing]) for crossing in self.entering}
         self.types = {crossing: [type_ for type_ in each if type_ is not None] for crossing, each in types.items()}
+        inputs = zip(program.inputs, program.placeholders, strict=True)
+        named = {put.name: slots[node] for put, node in inputs if put.kind == "parameter"}
+        self.parameters = {named[name] for name in self.stage.parameters}
         self.sums = {part: [_sum(node, slots) for node in nodes] for part, nodes in self.stage.sums.items()}
         calls = {
             part: with_waits(instructions(nodes, slots, comm.device, program, is_eager))

@@ -167,6 +167,7 @@ PIPELINE: dict[str, Callable[[str], Any]] = {
     "balance": str,
     "chunks": _number,
     "cuts": _globs,
+    "offload": lambda text: {"true": True, "false": False}.get(text.lower(), text),
 }
 PIPELINE_EXAMPLES = {"microbatches": "8", "schedule": "1f1b", "balance": "flops", "chunks": "2", "cuts": "h.4+h.8"}
 

@@ -128,6 +128,9 @@ class Pipeline:
     ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
     inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss, whose scale
     starts the backward too, which is done before the loss is scaled: small gradients of float16 would be lost.
+    ``offload``: of the stages of a rank only the one that works is on its device, and the next one on its way there;
+    the others lie in host memory, with what is saved of their microbatches and with the sums of their gradients. There
+    parameters are stored and gradients arrive, so that an optimizer works there.
     A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
     Sources: GPipe, Huang et al. 2019; PipeDream, Narayanan et al. 2019; Zero Bubble, Qi et al. 2024.
     """
@@ -141,6 +144,7 @@ class Pipeline:
     max_memory: int | None = None
     batch: Mapping[str, int | None] = field(default_factory=dict)
     loss_scale: Any = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -152,6 +156,15 @@ class Pipeline:
                 remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
                 raise ShardingError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
         self._check_chunks()
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.offload and self.chunks_a_rank == 1:
+            problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
+            raise ShardingError("Pipeline", f"offload={self.offload!r}, chunks={self.chunks}", problem, remedy)
+        if self.offload and self.max_memory is not None:
+            what, problem = f"offload=True, max_memory={self.max_memory}", "it bounds what all stages of a rank hold"
+            raise ShardingError("Pipeline", what, problem, "leave max_memory out, and see program.memory['peak']")
 
     def _check_chunks(self) -> None:
         if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):

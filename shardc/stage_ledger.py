@@ -20,21 +20,12 @@ from shardc.node import is_getitem, operand
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program, Value
 from shardc.stage import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
+from shardc.stage_blocks import Block, Blocks, Env, Memory
 from shardc.stage_lifetime import Dying, kept_after, read_beside, with_deaths
+from shardc.stage_state import parameters_of
+from shardc.stage_turns import Turns, turns_of, ways_after
 
 Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """Memory, and how many hold it."""
-
-    nbytes: int
-    holders: int = 0
-
-
-Blocks = tuple[Block, ...]
-Env = dict[fx.Node, Blocks]
 
 
 def rank_bytes(stages: Stages, schedule: Schedule) -> Iterator[tuple[int, int]]:
@@ -42,7 +33,8 @@ def rank_bytes(stages: Stages, schedule: Schedule) -> Iterator[tuple[int, int]]:
 
     ``saved``: the most that lives between two of its actions of what microbatches under way have made; ``peak``: the
     most that lives at any time, inputs (of all microbatches), gradients and messages included. A message lives from
-    where it is made until it is sent, and from where its receive is posted until it is read for the last time.
+    where it is made until it is sent, and from where its receive is posted until it is read for the last time. Of
+    stages that are offloaded nothing lives on the rank's device while they are idle.
     """
     for replay in _replays(stages, schedule):
         yield replay.saved, replay.memory.peak
@@ -58,45 +50,14 @@ def bytes_over_time(stages: Stages, schedule: Schedule) -> Iterator[list[tuple[s
 
 
 def _replays(stages: Stages, schedule: Schedule) -> Iterator[_Replay]:
+    pipeline = stages.program.options.pipeline
+    is_offloaded = pipeline is not None and pipeline.offload
     owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
     for rank in range(schedule.num_ranks):
-        replay = _Replay(stages, schedule, rank, owners)
+        turns = Turns(turns_of(stages, schedule, rank)) if is_offloaded else None
+        replay = _Replay(stages, schedule, rank, owners, turns)
         replay.run()
         yield replay
-
-
-@dataclass(slots=True)
-class _Memory:
-    now: int = 0
-    peak: int = 0
-    high: int = 0  # since it was last asked for
-
-    def take_high(self) -> int:
-        high, self.high = self.high, self.now
-        return high
-
-    def hold(self, blocks: Blocks) -> None:
-        for block in blocks:
-            self.now += 0 if block.holders else block.nbytes
-            block.holders += 1
-        self.high = max(self.high, self.now)
-        self.peak = max(self.peak, self.now)
-
-    def drop(self, blocks: Blocks) -> None:
-        for block in blocks:
-            block.holders -= 1
-            self.now -= 0 if block.holders else block.nbytes
-
-    def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
-        """In place of what was there."""
-        self.hold(blocks)
-        self.drop(env.get(node, ()))
-        env[node] = blocks
-
-    def free(self, env: Env, nodes: Iterable[fx.Node]) -> None:
-        """What an env itself holds of them."""
-        for node in nodes:
-            self.drop(env.pop(node, ()))
 
 
 @dataclass(slots=True)
@@ -105,32 +66,42 @@ class _Replay:
     schedule: Schedule
     rank: int
     owners: Mapping[Value, Value]
+    turns: Turns | None = None  # where stages are moved away
+    away: set[int] = field(default_factory=set)  # stages that are in host memory
+    given: set[Block] = field(default_factory=set)  # inputs that never move
     base: dict[int, Env] = field(default_factory=dict)
     envs: dict[tuple[int, int], Env] = field(default_factory=dict)
     sums: dict[int, Env] = field(default_factory=dict)
-    own: set[Block] = field(default_factory=set)  # sums in memory of their own
+    own: set[tuple[int, fx.Node]] = field(default_factory=set)  # sums in memory of their own, by stage
     waiting: dict[Key, Blocks] = field(default_factory=dict)
     posted: dict[Key, Blocks] = field(default_factory=dict)
-    memory: _Memory = field(default_factory=_Memory)
+    memory: Memory = field(default_factory=Memory)
     saved: int = 0
     highs: list[tuple[str, int]] = field(default_factory=list)
     program: Program = field(init=False)
+    parameters: Mapping[fx.Node, str] = field(init=False)
     calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
     forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.stages.program
+        self.parameters = {node: name for name, node in parameters_of(self.program).items()}
 
     def run(self) -> None:
         """The whole step."""
         here = [stage for stage, rank in enumerate(self.schedule.place) if rank == self.rank]
         given = dict(self._inputs(here))
-        for blocks in given.values():
-            self.memory.hold(blocks)
+        for node, blocks in given.items():
+            if self.turns is None or node not in self.parameters:
+                self.memory.hold(blocks)
+                self.given |= set(blocks)
+        for stage in here:
+            self.base[stage], self.sums[stage] = self._at_first(stage, given), {}
+            self.away |= {stage} if self.turns else set()
         for stage in here:
             self.calls[stage], kept = with_deaths(self.stages, stage), kept_after(self.stages, stage)
             self.forgotten[stage] = {part: read_beside(self.stages, stage, part) - kept[part] for part in kept}
-            self._begin(stage, given)
+            self._begin(stage)
         self.highs.append(("begin", self.memory.take_high()))
         for action in self.schedule.actions[self.rank]:
             self._do(action)
@@ -142,14 +113,51 @@ class _Replay:
     def _inputs(self, here: Iterable[int]) -> Iterator[tuple[fx.Node, Blocks]]:
         """Of parameters those of our stages; of what microbatches cut the pieces of all of them."""
         count, held = self.schedule.num_microbatches, {name for i in here for name in self.stages.stages[i].parameters}
-        for put, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+        for node in self.program.placeholders:
             times = count if is_cut_in_time(self.program.sharding(node)) else 1
-            is_absent = put.kind == "parameter" and put.name not in held
+            is_absent = self.parameters.get(node, "") not in held | {""}
             yield node, (Block(0 if is_absent else times * nbytes(self.program.local_type(node))),)
 
-    def _begin(self, stage: int, given: Env) -> None:
-        base = self.base[stage] = dict(given)
-        self.sums[stage] = {}
+    def _at_first(self, stage: int, given: Env) -> Env:
+        """What a stage has before it begins: of what may move, parameters, blocks of its own."""
+        if self.turns is None:
+            return dict(given)
+        held = self.stages.stages[stage].parameters
+        moving = {node: (Block(given[node][0].nbytes),) for node, name in self.parameters.items() if name in held}
+        return {node: blocks for node, blocks in given.items() if node not in self.parameters} | moving
+
+    def _take_turn(self) -> None:
+        """Stages that are idle leave the device, and then those that are next come there."""
+        if self.turns is None:
+            return
+        leaving, coming = self.turns.take()
+        for env in (env for stage in leaving for env in self._envs_of(stage)):
+            for blocks in env.values():
+                self.memory.drop(tuple(block for block in blocks if block not in self.given))
+        self.away |= set(leaving)
+        for stage in coming:
+            self._bring_back(stage)
+
+    def _bring_back(self, stage: int) -> None:
+        """Blocks that values share are shared again; a parameter that another stage has is there already."""
+        base, moved = self.base[stage], dict[Block, Block]()
+        for other in self.base.keys() - self.away:
+            shared = self.base[other].keys() & base.keys() & self.parameters.keys()
+            moved |= {base[node][0]: self.base[other][node][0] for node in shared}
+        moved |= {block: block for block in self.given}
+        for env in self._envs_of(stage):
+            for node, blocks in env.items():
+                env[node] = tuple(moved.setdefault(block, Block(block.nbytes)) for block in blocks)
+                self.memory.hold(tuple(block for block in env[node] if block not in self.given))
+        self.away -= {stage}
+
+    def _envs_of(self, stage: int) -> Iterator[Env]:
+        yield from (self.base[stage], self.sums[stage])
+        yield from (env for (its, _), env in self.envs.items() if its == stage)
+
+    def _begin(self, stage: int) -> None:
+        base = self.base[stage]
+        self._take_turn()
         self._run(stage, "once", base)
         for _ in range(self.schedule.num_microbatches if self.stages.stages[stage].sums["count"] else 0):
             env: Env = {}
@@ -161,6 +169,7 @@ class _Replay:
 
     def _do(self, action: Action) -> None:
         if action.kind in COMPUTE:
+            self._take_turn()
             for part in PARTS_OF[action.kind]:
                 self._compute(action.stage, action.microbatch, part)
         elif action.kind in SENDS:
@@ -224,19 +233,22 @@ class _Replay:
             before, added = sums.get(into), operand(into)
             if before is None:
                 self.memory.put(sums, into, self._find(stage, env, added))
-            elif before[0] not in self.own or into.args[2] != "sum":
-                made = Block(nbytes(self.program.local_type(added)))
-                self.own.add(made)
-                self.memory.put(sums, into, (made,))
+            elif (stage, into) not in self.own or into.args[2] != "sum":
+                self.own.add((stage, into))
+                self.memory.put(sums, into, (Block(nbytes(self.program.local_type(added))),))
 
     def _close(self, here: Iterable[int]) -> None:
         """What stages sum together, reductions over ranks, gradients."""
+        for way in ways_after(self.stages):
+            if way.source in here:
+                self._take_turn()
+                self._take_sums(way.source)
+                self._hand_over((way, ALL), self.base[way.source])
+            elif way.target in here:
+                self._post((way, ALL))
         for stage in here:
+            self._take_turn()
             self._take_sums(stage)
-        for way in self.stages.crossings:
-            if way.part == "after" and way.target in here:
-                self._post((way, ALL)) if way.source not in here else self._hand_over((way, ALL), self.base[way.source])
-        for stage in here:
             for way in self.stages.crossings:
                 if (way.target, way.part) == (stage, "after"):
                     self._receive((way, ALL), self.base[stage])
@@ -255,6 +267,8 @@ class _Replay:
 
     def _kept(self) -> int:
         """Bytes of what microbatches have made, and only they hold."""
-        base = {block for env in self.base.values() for held in env.values() for block in held}
-        blocks = {block for env in self.envs.values() for held in env.values() for block in held} - base
+        here = self.base.keys() - self.away
+        base = {block for stage in here for held in self.base[stage].values() for block in held}
+        envs = (env for (stage, _), env in self.envs.items() if stage in here)
+        blocks = {block for env in envs for held in env.values() for block in held} - base
         return sum(block.nbytes for block in blocks)

@@ -11,7 +11,7 @@ import torch
 from measuring import _tensors
 from torch import Tensor
 
-from shardc.action import Action
+from shardc.action import ALL, Action
 from shardc.api import Compiled
 from shardc.runtime import pipeline, pipeline_step
 from shardc.runtime.channel import Key, Mailbox, Message, Types
@@ -29,6 +29,7 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     assert program.mesh is not None
     comm = SimulatedComm(_stage_mesh(program.mesh))
     runner = pipeline.PipelineRunner(program, comm, channel=Posted())
+    runner.channel.place = runner.schedule.place
     inputs = cut_inputs(program, compiled._inputs(program, args, {}, {}, 0, 0))
     step = MeasuringRun(runner, runner._with_tangents(inputs, 1.0))
     runner.runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.runners}
@@ -40,11 +41,17 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
 class Posted(Mailbox):
     """A channel that receives into memory of its own, as from another process."""
 
-    __slots__ = ("posted",)
+    __slots__ = ("posted", "under_way")
 
     def __init__(self) -> None:
         super().__init__()
         self.posted: dict[Key, Message] = {}
+        self.under_way: dict[Key, Message] = {}  # to another rank, after the last microbatch: to the end of the step
+
+    def send(self, key: Key, message: Message) -> None:
+        super().send(key, message)
+        if key[1] == ALL and self.place[key[0].source] != self.place[key[0].target]:
+            self.under_way[key] = message
 
     def post(self, key: Key, types: Types) -> None:
         self.posted[key] = [[torch.empty(each.shape, dtype=each.dtype) for each in types]]
@@ -104,9 +111,10 @@ class MeasuringRun(pipeline_step.PipelineStep):
         held = {
             name for s, stage in enumerate(self.runner.stages.stages) if self._is_here(s) for name in stage.parameters
         }
+        moves = self.runner.host is not None  # parameters are on the device as copies, among what is made
         for slot, put in enumerate(self.runner.program.inputs):
             rows = self.inputs[i :: self.width] if self.runner.is_timed[slot] else self.inputs[i : i + 1]
-            if put.kind != "parameter" or put.name in held:
+            if put.kind != "parameter" or (put.name in held and not moves):
                 yield from (row[slot] for row in rows if row[slot] is not None)  # type: ignore[misc]
 
     def _held(self, i: int) -> Iterator[Any]:
@@ -116,7 +124,7 @@ class MeasuringRun(pipeline_step.PipelineStep):
             yield from envs[i] if self._is_here(stage) else ()
         inside = {key: each for key, each in self.channel.messages.items() if self._is_here(key[0].source)}
         inside = {key: each for key, each in inside.items() if self._is_here(key[0].target)}
-        for (way, _), message in (*inside.items(), *self.waiting.items()):
+        for (way, _), message in (*inside.items(), *self.waiting.items(), *self.channel.under_way.items()):
             yield from message[i] if self._is_here(way.source) else ()
         for (way, _), message in self.channel.posted.items():
             yield from message[0] if self._is_here(way.target) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gpt
@@ -12,25 +13,32 @@ from shardc import Mesh, P, compile
 from shardc.options import Pipeline
 from shardc.stage_memory import memory_by_rank
 
+OFFLOADED = Pipeline(microbatches=4, schedule="interleaved", chunks=3, offload=True)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "config", "mesh"),
+    ("pipeline", "config", "mesh"),
     [
-        ("gpipe", gpt.Config(), Mesh(pp=2)),
-        ("1f1b", gpt.Config(tied=True, dropout=0.1), Mesh(pp=4)),
-        ("zb-h1", gpt.Config(), Mesh(dp=2, pp=2)),
-        ("zb-v", gpt.Config(), Mesh(pp=2)),
+        (Pipeline(microbatches=4, schedule="gpipe"), gpt.Config(), Mesh(pp=2)),
+        (Pipeline(microbatches=4, schedule="1f1b"), gpt.Config(tied=True, dropout=0.1), Mesh(pp=4)),
+        (Pipeline(microbatches=4, schedule="zb-h1"), gpt.Config(), Mesh(dp=2, pp=2)),
+        (Pipeline(microbatches=4, schedule="zb-v"), gpt.Config(), Mesh(pp=2)),
+        (OFFLOADED, gpt.Config(tied=True), Mesh(pp=2)),
+        (replace(OFFLOADED, schedule="zb-v", chunks=None), gpt.Config(tied=True), Mesh(pp=2)),
+        (replace(OFFLOADED, schedule="gpipe"), gpt.Config(), Mesh(dp=2, pp=1)),
     ],
-    ids=["gpipe", "1f1b-tied", "zb-h1-dp", "zb-v"],
+    ids=["gpipe", "1f1b-tied", "zb-h1-dp", "zb-v", "interleaved-offload", "zb-v-offload", "gpipe-dp-offload"],
 )
-def test_the_bytes_announced_for_each_rank_are_those_alive(schedule: str, config: Any, mesh: Mesh) -> None:
+def test_the_bytes_announced_for_each_rank_are_those_alive(pipeline: Pipeline, config: Any, mesh: Mesh) -> None:
     annotations: dict[str, P] = gpt.DATA if "dp" in mesh.axis_names else {}
     model, args, _, _ = gpt._target(config, annotations)
-    compiled = compile(model, mesh, annotations, args=args, pipeline=Pipeline(microbatches=4, schedule=schedule))
+    compiled = compile(model, mesh, annotations, args=args, pipeline=pipeline)
     ranks = memory_by_rank(compiled.program)
     assert [{key: memory[key] for key in ("saved", "peak")} for memory in ranks] == measured_by_rank(compiled, *args)
     assert compiled.memory == max(ranks, key=lambda memory: memory["peak"])
     held = sum(memory["parameters"] for memory in ranks)
-    shared = model.tokens.weight.nbytes if config.tied else 0  # on the first rank and on the last
+    place = pipeline.place(compiled.program.num_stages)
+    is_twice = config.tied and place[0] != place[-1]  # on the first rank and on the last
+    shared = model.tokens.weight.nbytes if is_twice else 0
     assert held == sum(parameter.nbytes for parameter in model.parameters()) + shared
