@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardc.mesh import Mesh
 from shardc.options import Pipeline
@@ -20,7 +21,9 @@ from .border import Border, DistributedBorder, DistributedDoor, Door, VirtualBor
 from .channel import RankChannel
 from .comm import SimulatedComm, Starter
 from .distributed import TorchComm
+from .host import stored_on_host
 from .pipeline import PipelineRunner
+from .placement import local, new_dtensor
 from .scaling import join_lines
 from .timed import TimedComm, TimedDoor
 
@@ -52,9 +55,20 @@ class PipelineBorder(DistributedBorder):
     def new_copies(self) -> None:
         """None: what is made of stored parameters is made once a step."""
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """A replicated DTensor with a copy; where stages are offloaded, of a parameter in host memory."""
+        found = super().own(tensor)
+        if not self.pipeline.offload or not isinstance(tensor, nn.Parameter):
+            return found
+        assert isinstance(found, DTensor)
+        return new_dtensor(stored_on_host(local(found)), found._spec)
+
     def placed(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
-        """A DTensor with a copy of this rank's piece."""
-        return super().placed(tensor, sharding.on(self.torch_comm.mesh), name)
+        """A DTensor with a copy of this rank's piece, where the tensor is; in host memory it is pinned."""
+        found = super().placed(tensor, sharding.on(self.torch_comm.mesh), name)
+        if not isinstance(found, DTensor) or local(found).device == self.torch_comm.device:
+            return found
+        return new_dtensor(local(found).pin_memory(), found._spec)
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
         """That of a DTensor, on the mesh of the program."""

@@ -68,7 +68,7 @@ class PipelineModule(ParallelModule):
         own = [parameter.grad for name, parameter in self.named_parameters() if self._owns(name)]
         gradients = [gradient for gradient in own if gradient is not None]
         total: Any = nn.utils.get_total_norm(gradients, norm_type)
-        total = total.full_tensor() if isinstance(total, DTensor) else total.to(self._border.comm.device)
+        total = (total.full_tensor() if isinstance(total, DTensor) else total).to(self._border.comm.device)
         if math.isinf(norm_type):
             dist.all_reduce(total, dist.ReduceOp.MAX, self._border.channel.groups[0])
         else:

@@ -51,8 +51,8 @@ class DTensorMaker:
         made = DTensor.from_local(
             piece, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
-        self._specs[piece.dtype] = getattr(made, "_spec", None)
-        return made
+        spec = self._specs[piece.dtype] = getattr(made, "_spec", None)
+        return made if local(made).device == piece.device else new_dtensor(piece, spec)  # in host memory, it stays
 
 
 def new_dtensor(piece: Tensor, spec: Any) -> DTensor:

@@ -68,8 +68,8 @@ def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline",
         metavar="AXIS[,KEY=VALUE]...",
         type=_pipeline,
-        help="cut the model in stages along an axis: pp,microbatches=8,schedule=1f1b,balance=flops; also chunks=2 and "
-        "cuts=h.4+h.8, where stages begin",
+        help="cut the model in stages along an axis: pp,microbatches=8,schedule=1f1b,balance=flops; also chunks=2, "
+        "offload=true and cuts=h.4+h.8, where stages begin",
     )
     parser.add_argument(
         "--remat",

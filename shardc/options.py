@@ -159,6 +159,9 @@ class Pipeline:
         self._check_offload()
 
     def _check_offload(self) -> None:
+        if not isinstance(self.offload, bool):
+            problem = "idle stages lie in host memory or do not"
+            raise ShardingError("Pipeline", f"offload={self.offload!r}", problem, "say True or False")
         if self.offload and self.chunks_a_rank == 1:
             problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
             raise ShardingError("Pipeline", f"offload={self.offload!r}, chunks={self.chunks}", problem, remedy)

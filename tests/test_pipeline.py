@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardc import Mesh, P
 from shardc.error import ShardingError
 from shardc.options import Pipeline
 from shardc.program import Program
+from shardc.runtime import host
 from shardc.stage_memory import memory_by_rank
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -46,6 +48,29 @@ def check(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_one_device(schedule: str) -> None:
     check({"is_tied": True, "dropout": 0.3}, some_targets(10), Mesh(pp=4), Pipeline(microbatches=4, schedule=schedule))
+
+
+OFFLOADED = {
+    "interleaved": Pipeline(microbatches=4, schedule="interleaved", chunks=4, offload=True),
+    "zb-v": Pipeline(microbatches=4, schedule="zb-v", offload=True),
+}
+
+
+@pytest.mark.parametrize("pipeline", OFFLOADED.values(), ids=OFFLOADED)
+def test_stages_that_idle_in_host_memory_are_one_device(pipeline: Pipeline) -> None:
+    check({"is_tied": True, "dropout": 0.3}, some_targets(10), Mesh(pp=2), pipeline)
+
+
+@pytest.mark.slow
+def test_with_offload_a_device_holds_less_and_moves_what_it_does_not_hold() -> None:
+    def peak(**options: Any) -> int:
+        pipeline = Pipeline(microbatches=4, schedule="interleaved", chunks=4, **options)
+        found: int = shardc.compile(Model(), Mesh(pp=2), pipeline=pipeline, args=data()).memory["peak"]
+        return found
+
+    with mock.patch.object(host.Host, "out", autospec=True, side_effect=host.Host.out) as out:
+        check({}, data(), Mesh(pp=2), OFFLOADED["interleaved"], backwards=1)
+    assert out.call_count > 20 and peak(offload=True) < 0.75 * peak()
 
 
 @pytest.mark.slow
@@ -101,6 +126,12 @@ REFUSED = {
     },
     "Pipeline: schedule='zb-v', chunks=3\n  it has two stages a rank\n  leave chunks out": {
         "schedule": "zb-v", "chunks": 3,
+    },
+    "Pipeline: offload=True, chunks=None\n  a rank has one stage, which is never idle\n  say chunks=3": {
+        "offload": True
+    },
+    "Pipeline: offload=True, max_memory=9\n  it bounds what all stages of a rank hold\n  leave max_memory out": {
+        "schedule": "zb-v", "max_memory": 9, "offload": True,
     },
     "Pipeline: microbatches=0\n  it counts pieces of a batch\n  say 1 or more": {"microbatches": 0},
 }  # fmt: skip

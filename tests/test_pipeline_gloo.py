@@ -32,9 +32,10 @@ class Case:
     sizes: dict[str, int]
     annotations: dict[str, Any] = field(default_factory=dict)
     chunks: int | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
-        return f"{self.column}, {self.schedule}, {Mesh(**self.sizes)}"
+        return f"{self.column}, {self.schedule}{' offloaded' * self.offload}, {Mesh(**self.sizes)}"
 
 
 DATA = {"ids": P("dp"), "targets": P("dp")}
@@ -42,6 +43,7 @@ TENSOR = {"blocks.*.linear.weight": P("tp"), "head.weight": P("tp")}
 CASES = (
     Case("uneven", "zb-h1", {"pp": 4}),
     Case("targets", "zb-v", {"pp": 2, "dp": 2}, DATA),
+    Case("dropout", "interleaved", {"tp": 2, "pp": 2}, TENSOR, chunks=4, offload=True),
     Case("dropout", "interleaved", {"tp": 2, "pp": 2}, TENSOR),
     Case("skip", "1f1b", {"pp": 4}),
     Case("tied", "gpipe", {"pp": 4}),
@@ -72,7 +74,7 @@ def train(case: Case) -> tuple[list[float], dict[str, float]]:
     options, args = COLUMNS[case.column]
     torch.manual_seed(0)
     model = Model(**options).double()
-    pipeline = Pipeline(microbatches=4, schedule=case.schedule, chunks=case.chunks)
+    pipeline = Pipeline(microbatches=4, schedule=case.schedule, chunks=case.chunks, offload=case.offload)
     piped = shardc.parallelize(model, make_device_mesh(Mesh(**case.sizes)), case.annotations, pipeline=pipeline)
     alone = shardc.parallelize(model, Mesh(one=1))
     found, gradients = [], dict[str, float]()
