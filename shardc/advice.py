@@ -1,9 +1,9 @@
 """What would remove a collective: the smallest change of annotations, found by compiling again under each of a few.
 
-A change is good where the collective is gone (shardc/transfer.py says when), a rank sends fewer bytes a step, and
-neither its peak memory, nor its optimizer state, nor its floating-point operations grow. Changes are tried one thing at
-a time, the likeliest first, and the first good one is the advice. Where none is, it is the one that removes the
-collective and costs least, with what it costs.
+A change is good where the collective is removed (shardc/transfer.py says when), a rank sends fewer bytes a step, and
+neither its peak memory nor its floating-point operations grow. Changes are tried one thing at a time, the likeliest
+first, and the first good one is the advice. Where none is, it is the one that removes the collective altogether and
+costs least, with what it costs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.partition import P
 from shardc.retry import Attempt, Retry
 from shardc.site import site_of
 from shardc.text import bytes_text
-from shardc.transfer import transfers
+from shardc.transfer import is_removed, transfers
 from shardc.why_needed import why_needed
 
 TRIES = 12
@@ -33,8 +33,9 @@ TRIES = 12
 class Suggestion:
     """A change that removes a collective, and what a step costs a rank before and after it.
 
-    ``is_free``: less is sent, and nothing else costs more. ``python`` and ``flags``: as one types it, the flags where
-    ``--annotate`` adds to a target's own annotations; ``all_flags`` where it stands in their place, as for ``hf:``.
+    ``is_free``: less is sent, and neither peak memory nor operations grow. ``python`` and ``flags``: as one types it,
+    the flags where ``--annotate`` adds to a target's own annotations; ``all_flags`` where it stands in their place, as
+    for ``hf:``.
     """
 
     change: Change
@@ -130,15 +131,17 @@ class Advisor:
         retry, options = self._retry, self._retry.request.options
         site = site_of(self.program, node, retry.annotations)
         changes = candidates(site, retry.annotations, self.program.inputs, options.zero, self.tries)
+        moved, tried = self._moved[node.name], 0
         removing: list[tuple[Change, Attempt]] = []
-        tried = 0
         for change in changes:
             attempt = retry.attempt(change)
             tried += attempt is not None
-            if attempt is not None and attempt.transfers.isdisjoint(self._moved[node.name]):
+            if attempt is None or not is_removed(moved, attempt.transfers):
+                continue
+            if attempt.figures.is_free_after(retry.figures):
+                return Advice(name, tried, "", self._suggestion(change, attempt))
+            if is_removed(moved, attempt.transfers, altogether=True):
                 removing.append((change, attempt))
-                if attempt.figures.is_free_after(retry.figures):
-                    return Advice(name, tried, "", self._suggestion(change, attempt))
         cheapest = min(removing, key=lambda pair: pair[1].figures.excess(retry.figures), default=None)
         why = why_needed(self.program, node)
         return Advice(name, tried, why, None if cheapest is None else self._suggestion(*cheapest))

@@ -20,11 +20,16 @@ def candidates(
     site: Site, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
 ) -> list[Change]:
     """At most ``count`` changes, each different, the surest last."""
-    found = dict.fromkeys([*_of_near_annotations(site, annotations), *_of_inputs(site, annotations, inputs),
-                           *_additions(site, annotations), *_of_far_annotations(site, annotations),
-                           *_of_zero(site, zero)])  # fmt: skip
-    sure = nowhere(site.axes, annotations, zero)
-    return [*[change for change in found if change != sure][: max(0, count - 1)], sure]
+    found = [
+        *_of_near_annotations(site, annotations),
+        *_of_inputs(site, annotations, inputs),
+        *_of_zero(site, zero),
+        *_dropped_at(site, annotations, 2),
+        *_additions(site, annotations),
+        *_dropped_at(site, annotations, 3),
+    ]
+    sure, first = nowhere(site.axes, annotations, zero), list(dict.fromkeys(found))[:count]
+    return first if sure in first else [*first[: count - 1], sure]
 
 
 def nowhere(axes: Iterable[str], annotations: Mapping[str, P], zero: Zero | None) -> Change:
@@ -54,11 +59,10 @@ def _of_near_annotations(site: Site, annotations: Mapping[str, P]) -> Iterator[C
                 yield from (_change(pattern, spec, after) for after in _edits(site, pattern, spec))
 
 
-def _of_far_annotations(site: Site, annotations: Mapping[str, P]) -> Iterator[Change]:
-    for distance in (2, 3):
-        for pattern, spec in annotations.items():
-            if site.distances[pattern] == distance:
-                yield _change(pattern, spec, None)
+def _dropped_at(site: Site, annotations: Mapping[str, P], distance: int) -> Iterator[Change]:
+    for pattern, spec in annotations.items():
+        if site.distances[pattern] == distance:
+            yield _change(pattern, spec, None)
 
 
 def _edits(site: Site, pattern: str, spec: P) -> Iterator[P | None]:
@@ -146,7 +150,7 @@ def _glob(value: Named) -> str:
 def _of_zero(site: Site, zero: Zero | None) -> Iterator[Change]:
     """A stage of ZeRO that gathers less often, or none."""
     if zero is not None and zero.axis in site.axes:
-        yield from (Change(zero=Zero(zero.axis, stage), is_zero=True) for stage in (2, 1) if stage < zero.stage)  # type: ignore[arg-type]
+        yield from (Change(zero=Zero(zero.axis, stage), is_zero=True) for stage in (2, 1) if stage < zero.stage)
         yield Change(is_zero=True)
 
 

@@ -20,6 +20,7 @@ from shardc.partition import P
 from shardc.passes.pipeline import PASSES
 from shardc.program import Program
 from shardc.request import Request
+from shardc.stage_cut import stages_of
 from shardc.transfer import Transfer, transfers
 
 SETTLED = "fuse_collectives"  # after it no pass takes a collective away, or adds one to another value
@@ -100,7 +101,8 @@ class Retry:
             is_read = _outputs(asked) != _outputs(self.request.asked(base, before))
             unread = base if is_read else self.compiled.at(UNREAD)
             found = Attempt(_with_pins(unread, request.program(base, asked)), "" if is_read else UNREAD)
-        found.transfers  # noqa: B018  whatever is wrong with it, is wrong by now
+        if found.transfers and request.options.pipeline:
+            stages_of(found.program)  # an error for what needs the whole batch
         return found
 
 

@@ -115,7 +115,7 @@ def _beside(program: Program, movement: Movement) -> Iterator[Named]:
     calls = [movement.made, *(user for user in movement.users if user.op != "output")]
     for call in calls:
         for taken in [call, *filter(None, operands(program.value(call)[0]))]:
-            put = given.get(_stored(program, taken))  # type: ignore[call-overload]
+            put = given.get(_stored(program, taken))
             if put is not None and put.kind in ("parameter", "buffer", "input"):
                 yield Named(put.kind, put.name, put.type.shape)
 

@@ -3,19 +3,19 @@
 Names of nodes do not last: another plan has other ops. What lasts is the user's: a collective is the *transfers* of the
 values that it moves (a bucket moves several), one for each axis that it goes over. A transfer is that of a value, in a
 phase, along an axis; and a value is the gradient, output or buffer that it ends as, or the parameter or input that it
-is, or else what an op on a line of a module makes, of a global type. A collective is removed where none of its
-transfers is left. So one that only changes its kind is not removed; nor is one of several values that an op makes on
-one line, as q, k and v, while another of them is moved alike.
+is, or else what an op on a line of a module makes, of a global type. A collective is removed where no collective of its
+kind has any of its transfers; of several values that an op makes on one line, as q, k and v, all must be gone. It is
+removed *altogether* where no collective of any kind has them: an all_reduce that became a reduce_scatter is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from shardc.announcement import is_collective
+from shardc.announcement import collective_at, is_collective
 from shardc.bucket import bucket, members, results
 from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.node import is_cast, is_getitem, op_name, operand
@@ -24,11 +24,24 @@ from shardc.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """That of a value, in a phase, along a mesh axis."""
+    """That of a value, in a phase, along a mesh axis, by a collective of a kind."""
 
     phase: str
     axis: str
     value: str
+    kind: str
+
+    @property
+    def of_any_kind(self) -> Transfer:
+        """The same, whichever kind of collective does it."""
+        return replace(self, kind="")
+
+
+def is_removed(moved: frozenset[Transfer], left: frozenset[Transfer], altogether: bool = False) -> bool:
+    """Whether a collective of the transfers ``moved`` is gone from a plan that has those ``left``."""
+    if altogether:
+        return {each.of_any_kind for each in moved}.isdisjoint(each.of_any_kind for each in left)
+    return moved.isdisjoint(left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +66,10 @@ def transfers(program: Program) -> dict[str, frozenset[Transfer]]:
 
 def transfers_of(program: Program, node: fx.Node) -> Iterator[Transfer]:
     """The transfers of one collective."""
-    phase = program.source(node).phase
+    phase, kind = program.source(node).phase, collective_at(program, node).kind
     for movement in movements(program, node):
         value = value_text(program, movement)
-        yield from (Transfer(phase, axis, value) for axis in axes_of(node))
+        yield from (Transfer(phase, axis, value, kind) for axis in axes_of(node))
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:

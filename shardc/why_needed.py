@@ -13,17 +13,23 @@ def why_needed(program: Program, node: fx.Node) -> str:
     """One sentence of a collective of a lowered program in global shapes."""
     moved, axes = list(movements(program, node)), " and ".join(axes_of(node))
     kind, count = collective_at(program, node).kind, len(moved)
-    ends = {program.outputs[i].kind for movement in moved for i in movement.ends}
+    ends: set[str] = {program.outputs[i].kind for movement in moved for i in movement.ends}
     if kind in ("all_reduce", "reduce_scatter"):
         return _of_sum(program, node, moved, axes, ends)
     if all(_is_parameter(program, movement) for movement in moved):
-        what = f"{count} parameters lie" if count > 1 else "the parameter lies"
-        return f"{what} cut over {axes} and {'are' if count > 1 else 'is'} computed with whole: what one rank lacks is sent"
+        what = (
+            f"{count} parameters lie cut over {axes} and are"
+            if count > 1
+            else f"a parameter lies cut over {axes} and is"
+        )
+        return f"{what} computed with whole: a rank is sent what it lacks"
     if kind == "all_to_all":
-        return f"the value is made cut over {axes} along one dim and read cut along another: each rank holds rows that others read"
+        return (
+            f"the value is made cut over {axes} along one dim and read cut along another: ranks hold what others read"
+        )
     if kind == "collective_permute":
         return f"along a dim that {axes} cuts, each rank reads what its neighbours hold"
-    return f"the value is made cut over {axes} and read whole: what one rank lacks is sent"
+    return f"the value is made cut over {axes} and read whole: a rank is sent what it lacks"
 
 
 def _of_sum(program: Program, node: fx.Node, moved: list[Movement], axes: str, ends: set[str]) -> str:

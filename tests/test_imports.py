@@ -17,7 +17,15 @@ COMMANDS = {
     "shardc.invocation",
     *(f"shardc.commands.{path.stem}" for path in (PACKAGE / "commands").glob("[!_]*.py")),
 }
-FRONT_DOORS = {"shardc", "shardc.__main__", "shardc.api", "shardc.init_parameters", "shardc.verify"} | COMMANDS
+FRONT_DOORS = COMMANDS | {
+    "shardc",
+    "shardc.__main__",
+    "shardc.advice",
+    "shardc.api",
+    "shardc.init_parameters",
+    "shardc.retry",
+    "shardc.verify",
+}
 TORCH_FREE = {
     "shardc",
     "shardc.__main__",
