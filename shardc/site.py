@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from shardc.cause import Moved
 from shardc.node import is_annotation, is_cast, is_getitem, is_view, operands
 from shardc.partition import P
 from shardc.program import Program
@@ -44,8 +45,10 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
     said = _patterns(program, annotations)
     beside = dict.fromkeys(value for movement in moved for value in _beside(program, movement))
     pinned = {(pin.kind, pin.name): pin.text for pin in program.pins}
+    needs = [need for cause in program.causes(node) if isinstance(cause, Moved) for need in cause.needs]
     direct = {said.get(pinned.get((value.kind, value.name), "")) for value in beside}
-    came = {said.get(text) for text in _origins(program, node, moved, axes)}
+    direct |= {said.get(need.end) for need in needs if need.kind in ("placed", "end")}
+    came = {said.get(need.end) for need in needs} | {said.get(text) for text in _origins(program, node, moved, axes)}
     inputs = {said.get(pin.text) for pin in program.pins if pin.kind == "input"}
 
     def distance(pattern: str, spec: P) -> int:
@@ -123,7 +126,7 @@ def _beside(program: Program, movement: Movement) -> Iterator[Named]:
 def _stored(program: Program, node: fx.Node) -> fx.Node:
     """The input that a value is a view or a cast of, however it was resharded; else where that ends."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        is_same = is_view(node) or is_cast(node) or is_getitem(node) or bool(program.cause(node))
+        is_same = is_view(node) or is_cast(node) or is_getitem(node) or bool(program.causes(node))
         if not is_same:
             break
         node = node.all_input_nodes[0]
