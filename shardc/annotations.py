@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,6 +69,12 @@ def match(
     """The values of a model and of a call that each pattern means."""
     from shardc.convention import names_of
 
+    check_annotations(annotations)
+    return match_names(annotations, names_of(model, args, kwargs), mesh)
+
+
+def check_annotations(annotations: Any) -> None:
+    """A ShardingError for what maps no patterns to specs."""
     if not isinstance(annotations, Mapping):
         raise ShardingError(
             "annotations",
@@ -74,7 +82,6 @@ def match(
             "annotations map patterns to specs",
             "write {'*.weight': P('tp')}",
         )
-    return match_names(annotations, names_of(model, args, kwargs), mesh)
 
 
 def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> dict[str, Match]:
@@ -131,17 +138,13 @@ def spec_of(given: Any, mesh: Mesh, who: str) -> P:
     if isinstance(given, P):
         return given
     if not isinstance(given, Sequence) or not all(hasattr(entry, "is_replicate") for entry in given):
-        raise ShardingError(
-            who,
-            repr(given),
-            "an annotation is a P or a sequence of DTensor placements",
-            f"write P({given!r})" if isinstance(given, str) else "write for example P('dp', None)",
-        )
+        problem = "an annotation is a P or a sequence of DTensor placements"
+        raise ShardingError(who, repr(given), problem, _meant(given))
     if len(given) != len(mesh.axis_names):
         raise ShardingError(
             who,
             repr(given),
-            f"{len(given)} placements for the {len(mesh.axis_names)} axes of {mesh}",
+            f"{len(given)} placement{'s' * (len(given) != 1)} for the {len(mesh.axis_names)} axes of {mesh}",
             "write one placement for each axis",
         )
     axes: dict[int, tuple[str, ...]] = {}
@@ -152,9 +155,30 @@ def spec_of(given: Any, mesh: Mesh, who: str) -> P:
     return P(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
 
 
+def _meant(given: Any) -> str:
+    """What to write in place of a text, or of a sequence, that says what a P would say."""
+    if isinstance(given, (str, tuple, list)):
+        try:
+            return f"write {P.parse(given) if isinstance(given, str) else P(*given)!r}"
+        except ShardingError:
+            pass
+    return "write for example P('dp', None)"
+
+
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Say inside a model how a value lies on the mesh; its gradient lies alike. The identity outside shardc."""
+    if not isinstance(spec, P):
+        raise ShardingError(_caller(), repr(spec), "an annotation inside a model is a P", _meant(spec))
+    if not hasattr(x, "clone"):
+        what, remedy = f"of type {type(x).__name__}", "annotate the tensors in it, one by one"
+        raise ShardingError(_caller(), what, "only a tensor lies on a mesh", remedy)
     return annotate_op()(x, str(spec), spec.priority) if _CAPTURING.get() else x
+
+
+def _caller() -> str:
+    """``annotate``, and the line that called it."""
+    frame = sys._getframe(2)
+    return f"annotate ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def annotate_output(output: Any, spec: P) -> Any:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.annotations import Spec
+from shardc.admission import check_call, check_draw, check_model, check_tangents, check_values
+from shardc.annotations import Spec, check_annotations
 from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
@@ -150,7 +151,8 @@ class Compiled:
         step: int = 0,
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
-        inputs = self._inputs(program, args, kwargs, grad_outputs or {}, seed, step)
+        given = {} if grad_outputs is None else grad_outputs
+        inputs = self._inputs(program, args, kwargs, given, seed, step)
         results = runtime(program, inputs)
         outputs, gradients = (
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
@@ -170,7 +172,10 @@ class Compiled:
         """The values of the program's inputs, whole, in order."""
         import torch
 
-        given = iter(self.convention.flatten(args, kwargs))
+        check_draw(seed, step)
+        tensors = self.convention.flatten(args, kwargs)
+        check_values(dict(zip(self.convention.names, tensors, strict=True)))
+        given = iter(tensors)
         _check_tangents(program, grad_outputs)
         state = self._state(program)
         values: list[torch.Tensor] = []
@@ -194,7 +199,7 @@ class Compiled:
         if on_meta:
             raise ShardingError(
                 f"parameter {on_meta[0]!r}",
-                f"it is on meta, as are {len(on_meta) - 1} others",
+                "it is on meta" + (f", as are {len(on_meta) - 1} others" if len(on_meta) > 1 else ""),
                 "a program can be compiled and dumped without values, but not run",
                 "give the model values: model.to_empty(device='cpu') and its initialisers",
             )
@@ -204,6 +209,7 @@ class Compiled:
 def _check_tangents(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
     """A ShardingError for every gradient of an output that has none, or of another type than the output."""
     types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
+    check_tangents(grad_outputs, list(types))
     errors: list[ShardingError] = []
     for name, gradient in grad_outputs.items():
         given = TensorType(tuple(gradient.shape), gradient.dtype)
@@ -249,7 +255,8 @@ def compile(
 
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
     options.check(described)
-    _check_module(model)
+    check_model(model)
+    check_call(args, kwargs or {}, train, differentiable, strict)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
     matched = request.matched(model)
     stages: dict[str, Program] = {}
@@ -269,16 +276,6 @@ def compile(
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
-
-
-def _check_module(model: Any) -> None:
-    if not hasattr(model, "named_parameters"):
-        raise ShardingError(
-            "model",
-            f"of type {type(model).__name__}",
-            "shardc compiles an nn.Module",
-            "put the function in a module's forward",
-        )
 
 
 def parallelize(
@@ -308,6 +305,8 @@ def parallelize(
     """
     from shardc.runtime.parallel import parallel_module
 
+    check_model(model)
+    check_annotations(annotations or {})
     stated = {
         "zero": zero,
         "pipeline": pipeline,

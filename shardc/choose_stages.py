@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardc.chain import chain, check_stages
+from shardc.chain import chain
 from shardc.dag import ideals, stages_of, walk
 from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
@@ -114,7 +114,7 @@ def split_units(fine: Loads, whole: Loads, wish: Wish, forced: Sequence[int] = (
 
     ``forced``: the fine units with which a stage begins.
     """
-    check_stages(len(fine.units), wish.num_stages)
+    _check_stages(len(fine.units), wish)
     if wish.num_ranks < wish.num_stages and not forced:
         loads = fine if len(fine.units) <= MOST_LOOPED else whole
         return loads, _on_ranks(loads, wish)
@@ -244,6 +244,17 @@ def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:
     ]
     if wish.max_memory is not None and max(held) > wish.max_memory:
         raise _too_little(wish, max(held))
+
+
+def _check_stages(num_units: int, wish: Wish) -> None:
+    if wish.num_stages < 1 or num_units < wish.num_stages:
+        raise ShardingError(
+            "the model",
+            f"it has {num_units} part{'s' * (num_units != 1)} that compute, for {wish.num_stages} stages on "
+            f"{wish.num_ranks} rank{'s' * (wish.num_ranks != 1)}",
+            "every stage computes something",
+            f"say from 1 to {num_units} stages: a smaller axis, or fewer chunks" if num_units else "compute something",
+        )
 
 
 def _too_little(wish: Wish, least: int) -> ShardingError:

@@ -145,7 +145,24 @@ def call_leaves(
             named.update(sorted(value.items()))
         elif not _is_default(value, parameter.default):
             named[name] = value
-    return flatten(named)
+    leaves, tree = flatten(named)
+    raise_all([
+        ShardingError(f"input {name!r}", "a tensor in a container", problem, remedy)
+        for name, problem, remedy in _unnamed(leaves)
+    ])  # fmt: skip
+    return leaves, tree
+
+
+def _unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """The name of every tensor that has none of its own, what is wrong with it, and what to do."""
+    tensors: set[str] = set()
+    for name, value in leaves:
+        if isinstance(value, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in value):
+            yield name, "it is in a set, which has no order: none says which tensor is which", "use a list or a tuple"
+        if isinstance(value, torch.Tensor):
+            if name in tensors:
+                yield name, "two tensors have this path: a key with a dot reads as two", "rename one of the keys"
+            tensors.add(name)
 
 
 def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -220,6 +237,8 @@ def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], 
         if isinstance(value, Iterator):
             problem = f"it is a {type(value).__name__}, which would run on after the program"
             raise CaptureError(f"output {name!r}", problem, "return a list or a tuple")
+    for name, problem, remedy in _unnamed(leaves):
+        raise CaptureError(f"output {name!r}", problem, remedy)
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
     return tuple((name, leaf_of(value)) for name, value in leaves), tensors, tree
 

@@ -92,22 +92,20 @@ class Mesh:
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     device_ids: tuple[int, ...] | None
+    stage_axis: str | None = None  # of a stage's mesh the axis along which the stages lie, which is not part of it
 
-    def __init__(self, *, device_ids: Sequence[int] | None = None, **axes: int) -> None:
+    def __init__(self, *sizes: object, device_ids: Sequence[int] | None = None, **axes: int) -> None:
+        if sizes:
+            what = ", ".join(map(repr, sizes))
+            raise ShardingError("Mesh", what, "every axis has a name", "write Mesh(dp=2, tp=4), or Mesh(**{'dp': 2})")
         if not axes:
             raise ShardingError("Mesh()", "no axes", "a mesh needs at least one axis", "write Mesh(dp=2)")
         for name, size in axes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ShardingError(
-                    "Mesh",
-                    f"axis {name!r} has size {size!r}",
-                    "a size is a whole number of ranks, 1 or more",
-                    f"write Mesh({name}=2)",
-                )
+            _check_axis(name, size)
         self.axis_names = tuple(axes)
         self.shape = tuple(axes.values())
-        self.device_ids = None if device_ids is None else tuple(device_ids)
-        if self.device_ids is not None and sorted(self.device_ids) != list(range(self.size)):
+        self.device_ids = device_ids = None if device_ids is None else _as_tuple(device_ids)
+        if (device_ids is not None and set(device_ids) != set(range(self.size))) or len(device_ids or ()) > self.size:
             raise ShardingError(
                 "Mesh",
                 f"device_ids={self.device_ids}",
@@ -195,6 +193,20 @@ class Mesh:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
         ids = "" if self.device_ids is None else f", device_ids={self.device_ids}"
         return f"Mesh({axes}{ids})"
+
+
+def _check_axis(name: str, size: object) -> None:
+    """A ShardingError for an axis whose name cannot be typed in a ``P``, or whose size counts nothing."""
+    if not name.isidentifier():
+        what, problem = f"axis {name!r} of size {size!r}", "a name is of letters, digits and _, as a name in Python is"
+        raise ShardingError("Mesh", what, problem, "write Mesh(dp=2)")
+    if type(size) is not int or size < 1:
+        problem = "a size is a whole number of ranks, 1 or more"
+        raise ShardingError("Mesh", f"axis {name!r} has size {size!r}", problem, f"write Mesh({name}=2)")
+
+
+def _as_tuple(device_ids: object) -> tuple[Any, ...]:
+    return tuple(device_ids) if isinstance(device_ids, Iterable) else (device_ids,)
 
 
 @lru_cache(maxsize=256)

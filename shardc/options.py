@@ -46,7 +46,7 @@ class Zero:
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError where the mesh has no such axis."""
-        mesh.axis_size(self.axis)
+        _check_axis(f"Zero({self.axis!r})", self.axis, mesh)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -73,7 +73,8 @@ class Precision:
     gradients: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        given = {"compute": self.compute, "reduce": self.reduce, "gradients": self.gradients or self.reduce}
+        given = {"compute": self.compute, "reduce": self.reduce}
+        given |= {} if self.gradients is None else {"gradients": self.gradients}
         raise_all([_no_float(name, dtype) for name, dtype in given.items() if not is_float(dtype)])
 
 
@@ -84,7 +85,7 @@ def is_float(dtype: Any) -> bool:
 
 def _no_float(name: str, dtype: Any) -> ShardingError:
     remedy = "say torch.bfloat16, torch.float16 or torch.float32"
-    return ShardingError("Precision", f"{name}={dtype!r}", "it is no floating dtype", remedy)
+    return ShardingError(f"Precision({name}=...)", repr(dtype), "it is no floating dtype", remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,19 @@ class Remat:
     collectives: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.blocks, str):
+            what, problem = f"blocks={self.blocks!r}", "it is a glob over the paths of modules"
+            raise ShardingError("Remat", what, problem, "say blocks='h.*', or budget= for a number of bytes")
         if bool(self.blocks) == (self.budget is not None):
             what = "both blocks and budget" if self.blocks else "neither blocks nor budget"
             raise ShardingError(
                 "Remat", what, "one of them says what is saved", "say blocks='h.*', or budget=10**9 for a gigabyte"
             )
-        if self.every < 1:
+        if type(self.every) is not int or self.every < 1:
             raise ShardingError("Remat", f"every={self.every}", "it counts blocks from 1", "say 1 for all, 2 for half")
-        if self.budget is not None and self.budget < 0:
-            raise ShardingError("Remat", f"budget={self.budget}", "bytes are not negative", "say how many may be saved")
+        if self.budget is not None and (type(self.budget) is not int or self.budget < 0):
+            what, problem = f"budget={self.budget!r}", "it is a whole number of bytes, 0 or more"
+            raise ShardingError("Remat", what, problem, "say budget=10**9 for a gigabyte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class Pipeline:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+        if type(self.microbatches) is not int or self.microbatches < 1:
             raise ShardingError(
                 "Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", "say 1 or more"
             )
@@ -156,6 +161,7 @@ class Pipeline:
                 remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
                 raise ShardingError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
         self._check_chunks()
+        self._check_kinds()
         self._check_offload()
 
     def _check_offload(self) -> None:
@@ -168,6 +174,22 @@ class Pipeline:
         if self.offload and self.max_memory is not None:
             what, problem = f"offload=True, max_memory={self.max_memory}", "it bounds what all stages of a rank hold"
             raise ShardingError("Pipeline", what, problem, "leave max_memory out, and see program.memory['peak']")
+
+    def _check_kinds(self) -> None:
+        """One ShardingError for all settings that are of another kind."""
+        cuts, scale = self.cuts, self.loss_scale
+        good = {
+            "cuts": cuts is None or (not isinstance(cuts, str) and all(isinstance(each, str) for each in cuts)),
+            "max_memory": self.max_memory is None or (type(self.max_memory) is int and self.max_memory > 0),
+            "batch": isinstance(self.batch, Mapping) and all(
+                each is None or type(each) is int for each in self.batch.values()
+            ),
+            "loss_scale": scale is None or hasattr(scale, "get_scale"),
+        }  # fmt: skip
+        raise_all([
+            ShardingError("Pipeline", f"{name}={getattr(self, name)!r}", *_PIPELINE_KINDS[name])
+            for name, is_good in good.items() if not is_good
+        ])  # fmt: skip
 
     def _check_chunks(self) -> None:
         if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):
@@ -185,7 +207,7 @@ class Pipeline:
 
     def check(self, mesh: Mesh) -> None:
         """A ShardingError where the mesh has no such axis, or one of the name that microbatches go by."""
-        mesh.axis_size(self.axis)
+        _check_axis(f"Pipeline({self.axis!r})", self.axis, mesh)
         if MICROBATCH in mesh.axis_names:
             raise ShardingError(
                 "Pipeline", f"{mesh}", f"its axis {MICROBATCH!r} is the name of an axis of ours", "name it otherwise"
@@ -208,13 +230,33 @@ class Pipeline:
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
         rest = {name: size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name != self.axis}
-        return Mesh(device_ids=None, **(rest or {self.axis: 1}))
+        found = Mesh(device_ids=None, **(rest or {self.axis: 1}))
+        found.stage_axis = self.axis
+        return found
 
     def compute_mesh(self, mesh: Mesh) -> Mesh:
         """That of the program: a stage's ranks, at the time of each microbatch."""
         stage = self.stage_mesh(mesh)
         axes = {MICROBATCH: self.microbatches, **dict(zip(stage.axis_names, stage.shape, strict=True))}
-        return Mesh(device_ids=None, **axes)
+        found = Mesh(device_ids=None, **axes)
+        found.stage_axis = self.axis
+        return found
+
+
+_PIPELINE_KINDS = {
+    "cuts": ("it lists globs over the paths of modules", "say cuts=('h.4', 'h.8')"),
+    "max_memory": ("it is a whole number of bytes", "say max_memory=8 * 10**9 for 8 gigabytes"),
+    "batch": ("it maps the names of inputs to a dim, or to None", "say batch={'mask': 1, 'table': None}"),
+    "loss_scale": ("it is no torch.amp.GradScaler", "say loss_scale=torch.amp.GradScaler(), the one that you step"),
+}
+
+
+def _check_axis(who: str, axis: str, mesh: Mesh) -> None:
+    """A ShardingError in the name of an option where the mesh has no such axis."""
+    try:
+        mesh.axis_size(axis)
+    except ShardingError as error:
+        raise ShardingError(who, error.what, error.problem, error.remedy) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +291,6 @@ class Options:
         for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)
+        if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
+            what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter lies on the ranks of one stage"
+            raise ShardingError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardc.error import ShardingError
-from shardc.mesh import AxisPart, Mesh
+from shardc.mesh import MICROBATCH, AxisPart, Mesh
 from shardc.sharding import WHOLE, DimSharding, Sharding
 
 
@@ -62,6 +62,9 @@ class P:
         kept = entries[:-1] if self.rest_open else entries
         self.entries = cast("tuple[Entry, ...]", kept)
         self.priority = priority
+        if type(priority) is not int:
+            what, remedy = f"priority={priority!r}", "say priority=0, 1, ...: lower propagates first"
+            raise ShardingError(repr(self), what, "it is no whole number", remedy)
         for dim, entry in enumerate(self.entries):
             if not _is_entry(entry):
                 raise _no_entry(self, dim)
@@ -116,7 +119,7 @@ class P:
                 who,
                 f"{self!r} on shape {list(shape)}",
                 f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}",
-                f"write at most {_count(len(shape), 'entry')}",
+                f"write at most {_count(len(shape), 'entry')}" if shape else "write P(): it has no dim to cut",
             )
         dims = [WHOLE] * len(shape)
         for dim, entry in enumerate(self.entries):
@@ -136,7 +139,7 @@ class P:
 
 def _is_entry(entry: object) -> bool:
     names = entry if isinstance(entry, tuple) else (entry,)
-    return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) for name in names)
+    return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) and name for name in names)
 
 
 def _no_entry(spec: P, dim: int) -> ShardingError:
@@ -152,7 +155,7 @@ def _no_entry(spec: P, dim: int) -> ShardingError:
         repr(spec),
         f"entry {dim} is {entry!r}",
         "an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN",
-        "write for example P('dp', None)",
+        f"write {tuple(entry)!r}" if isinstance(entry, list) and _is_entry(tuple(entry)) else "write P('dp', None)",
     )
 
 
@@ -173,9 +176,20 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
                 f"{size} does not split in {entry.count} equal blocks",
                 f"use a block count that divides {size}",
             )
-        return DimSharding((), ((size // entry.count, tuple(parse_part(axis, mesh) for axis in entry.axes)),))
+        return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
     names = (entry,) if isinstance(entry, str) else entry
-    return DimSharding(tuple(parse_part(name, mesh) for name in names))
+    return DimSharding(tuple(_users_part(name, mesh) for name in names))
+
+
+def _users_part(text: str, mesh: Mesh) -> AxisPart:
+    """A part of an axis that the user names: the stages of a pipeline lie along an axis that cuts no value."""
+    if text.partition(":")[0] == mesh.stage_axis:
+        problem = "the stages of the pipeline lie along it, and a value on the ranks of one stage"
+        raise ShardingError("", f"axis {text!r}", problem, f"leave {text!r} out, or name another axis in Pipeline")
+    if text.partition(":")[0] == MICROBATCH and mesh.stage_axis:
+        problem, remedy = "it is the time of a pipeline", "say which dim is cut in microbatches: Pipeline(batch={...})"
+        raise ShardingError("", f"axis {text!r}", problem, remedy)
+    return parse_part(text, mesh)
 
 
 def parse_part(text: str, mesh: Mesh) -> AxisPart:
@@ -185,7 +199,7 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
         return mesh.axis(name)
     mesh.axis_size(name)
     pre, _, size = rest.removeprefix("(").partition(")")
-    if not (pre.isdigit() and size.isdigit() and int(size)):
+    if not (pre.isdigit() and size.isdigit() and int(pre) and int(size)):
         raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
     return AxisPart(name, int(pre), int(size))
 

@@ -31,7 +31,7 @@ def _matched(flow: Flow, cuts: Sequence[str]) -> set[int]:
     for pattern in cuts:
         matched = {path for path in begin if fnmatchcase(path, pattern)}
         if not matched:
-            who, known = f"Pipeline(cuts={tuple(cuts)!r})", list(dict.fromkeys(reversed(begin)))
+            who, known = f"Pipeline(cuts={tuple(cuts)!r})", [path for path in dict.fromkeys(reversed(begin)) if path]
             remedy = did_you_mean(pattern, known) or f"use one of {', '.join(known[:8])}"
             raise ShardingError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
         found |= {begin[path] for path in matched if not any(path.startswith(f"{above}.") for above in matched)}

@@ -39,6 +39,8 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
     ``num_units``: so many there should be at least. ``forced``: places where one begins in any case. Not ``is_fine``:
     blocks whole, if they are enough.
     """
+    if not flow.ops:
+        return ()
     starts = sorted({*_starts(flow, num_units, is_fine), *forced})
     flops, time = (_with_backward(flow, cost) for cost in (flops_of_call, time_of_call))
     firsts, lasts = _begun(flow, range(len(flow.ops))), _begun(flow, range(len(flow.ops) - 1, -1, -1))

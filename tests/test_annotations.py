@@ -112,7 +112,7 @@ def test_placements_of_dtensor_say_the_same():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ([Shard(0)], "1 placements for the 2 axes of Mesh(dp=2, tp=4)"),
+        ([Shard(0)], "1 placement for the 2 axes of Mesh(dp=2, tp=4)"),
         ([Shard(-1), Replicate()], "only Shard with a dim of 0 or more and Replicate say how a value lies"),
         ([Partial(), Replicate()], "only Shard with a dim of 0 or more and Replicate say how a value lies"),
         ("dp", "an annotation is a P or a sequence of DTensor placements"),

@@ -131,7 +131,7 @@ ANNOTATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"up.weight": P(None, 0)},
         "P(None, 0): entry 1 is 0\n"
         "  an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN\n"
-        "  write for example P('dp', None)",
+        "  write P('dp', None)",
     ),
     "no blocks": (
         lambda: {"up.weight": P(shardc.blocks(0, "tp"))},
