@@ -250,7 +250,7 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     ),
     "no such format": (
         lambda compiled: compiled.dump("txt"),
-        "format 'txt': dump knows text, json, dot\n"
+        "format 'txt': dump knows text, json, dot, html\n"
         "  there is no such format\n"
         "  did you mean text?",
     ),
