@@ -195,7 +195,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a dtype that is none": (
         lambda: Precision("bf16"),  # type: ignore[arg-type]
-        "Precision(compute=...): 'bf16'\n"
+        "Precision(compute='bf16'): of type str\n"
         "  it is no floating dtype\n"
         "  say torch.bfloat16, torch.float16 or torch.float32",
     ),

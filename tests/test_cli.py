@@ -316,7 +316,7 @@ def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(caps
     assert saved[0] == saved[1] > 400 >= saved[2] > 0  # what comes out of the module is read by another
     with pytest.raises(SystemExit):
         main(["dump", f"{FILE}:mlp", *ON_FOUR, "--remat", "-5"])
-    assert "bytes are not negative" in capsys.readouterr().err
+    assert "it is a whole number of bytes, 0 or more" in capsys.readouterr().err
 
 
 def test_a_pipeline_is_said_by_axis_and_settings(capsys: pytest.CaptureFixture[str]) -> None:

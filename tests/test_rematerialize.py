@@ -207,7 +207,10 @@ def test_a_model_trains_alike_its_buffers_read_as_they_were() -> None:
         ({}, "Remat: neither blocks nor budget\n  one of them says what is saved\n  say blocks='h.*', or"),
         ({"blocks": "h.*", "budget": 1}, "Remat: both blocks and budget\n  one of them says"),
         ({"blocks": "h.*", "every": 0}, "Remat: every=0\n  it counts blocks from 1\n  say 1 for all, 2 for half"),
-        ({"budget": -1}, "Remat: budget=-1\n  bytes are not negative\n  say how many may be saved"),
+        (
+            {"budget": -1},
+            "Remat: budget=-1\n  it is a whole number of bytes, 0 or more\n  say budget=10**9 for a gigabyte",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
