@@ -84,10 +84,8 @@ def is_float(dtype: Any) -> bool:
 
 
 def _no_float(name: str, dtype: Any) -> ShardingError:
-    remedy = "say torch.bfloat16, torch.float16 or torch.float32"
-    return ShardingError(
-        f"Precision({name}={dtype!r})", f"of type {type(dtype).__name__}", "it is no floating dtype", remedy
-    )
+    who, what = f"Precision({name}={dtype!r})", f"of type {type(dtype).__name__}"
+    return ShardingError(who, what, "it is no floating dtype", "say torch.bfloat16, torch.float16 or torch.float32")
 
 
 @dataclass(frozen=True, slots=True)
