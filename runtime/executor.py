@@ -22,6 +22,7 @@ from shardc.program import Program
 
 from .comm import Starter
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
+from .ranges import WAIT, in_range, in_ranges, is_profiled
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
@@ -58,7 +59,9 @@ class Started:
 
     def finish(self, envs: Sequence[Env]) -> None:
         """Wait for it."""
-        for env, result in zip(envs, self.results(), strict=True):
+        with in_range(self.instruction.name + WAIT):
+            results = self.results()
+        for env, result in zip(envs, results, strict=True):
             env[self.instruction.result] = result
 
 
@@ -75,13 +78,14 @@ def run(
     ``into``: for each rank tensors where what gathers make may be put, ``kept`` by slot and member.
     """
     started: dict[int, Started] = {}
-    for each in instructions:
+    for each in in_ranges(instructions) if is_profiled() else instructions:
         for slot in each.waits:
             if slot in started:
                 started.pop(slot).finish(envs)
         if each.collective:
             assert comm is not None, each
-            started[each.result] = _start(each, envs, comm, kept or {}, into)
+            with in_range(each.name):
+                started[each.result] = _start(each, envs, comm, kept or {}, into)
         else:
             call, result = each.call, each.result
             for env in envs:

@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 from shardc.bucket import bucket, members
 from shardc.collective import EXCHANGES, group_size
 from shardc.error import ShardingError
-from shardc.node import operand, takes_device
+from shardc.node import is_getitem, is_view, operand, takes_device
 from shardc.opaque import Opaque
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.program import Program, op_rule
+from shardc.range_name import range_name
 
 from .flat import Flat
 from .functional import is_traced
@@ -38,10 +39,10 @@ class Slot:
 class Instruction:
     """One call: ``args`` are constants, slots and lists of both, and ``call`` runs it on the values of one rank.
 
-    ``reads``: the slots among the arguments, in their order. ``collective``: the method of ``Comm`` that runs it;
-    ``flat``: the buffer that a bucket's values go in; ``is_own``: no one else reads the memory of its operand.
-    ``waits``: slots of collectives that must be done before, since it reads them. ``dead``: slots that no later
-    instruction reads.
+    ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
+    ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
+    no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
+    reads them. ``dead``: slots that no later instruction reads.
     """
 
     target: Callable[..., Any]
@@ -49,6 +50,7 @@ class Instruction:
     reads: tuple[int, ...]
     call: Callable[[Env], Any]
     result: int
+    name: str
     collective: str = ""
     flat: Flat | None = None
     is_own: bool = False
@@ -64,17 +66,18 @@ def instructions(
     inside, here = set(sums.values()), {node: i for i, node in enumerate(part)} if is_eager else {}
     here |= {product: here[node] for node, product in sums.items()}
     return [
-        with_bias(node, sums[node], slots) if node in sums else instruction(node, slots, device, program, here)
+        with_bias(node, sums[node], slots, program) if node in sums else instruction(node, slots, device, program, here)
         for node in part
         if node not in inside
     ]
 
 
-def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int]) -> Instruction:
+def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], program: Program) -> Instruction:
     """A contraction and the sum of it and a bias, in one."""
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
     target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
-    return Instruction(target, args, tuple(_slots(args)), call_of(target, args, {}), slots[node])
+    name = range_name(program, product)
+    return Instruction(target, args, tuple(_slots(args)), call_of(target, args, {}), slots[node], name)
 
 
 def instruction(
@@ -101,6 +104,7 @@ def instruction(
         tuple(_slots(args)),
         call_of(target, args, {**plain, "device": device} if takes_device(node.target) else plain),
         slots[node],
+        "" if is_getitem(node) or is_view(node) else range_name(program, node),
         method,
         Flat.of(program, node) if method and node.target is bucket else None,
         node.target is bucket or (bool(members(node)) and dies_at(operand(node), node, here)),
