@@ -17,17 +17,20 @@ CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """``places``: the calls in the order in which they run; ``changes``: by class, at which place how many bytes live.
+    """``places``: the calls in the order in which they run; ``starts``: where among them each part of the step starts.
 
-    An entry of ``changes`` holds until the next one; the last place, ``len(places)``, is the end of the step.
+    ``changes``: by class, at which place how many bytes live; that holds until the next entry. The last place,
+    ``len(places)``, is the end of the step.
     """
 
     places: tuple[fx.Node, ...]
+    starts: dict[str, int]
     changes: dict[str, list[tuple[int, int]]]
 
     def record(self) -> dict[str, Any]:
         """The JSON form; a class that has no bytes is left out."""
-        return {"places": [node.name for node in self.places], "classes": {k: v for k, v in self.changes.items() if v}}
+        classes = {name: changes for name, changes in self.changes.items() if changes}
+        return {"places": [node.name for node in self.places], "starts": self.starts, "classes": classes}
 
 
 def memory_curve(program: Program) -> MemoryCurve:
@@ -39,20 +42,20 @@ def memory_curve(program: Program) -> MemoryCurve:
     """
     parts = split(program)
     places = (*parts.update, *parts.forward, *parts.backward)
-    starts = (len(parts.update), len(parts.update) + len(parts.forward))
-    stored = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
-    gathering = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    forward, backward = len(parts.update), len(parts.update) + len(parts.forward)
+    stored = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
     deltas: dict[str, Counter[int]] = {name: Counter() for name in CLASSES}
     for storage in storages(program):
-        if storage.value[0] in stored:
+        if storage.value[0] in stored.values():
             name = "parameters"
-        elif is_gathered(program, storage.value[0], gathering):
+        elif is_gathered(program, storage.value[0], stored):
             name = "gathered"
         else:
-            name = _class(storage, len(places), *starts)
+            name = _class(storage, len(places), forward, backward)
         deltas[name][max(storage.born, 0)] += storage.nbytes
         deltas[name][storage.last + 1] -= storage.nbytes
-    return MemoryCurve(places, {name: _summed(delta, len(places)) for name, delta in deltas.items()})
+    starts = {"update": 0, "forward": forward, "backward": backward}
+    return MemoryCurve(places, starts, {name: _summed(delta, len(places)) for name, delta in deltas.items()})
 
 
 def _class(storage: Storage, end: int, forward: int, backward: int) -> str:

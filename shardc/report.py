@@ -33,12 +33,14 @@ SCRIPTS = (
     "table.js",
     "schedule.js",
     "inspector.js",
+    "details.js",
     "search.js",
     "start.js",
 )  # in the order in which the browser reads them, all in one scope
 POLICY = (
     "default-src 'none'; img-src data:; script-src '{script}'; style-src '{style}'; base-uri 'none'; form-action 'none'"
 )
+STYLES = ("theme.css", "frame.css", "parts.css", "screen.css")
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
@@ -56,7 +58,7 @@ def html_report(compiled: Compiled, program: Program, only: Only | None = None) 
 
 def page(record: Mapping[str, Any]) -> str:
     """The page of what ``report_record`` gives."""
-    style = _file("page.css")
+    style = "".join(map(_file, STYLES))
     script = "(() => {\n'use strict';\n" + "".join(map(_file, SCRIPTS)) + "})();\n"
     filled = {
         "policy": POLICY.format(script=_hash(script), style=_hash(style)),

@@ -36,6 +36,7 @@ def report_record(compiled: Compiled, program: Program) -> dict[str, Any]:
         **program_json(program),
         "report": {
             "model": type(compiled.model).__name__,
+            "device_ids": program.mesh and program.mesh.device_ids,
             "inputs": _inputs(program),
             "calls": _calls(program),
             "pins": [{"kind": pin.kind, "name": pin.name, "text": pin.text} for pin in program.pins],

@@ -63,7 +63,7 @@ class Browser:
         started = time.perf_counter()
         self.call("POST", "/url", {"url": path.as_uri()})
         while not self.run("return document.documentElement.dataset.ready"):
-            assert time.perf_counter() - started < 60, f"{path} is not ready: {self.complaints()}"
+            assert time.perf_counter() - started < 20, f"{path} is not ready: {self.complaints()}"
             time.sleep(0.01)
         return time.perf_counter() - started
 

@@ -1,19 +1,29 @@
 """The HTML report in a real browser: it is there at once, says what the JSON says, and runs nothing that names say."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from browser import Browser, browsing, needs_browser
+from targets import mlp
+from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh
+from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
+from shardc.cost import memory_of
+from shardc.dump import dump
+from shardc.explain import Explainer
+from shardc.memory_curve import memory_curve
+from shardc.report_record import report_record
 from shardc.target import Wish, load_target
 
-HOSTILE = '"><script>document.title = "taken"<\u2028script>'
+HOSTILE = '"><script>alert(1)<!--</script>\u2028{{data}}'
+pytestmark = pytest.mark.xdist_group("browser")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +37,17 @@ def compiled(target: str, mesh: Mesh, **options: Any) -> Compiled:
     return shardc.compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 
+def small(**options: Any) -> Compiled:
+    model, args, kwargs, annotations = mlp()
+    return shardc.compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs, **options)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
+    program = small()
+    return program, written(program, tmp_path_factory.mktemp("two_layers"))
+
+
 @pytest.fixture(scope="module")
 def gpt2() -> Compiled:
     return compiled("hf:gpt2", Mesh(dp=2, tp=2))
@@ -38,27 +59,37 @@ def written(program: Compiled, folder: Path) -> Path:
     return path
 
 
-def cell(text: str) -> Any:
-    return int(text.replace(",", "")) if text.replace(",", "").isdigit() else text
+# The page beside the JSON.
 
 
 def collectives_shown(browser: Browser) -> list[dict[str, Any]]:
     rows = browser.run(
-        "return [...document.querySelectorAll('#collectives-table tbody tr')].map(row =>"
-        " Object.fromEntries([...row.cells].map(cell => [cell.dataset.key, cell.textContent])))"
+        "return [...document.querySelectorAll('#collectives-table tbody tr')].map(row => Object.fromEntries("
+        "[...row.querySelectorAll('[data-key]')].map(each => [each.dataset.key, each.textContent])))"
     )
-    return [{key: cell(text) for key, text in row.items()} for row in rows]
+    return [{key: number(text) for key, text in row.items()} for row in rows]
+
+
+def number(text: str) -> Any:
+    digits = text.replace(",", "")
+    return int(digits) if digits.isdigit() else text
 
 
 def collectives_dumped(program: Compiled) -> list[dict[str, Any]]:
-    shapes = ("local_shape_in", "local_shape_out")
     found = json.loads(program.dump("json", only="collectives"))["collectives"]
-    return [each | {key: str(each[key]) for key in shapes} | {"axes": "".join(each["axes"])} for each in found]
+    shapes = ("local_shape_in", "local_shape_out")
+    shown = (*shapes, "id", "kind", "axes", "phase", "dtype", "bytes", "wire_bytes", "node", "source", "cause")
+    return [
+        {key: each[key] for key in (*shown, *(key for key in ("stage", "times") if key in each))}
+        | {key: str(each[key]) for key in shapes}
+        | {"axes": "".join(each["axes"])}
+        for each in found
+    ]
 
 
 @needs_browser
 @pytest.mark.slow
-def test_the_report_of_gpt2_is_there_at_once_and_says_what_the_json_says(
+def test_the_report_of_gpt2_is_there_at_once_and_has_every_collective_parameter_and_op(
     gpt2: Compiled, browser: Browser, tmp_path: Path
 ) -> None:
     path = written(gpt2, tmp_path)
@@ -66,4 +97,196 @@ def test_the_report_of_gpt2_is_there_at_once_and_says_what_the_json_says(
     assert min(browser.open(path) for _ in range(2)) < 3
     assert collectives_shown(browser) == collectives_dumped(gpt2)
     assert len(browser.texts("#parameters-table tbody tr")) == len(list(gpt2.model.parameters()))
+    browser.run("document.querySelector('.actions button').click()")
+    browser.run("document.querySelectorAll('details.part').forEach(part => { part.open = true; part.fillPart(); })")
+    ops = {node.name for node in gpt2.whole.graph.nodes if node.op == "call_function"}
+    assert sorted(ops) == sorted(
+        browser.run("return [...document.querySelectorAll('[data-value]')].map(each => each.dataset.value)")
+    )
     assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("plan", ["tensor", "zero", "pipeline", "forward alone", "before lowering", "local"])
+def test_the_table_of_collectives_is_that_of_the_json(plan: str, browser: Browser, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "zero": {"zero": Zero("dp", 3)},
+        "forward alone": {"train": False},
+        "pipeline": {"pipeline": Pipeline(microbatches=4)},
+    }
+    target, axis = ("gpt:gpt_tied", "pp") if plan == "pipeline" else ("targets:mlp", "tp")
+    program = compiled(target, Mesh(**{"dp": 2, axis: 2}), **options.get(plan, {}))
+    after = {"before lowering": "capture", "local": "localize"}.get(plan, "")
+    path = tmp_path / "report.html"
+    path.write_text(dump(program, "html", after), encoding="utf-8")
+    browser.open(path)
+    assert collectives_shown(browser) == ([] if after == "capture" else collectives_dumped(program))
+    assert browser.complaints() == []
+    if plan == "pipeline":
+        boxes = browser.run("return document.querySelectorAll('svg.schedule g.action').length")
+        assert boxes == 2 * 2 * 4 and "Schedule" in browser.texts("nav a")
+
+
+# What a reader does.
+
+
+@needs_browser
+def test_a_module_that_is_opened_shows_its_ops_and_the_type_of_every_edge(
+    two_layers: tuple[Compiled, Path], browser: Browser
+) -> None:
+    browser.open(two_layers[1])
+    up = "details.module[data-module=up]"
+    assert browser.texts(f"{up} .leaf") == []
+    browser.run(f"document.querySelector('{up} > summary').click()")
+    assert browser.run(f"return document.querySelector('{up}').open")
+    assert any("f32[32@tp, 8]" in text for text in browser.texts(f"{up} .leaf.parameter"))
+    ops = browser.texts(f"{up} > .inside > .leaf.value")
+    assert any(" dot f32[8@dp, 32@tp]" in op and "← x f32[8@dp, 8]" in op for op in ops)
+
+
+@needs_browser
+def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotations(
+    two_layers: tuple[Compiled, Path], browser: Browser
+) -> None:
+    program, path = two_layers
+    browser.open(path)
+    [found] = [each for each in program.collectives if each.phase == "forward" and each.axes == ("tp",)]
+    browser.run(f"document.querySelector('#collectives-table a[href$=\"collective:{found.name}\"]').click()")
+    [shown] = browser.texts("#inspector")
+    assert found.name in shown and "f32[8@dp, 8]{sum tp}" in shown
+    ends = set(browser.texts("#inspector a.annotation"))
+    assert ends == set(program.explain(found.node).ends) == {"down.weight: P(None, 'tp')", "target: P('dp')"}
+    browser.run("document.querySelector('#inspector .close').click()")
+    assert browser.run("return document.getElementById('inspector').hidden && !location.hash")
+
+
+@needs_browser
+def test_search_is_reached_finds_and_leads_by_the_keyboard_alone(
+    two_layers: tuple[Compiled, Path], browser: Browser
+) -> None:
+    browser.open(two_layers[1])
+    browser.press("/")
+    browser.press("parameter down\ue015\ue007")  # arrow down, enter
+    assert browser.texts("#inspector h2") == ["parameterdown.weight"]
+    assert browser.texts("#inspector rect title") == ["held by 0, 2", "held by 1, 3"]
+    browser.press("\ue00c")  # escape
+    assert browser.run("return document.getElementById('inspector').hidden")
+    browser.run("location.hash = '#constructor:x'")
+    browser.run("location.hash = '#value:no%ZZsuch'")
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_a_layout_shows_which_ranks_hold_each_block(browser: Browser, tmp_path: Path) -> None:
+    model = nn.Linear(4, 12)
+    mesh = Mesh(dp=2, tp=2, device_ids=(3, 2, 1, 0))
+    program = shardc.compile(model, mesh, {"weight": P(blocks(3, "tp"), "dp")}, args=(torch.randn(2, 4),))
+    browser.open(written(program, tmp_path))
+    browser.run("location.hash = '#parameter:weight'")
+    tiles = [["held by 3", "held by 1"], ["held by 2", "held by 0"]] * 3
+    assert browser.texts("#inspector rect title") == [title for row in tiles for title in row]
+
+
+# Names.
+
+
+class Hostile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(HOSTILE.replace(".", ""), nn.Linear(4, 4))
+        self.register_parameter("constructor", nn.Parameter(torch.ones(4)))
+
+    def forward(self, __proto__: Tensor) -> Tensor:
+        [layer] = self.children()
+        return (layer(__proto__) * self.constructor).sum()
+
+
+@needs_browser
+def test_names_that_are_scripts_are_shown_and_not_run(browser: Browser, tmp_path: Path) -> None:
+    annotations = {"__proto__": P("dp"), "param:*<script>*weight": P("tp")}
+    program = shardc.compile(Hostile(), Mesh(dp=2, tp=2), annotations, args=(torch.ones(4, 4),))
+    path = written(program, tmp_path)
+    browser.open(path)
+    browser.run("document.querySelector('.actions button').click()")
+    assert any(HOSTILE in name for name in browser.texts("details.module b"))
+    for link in browser.run(
+        "return [...document.querySelectorAll('#parameters-table a, .annotations a')].map(a => a.hash)"
+    ):
+        browser.run("location.hash = arguments[0]", link)
+        assert not browser.run("return document.getElementById('inspector').hidden")
+    assert browser.run("return document.scripts.length") == 2 and browser.complaints() == []
+
+
+@needs_browser
+def test_no_script_runs_but_the_pages_own(two_layers: tuple[Compiled, Path], browser: Browser) -> None:
+    browser.open(two_layers[1])
+    browser.run("const made = document.createElement('script'); made.text = 'taken = 1'; document.body.append(made)")
+    browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=http://127.0.0.1:9/x onerror=\"taken = 1\">')")
+    assert browser.run("return typeof taken") == "undefined"
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints())
+
+
+# The record, without a browser.
+
+
+@pytest.mark.parametrize("plan", ["tensor", "zero", "moe"])
+def test_the_curve_of_memory_is_highest_at_the_peak(plan: str) -> None:
+    program = (
+        compiled("moe:moe", Mesh(ep=4)).whole
+        if plan == "moe"
+        else small(zero=Zero("dp", 3) if plan == "zero" else None).whole
+    )
+    curve = memory_curve(program)
+    at = [sum(alive(changes, place) for changes in curve.changes.values()) for place in range(len(curve.places) + 1)]
+    assert max(at) == memory_of(program)["peak"]
+    saved = alive(curve.changes["saved"], curve.starts["backward"] - 1)
+    assert saved == memory_of(program)["saved"]
+
+
+def alive(changes: list[tuple[int, int]], place: int) -> int:
+    return next((nbytes for start, nbytes in reversed(changes) if start <= place), 0)
+
+
+def test_the_curve_of_each_rank_of_a_pipeline_is_highest_at_its_peak() -> None:
+    program = compiled("gpt:gpt_tied", Mesh(pp=2), pipeline=Pipeline(microbatches=4))
+    ranks = report_record(program, program.whole)["report"]["ranks"]
+    assert [max(nbytes for _, nbytes in rank["curve"]) for rank in ranks] == [r["memory"]["peak"] for r in ranks]
+
+
+def test_the_page_knows_the_way_of_every_axis_as_explain_does(two_layers: tuple[Compiled, Path]) -> None:
+    program = two_layers[0].whole
+    report, explainer = report_record(two_layers[0], program)["report"], Explainer(program)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            chains = {(c.axis, c.end, tuple((s.value, s.call) for s in c.steps)) for c in explainer.node(node).chains}
+            assert chains <= set(ways(report, node)), node
+
+
+def ways(report: dict[str, Any], node: Any) -> Iterator[tuple[Any, ...]]:
+    """The chains of a node and, since those of a collective are told too, of what it is given."""
+    calls = report["calls"]
+    for name in (node.name, *(operand.name for operand in node.all_input_nodes)):
+        for result in report["why"].get(name, ()):
+            for axis, place in result.items():
+                steps: list[tuple[str, str]] = []
+                end = report["annotations"][report["origins"][place][0]]
+                while place >= 0:
+                    _, value, via, place = report["origins"][place]
+                    steps.append((report["inputs"].get(value, {}).get("name", value), via if via in calls else ""))
+                yield axis, end, tuple(reversed(steps))
+
+
+def test_two_reports_of_one_model_are_the_same_to_the_byte(two_layers: tuple[Compiled, Path]) -> None:
+    assert small().dump("html") == two_layers[1].read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing_beside_itself(two_layers: tuple[Compiled, Path]) -> None:
+    page = two_layers[1].read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\s'\"]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert page.count("default-src 'none'") == 1 and "unsafe" not in page
+    assert "innerHTML" not in page and "eval(" not in page
+
+
+def test_a_part_of_a_report_is_refused() -> None:
+    with pytest.raises(ShardingError, match="search box"):
+        small().dump("html", only="collectives")

@@ -31,5 +31,5 @@ function link(kind, name, ...children) {
 }
 
 function address(kind, name) {
-  return `#${kind}:${encodeURIComponent(name)}`;
+  return `#${kind}:${encodeURIComponent(name.toWellFormed ? name.toWellFormed() : name)}`;
 }

@@ -2,10 +2,10 @@
 
 function bytes(count) {
   for (const unit of ['B', 'kB', 'MB', 'GB']) {
-    if (count < 1000) return unit === 'B' ? `${count} B` : `${count.toFixed(count < 10 ? 2 : 1)} ${unit}`;
+    if (count < 1000) return `${unit === 'B' ? count : count.toFixed(count < 10 ? 2 : 1)}\u00a0${unit}`;
     count /= 1000;
   }
-  return `${count.toFixed(1)} TB`;
+  return `${count.toFixed(1)}\u00a0TB`;
 }
 
 function grouped(count) {
@@ -18,7 +18,7 @@ function counted(count, name) {
 
 function share(part, whole) {
   const percent = whole ? (100 * part) / whole : 0;
-  return percent > 0 && percent < 1 ? '< 1 %' : `${percent.toFixed(0)} %`;
+  return percent > 0 && percent < 1 ? '<\u00a01\u00a0%' : `${percent.toFixed(0)}\u00a0%`;
 }
 
 function baseAxis(part) {
@@ -48,7 +48,9 @@ function typeText(text) {
     if (found[1]) {
       found[1].split('+').forEach((part, i) => made.append(cut(i ? '+' : '@', part)));
     } else {
-      const parts = found[3].split(' ').map((part, i) => [i ? ' ' : '', element('span', { class: axisClass(part) }, part)]);
+      const parts = found[3]
+        .split(' ')
+        .map((part, i) => [i ? ' ' : '', element('span', { class: axisClass(part) }, part)]);
       made.append(element('span', { class: 'partial' }, `{${found[2]} `, ...parts.flat(), '}'));
     }
     end = found.index + found[0].length;
@@ -67,12 +69,19 @@ function axesOf(type) {
 }
 
 function meshText() {
-  return Object.entries(axes).map(([name, size]) => `${name}=${size}`).join(', ');
+  return Object.entries(axes)
+    .map(([name, size]) => `${name}=${size}`)
+    .join(', ');
 }
 
 // A bar in parts: [{size, class, label}], each as long as its share of `whole`.
 function bar(parts, whole, label) {
   const pieces = parts.map(part =>
-    element('i', { class: part.class, title: part.label, vars: { width: `${whole ? (100 * part.size) / whole : 0}%` } }));
+    element('i', {
+      class: part.class,
+      title: part.label,
+      vars: { width: `${whole ? (100 * part.size) / whole : 0}%` },
+    }),
+  );
   return element('span', { class: 'meter', role: 'img', 'aria-label': label }, pieces);
 }

@@ -2,29 +2,55 @@
 
 const data = JSON.parse(document.getElementById('data').textContent);
 const report = data.report;
+const inputs = byName(report.inputs),
+  calls = byName(report.calls),
+  layouts = byName(report.layouts),
+  origins = byName(report.why);
 const axes = data.mesh;
 const ranks = Object.values(axes).reduce((product, size) => product * size, 1);
 
-const values = new Map();  // by name
-data.nodes.forEach((node, place) => values.set(node.name, { ...node, place, users: [], sends: [], given: report.inputs[node.name] }));
+const values = new Map(); // by name
+data.nodes.forEach((node, place) =>
+  values.set(node.name, { ...node, place, users: [], sends: [], given: inputs.get(node.name) }),
+);
 for (const value of values.values()) value.operands.forEach(name => values.get(name).users.push(value.name));
 
-const stored = new Map();  // parameters and buffers by their names
-for (const [kind, entries] of [['parameter', data.parameters], ['buffer', data.buffers]]) {
+const stored = new Map(); // parameters and buffers by their names
+for (const [kind, entries] of [
+  ['parameter', data.parameters],
+  ['buffer', data.buffers],
+]) {
   for (const entry of entries) stored.set(entry.name, { ...entry, kind });
 }
-for (const [node, given] of Object.entries(report.inputs)) {
+for (const [node, given] of inputs) {
   const entry = stored.get(given.name);
   if (entry && entry.kind === given.kind) Object.assign(entry, given, { node });
 }
 
-const collectives = new Map();  // by id
+const places = data.stages.map(stage => stage.rank); // of a pipeline's stages
+const collectives = new Map(); // by id
 for (const each of data.collectives) {
   const times = each.times || 1;
   const place = [each.id, each.id.replace(/_stage_\d+$/, ''), each.node.split(', ')[0]].find(name => values.has(name));
-  const found = { ...each, total: each.wire_bytes * times, count: times, at: values.get(place) };
+  const found = {
+    ...each,
+    total: each.wire_bytes * times,
+    count: times,
+    at: values.get(place),
+    rank: places[each.stage] ?? 0,
+  };
   collectives.set(each.id, found);
   if (found.at) found.at.sends.push(found);
+}
+
+// As a map: a name may be one that every object has.
+function byName(record) {
+  return new Map(Object.entries(record));
+}
+
+// The type of a parameter; of a local program that of a rank's part.
+function typeOf(entry) {
+  return entry.sharding || values.get(entry.node).type;
 }
 
 // What a value is called: an input by the user's name.
@@ -48,8 +74,17 @@ sum(model);
 function moduleAt(path) {
   if (!modules.has(path)) {
     const parent = path ? moduleAt(path.slice(0, Math.max(0, path.lastIndexOf('.')))) : null;
-    const made = { path, name: path ? path.slice(path.lastIndexOf('.') + 1) : report.model, parent, parameters: [],
-      children: [], parts: { forward: [], backward: [], update: [] }, values: 0, bytes: 0, sent: {} };
+    const made = {
+      path,
+      name: path ? path.slice(path.lastIndexOf('.') + 1) : report.model,
+      parent,
+      parameters: [],
+      children: [],
+      parts: { forward: [], backward: [], update: [] },
+      values: 0,
+      bytes: 0,
+      sent: {},
+    };
     modules.set(path, made);
     if (parent) parent.children.push(made);
   }
@@ -61,7 +96,8 @@ function enter(value) {
   home.parts[value.phase].push(value);
   value.home = home;
   if (value.phase !== 'forward') return;
-  for (let child = home; child.parent; child = child.parent) {  // where its first call stands among its parent's
+  for (let child = home; child.parent; child = child.parent) {
+    // where its first call stands among its parent's
     const beside = child.parent.parts.forward;
     if (child.isPlaced) break;
     beside.push(child);
@@ -100,7 +136,8 @@ function isWithin(path, module) {
 // The values that forward brings into a module and takes out of it; parameters apart.
 function edges(module) {
   if (module.edges) return module.edges;
-  const taken = new Set(), given = new Set();
+  const taken = new Set(),
+    given = new Set();
   for (const value of values.values()) {
     if (value.op === 'placeholder' || value.phase !== 'forward' || !isWithin(value.module, module)) continue;
     for (const name of value.operands) {
@@ -109,7 +146,7 @@ function edges(module) {
       if (isData) taken.add(name);
     }
     const users = value.users.map(name => values.get(name)).filter(user => user.phase === 'forward');
-    if (users.some(user => !isWithin(user.module, module)) || !users.length) given.add(value.name);
+    if (users.some(user => !isWithin(user.module, module)) || !value.users.length) given.add(value.name);
   }
   module.edges = { taken: [...taken], given: [...given] };
   return module.edges;

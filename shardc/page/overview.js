@@ -1,22 +1,54 @@
 // The first screen: what is cut how, what is sent, what a rank holds, and what to look at.
 
-const CLASSES = { parameters: 'parameters', inputs: 'inputs and buffers', gathered: 'gathered', saved: 'saved for backward',
-  outputs: 'outputs', gradients: 'gradients', working: 'working', optimizer: 'optimizer (Adam)' };
+const CLASSES = {
+  parameters: 'parameters',
+  inputs: 'inputs and buffers',
+  gathered: 'gathered',
+  saved: 'saved for backward',
+  outputs: 'outputs',
+  gradients: 'gradients',
+  working: 'working',
+  optimizer: 'optimizer (Adam)',
+};
 const PHASES = ['update', 'forward', 'backward'].filter(phase => data.collectives.some(each => each.phase === phase));
 
-const sentBytes = total([...collectives.values()], each => each.total);
-const sentCount = total([...collectives.values()], each => each.count);
+// Of a pipeline what the rank sends that sends most; all other ranks send the same.
+const busiest =
+  [...new Set(places)]
+    .map(rank => [rank, total(ofRank(rank), each => each.total)])
+    .sort((a, b) => b[1] - a[1])
+    .map(([rank]) => rank)[0] ?? 0;
+const sentByRank = ofRank(busiest);
+const sentBytes = total(sentByRank, each => each.total);
+const sentCount = total(sentByRank, each => each.count);
+
+function ofRank(rank) {
+  return [...collectives.values()].filter(each => each.rank === rank);
+}
 
 function overview() {
   const train = PHASES.includes('backward') || data.nodes.some(node => node.phase === 'backward');
   const words = [
-    'on ', Object.entries(axes).flatMap(([name, size], i) => [i ? ' × ' : '', element('span', { class: `${axisClass(name)} name` }, `${name}=${size}`)]),
-    `, ${counted(ranks, 'rank')}. In one ${train ? 'training step' : 'forward'} a rank sends `, element('b', {}, bytes(sentBytes)), ` in ${counted(sentCount, 'collective')}`,
-    ' and holds at most ', element('b', {}, bytes(data.memory.peak)), ' at a time.',
+    'on ',
+    Object.entries(axes).flatMap(([name, size], i) => [
+      i ? ' × ' : '',
+      element('span', { class: `${axisClass(name)} name` }, `${name}=${size}`),
+    ]),
+    `, ${counted(ranks, 'rank')}. In one ${train ? 'training step' : 'forward'} a rank sends ${report.timeline ? 'at most ' : ''}`,
+    element('b', {}, bytes(sentBytes)),
+    ` in ${counted(sentCount, 'collective')}`,
+    ' and holds at most ',
+    element('b', {}, bytes(data.memory.peak)),
+    ' at a time.',
   ];
   const cards = element('div', { class: 'cards' }, cutCard(), sentCard(), heldCard(), lookCard());
-  return element('section', { id: 'overview', 'aria-label': 'Overview', 'data-title': 'Overview' },
-    element('h1', {}, report.model), element('p', { class: 'headline' }, words), cards);
+  return element(
+    'section',
+    { id: 'overview', 'aria-label': 'Overview', 'data-title': 'Overview' },
+    element('h1', {}, report.model),
+    element('p', { class: 'headline' }, words),
+    cards,
+  );
 }
 
 function card(title, ...children) {
@@ -26,20 +58,56 @@ function card(title, ...children) {
 function cutCard() {
   const byText = new Map();
   for (const pin of report.pins) byText.set(pin.text, [...(byText.get(pin.text) || []), pin]);
-  const lines = [...byText].map(([text, pins]) => element('li', {}, link('annotation', text, annotationText(text)),
-    element('span', { class: 'count' }, ` ${pins.length > 1 ? `${pins.length} × ` : ''}${pins[0].kind}`)));
+  const lines = [...byText].map(([text, pins]) =>
+    element(
+      'li',
+      {},
+      link('annotation', text, annotationText(text)),
+      element('span', { class: 'count' }, ` ${pins.length > 1 ? counted(pins.length, pins[0].kind) : pins[0].kind}`),
+    ),
+  );
   const held = [...stored.values()].filter(entry => entry.kind === 'parameter');
-  const [whole, here] = [total(held, entry => entry.whole_bytes), total(held, entry => entry.bytes)];
-  return card('What is cut, and how',
-    element('p', { class: 'figure' }, element('b', {}, share(here, whole)), ` of ${bytes(whole)} of parameters on a rank`),
-    meters(partsBy(held, entry => axesCutting(report.layouts[entry.node]), entry => entry.whole_bytes), whole, bytes),
-    element('p', { class: 'hint' }, lines.length ? `From ${counted(lines.length, 'annotation')}:` : 'No annotations: everything is whole on every rank.'),
-    element('ul', { class: 'plain annotations' }, lines));
+  const [whole, here] = [
+    total(held, entry => entry.whole_bytes),
+    report.timeline ? data.memory.parameters : total(held, entry => entry.bytes),
+  ];
+  return card(
+    'What is cut, and how',
+    element(
+      'p',
+      { class: 'figure' },
+      element('b', {}, share(here, whole)),
+      ` of ${bytes(whole)} of parameters on a rank${report.timeline ? `, in ${counted(places.length, 'stage')}` : ''}`,
+    ),
+    meters(
+      partsBy(
+        held,
+        entry => axesCutting(entry),
+        entry => entry.whole_bytes,
+      ),
+      whole,
+      bytes,
+    ),
+    element(
+      'p',
+      { class: 'hint' },
+      lines.length
+        ? `From ${counted(lines.length, 'annotation')}:`
+        : 'No annotations: everything is whole on every rank.',
+    ),
+    element('ul', { class: 'plain annotations' }, lines),
+  );
 }
 
 // `name: P('dp')` with the axes coloured.
 function annotationText(text) {
-  const pieces = text.split(/('[^']*')/).map(piece => (piece.startsWith("'") && axes[baseAxis(piece.slice(1, -1))] ? element('span', { class: axisClass(piece.slice(1, -1)) }, piece) : piece));
+  const pieces = text
+    .split(/('[^']*')/)
+    .map(piece =>
+      piece.startsWith("'") && axes[baseAxis(piece.slice(1, -1))]
+        ? element('span', { class: axisClass(piece.slice(1, -1)) }, piece)
+        : piece,
+    );
   return element('code', {}, pieces);
 }
 
@@ -49,62 +117,207 @@ function partsBy(items, axesOfItem, size) {
     const key = axesOfItem(item).join('+');
     groups.set(key, (groups.get(key) || 0) + size(item));
   }
-  return [...groups].sort((a, b) => b[1] - a[1]).map(([key, amount]) => ({ key, parts: key ? key.split('+') : [], size: amount }));
+  return [...groups]
+    .sort((a, b) => b[1] - a[1])
+    .map(([key, amount]) => ({ key, parts: key ? key.split('+') : [], size: amount }));
 }
 
 // A line for each part: its axes, a bar, its amount.
 function meters(parts, whole, print) {
-  return element('ul', { class: 'plain meters' }, parts.map(part => element('li', {},
-    element('span', { class: 'what' }, part.parts.length ? axisTags(part.parts) : element('span', { class: 'axis none tag' }, 'whole')),
-    bar([{ size: part.size, class: part.parts.length ? axisClass(part.parts[0]) : 'axis none' }], whole, `${part.key || 'whole'}: ${print(part.size)}`),
-    element('span', { class: 'amount' }, print(part.size)))));
+  return element(
+    'ul',
+    { class: 'plain meters' },
+    parts.map(part =>
+      element(
+        'li',
+        {},
+        element(
+          'span',
+          { class: 'what' },
+          part.parts.length ? axisTags(part.parts) : element('span', { class: 'axis none tag' }, 'whole'),
+        ),
+        bar(
+          [{ size: part.size, class: part.parts.length ? axisClass(part.parts[0]) : 'axis none' }],
+          whole,
+          `${part.key || 'whole'}: ${print(part.size)}`,
+        ),
+        element('span', { class: 'amount' }, print(part.size)),
+      ),
+    ),
+  );
 }
 
 function sentCard() {
-  const found = PHASES.map(phase => ({ phase, groups: byAxes([...collectives.values()].filter(each => each.phase === phase)) }));
+  const found = PHASES.map(phase => ({ phase, groups: byAxes(sentByRank.filter(each => each.phase === phase)) }));
   const most = Math.max(1, ...found.flatMap(({ groups }) => groups.map(group => group.total)));
   const lines = found.map(({ phase, groups }) => [
-    element('p', { class: 'hint' }, phase),
-    element('ul', { class: 'plain meters' }, groups.map(group => element('li', {},
-      element('span', { class: 'what' }, axisTags(group.axes)),
-      bar([{ size: group.total, class: axisClass(group.axes[0]) }], most, `${phase} over ${group.key}: ${bytes(group.total)}`),
-      element('span', { class: 'amount', title: Object.entries(group.kinds).map(([kind, count]) => `${count} ${kind}`).join(', ') },
-        bytes(group.total), element('small', {}, ` ${group.count}×`))))),
+    element('li', { class: 'hint' }, phase),
+    groups.map(group =>
+      element(
+        'li',
+        {},
+        element('span', { class: 'what' }, axisTags(group.axes)),
+        bar(
+          [{ size: group.total, class: axisClass(group.axes[0]) }],
+          most,
+          `${phase} over ${group.key}: ${bytes(group.total)}`,
+        ),
+        element(
+          'span',
+          {
+            class: 'amount',
+            title: Object.entries(group.kinds)
+              .map(([kind, count]) => `${count} ${kind}`)
+              .join(', '),
+          },
+          bytes(group.total),
+          element('small', {}, ` ${group.count}×`),
+        ),
+      ),
+    ),
   ]);
-  return card('What a rank sends',
-    element('p', { class: 'figure' }, element('b', {}, bytes(sentBytes)), ` in ${counted(sentCount, 'collective')}`),
-    lines.length ? lines : element('p', { class: 'hint' }, 'Nothing: no rank needs what another has.'));
+  return card(
+    'What a rank sends',
+    element(
+      'p',
+      { class: 'figure' },
+      element('b', {}, bytes(sentBytes)),
+      ` in ${counted(sentCount, 'collective')}${report.timeline ? `, by the ranks of ${Object.keys(axes)[0]} ${busiest}` : ''}`,
+    ),
+    lines.length
+      ? element('ul', { class: 'plain meters' }, lines)
+      : element('p', { class: 'hint' }, 'Nothing: no rank needs what another has.'),
+  );
 }
 
 function heldCard() {
   const { peak, ...classes } = data.memory;
   const most = Math.max(1, peak, ...Object.values(classes));
-  const line = (name, size, extra) => element('li', { class: extra }, element('span', { class: 'what' }, CLASSES[name] || name),
-    bar([{ size, class: `memory ${name}` }], most, `${name}: ${bytes(size)}`), element('span', { class: 'amount' }, bytes(size)));
-  return card('What a rank holds',
+  const line = (name, size, extra) =>
+    element(
+      'li',
+      { class: extra },
+      element('span', { class: 'what' }, CLASSES[name] || name),
+      bar([{ size, class: `memory ${name}` }], most, `${name}: ${bytes(size)}`),
+      element('span', { class: 'amount' }, bytes(size)),
+    );
+  return card(
+    'What a rank holds',
     element('p', { class: 'figure' }, element('b', {}, bytes(peak)), ' at the peak, without optimizer state'),
-    element('ul', { class: 'plain meters wide' }, Object.entries(classes).filter(([, size]) => size).map(([name, size]) => line(name, size))));
+    element(
+      'ul',
+      { class: 'plain meters wide' },
+      Object.entries(classes)
+        .filter(([, size]) => size)
+        .map(([name, size]) => line(name, size)),
+    ),
+  );
 }
 
+// A line for each thing that a reader should know of first; what is wrong stands before what is large.
 function lookCard() {
-  const biggest = [...collectives.values()].sort((a, b) => b.total - a.total).slice(0, 3).filter(each => each.total);
-  const whole = [...stored.values()].filter(entry => entry.kind === 'parameter' && entry.bytes === entry.whole_bytes)
-    .sort((a, b) => b.bytes - a.bytes).slice(0, 2).filter(entry => ranks > 1 && entry.bytes * 20 > data.memory.parameters);
-  const alarms = [[data.fallbacks.length, 'op without a rule, run whole on every rank', 'ops without a rule, run whole on every rank'],
-    [report.offences.length - data.fallbacks.length, 'gather that no annotation asks for', 'gathers that no annotation asks for'],
-    [data.notes.length, 'note of the compiler', 'notes of the compiler']].filter(([count]) => count > 0);
-  const item = (sign, className, ...children) => element('li', { class: className }, element('span', { class: 'sign', 'aria-hidden': 'true' }, sign), element('span', {}, ...children));
-  return card('Look here first', element('ul', { class: 'plain look' },
-    alarms.map(([count, one, many]) => item('!', 'alarm', element('a', { href: '#notes' }, `${grouped(count)} ${count === 1 ? one : many}`))),
-    alarms.length ? null : item('✓', 'fine', 'Every op has a rule, and every gather was asked for'),
-    biggest.map(each => item('↔', '', link('collective', each.id, `${each.kind} over ${each.axes.join('+')}`), ` sends ${bytes(each.total)}, ${share(each.total, sentBytes)} of all, for `, forWhom(each))),
-    whole.map(entry => item('▣', '', link('parameter', entry.name), ` is whole on every rank, ${bytes(entry.bytes)}`))));
+  const lines = [...alarms(), ...biggest(), ...wholeOnes()];
+  const fine = lines.some(line => line.isAlarm)
+    ? []
+    : [{ sign: '✓', text: 'Every op has a rule, and an annotation asks for every gather.', isFine: true }];
+  const items = [...fine, ...lines].map(({ sign, text, isAlarm, isFine }) =>
+    element(
+      'li',
+      { class: isAlarm ? 'alarm' : isFine ? 'fine' : '' },
+      element('span', { class: 'sign', 'aria-hidden': 'true' }, sign),
+      element('span', {}, text),
+    ),
+  );
+  return element(
+    'article',
+    { class: 'card wide' },
+    element('h3', {}, 'Look here first'),
+    element('ul', { class: 'plain look' }, items),
+  );
+}
+
+function alarms() {
+  const cutting = new Set([...values.values()].flatMap(value => axesOf(value.type).map(baseAxis)));
+  const idle = Object.entries(axes).filter(
+    ([name, size], i) => size > 1 && !cutting.has(name) && !(report.timeline && i === 0),
+  );
+  const counts = [
+    [
+      data.fallbacks.length,
+      'op without a rule, run whole on every rank',
+      'ops without a rule, run whole on every rank',
+    ],
+    [
+      report.offences.length - data.fallbacks.length,
+      'gather that no annotation asks for',
+      'gathers that no annotation asks for',
+    ],
+    [data.notes.length, 'note of the compiler', 'notes of the compiler'],
+  ];
+  return [
+    ...idle.map(([name, size]) => ({
+      sign: '!',
+      isAlarm: true,
+      text: ['Axis ', axisTag(name), ` cuts nothing: its ${size} ranks all do the same work.`],
+    })),
+    ...counts
+      .filter(([count]) => count > 0)
+      .map(([count, one, many]) => ({
+        sign: '!',
+        isAlarm: true,
+        text: element('a', { href: '#notes' }, `${grouped(count)} ${count === 1 ? one : many}`),
+      })),
+  ];
+}
+
+// The collectives that send most, those that are alike together.
+function biggest() {
+  const groups = new Map();
+  for (const each of sentByRank) {
+    const key = [each.kind, each.axes, each.phase, each.total].join(' ');
+    groups.set(key, [...(groups.get(key) || []), each]);
+  }
+  const found = [...groups.values()].map(group => ({ group, sum: total(group, each => each.total) }));
+  return found
+    .filter(({ sum }) => sum)
+    .sort((a, b) => b.sum - a.sum)
+    .slice(0, 3)
+    .map(({ group, sum }) => ({
+      sign: '↔',
+      text: [
+        group.length > 1 ? `${group.length} × ` : '',
+        link('collective', group[0].id, `${group[0].kind} over ${group[0].axes.join('+')}`),
+        ` in ${group[0].phase}: ${bytes(sum)}, ${share(sum, sentBytes)} of all that is sent, ${group.length > 1 ? 'first ' : ''}for `,
+        forWhom(group[0]),
+      ],
+    }));
+}
+
+function wholeOnes() {
+  return [...stored.values()]
+    .filter(entry => entry.kind === 'parameter' && entry.bytes === entry.whole_bytes && ranks > 1)
+    .filter(entry => entry.bytes * 20 > data.memory.parameters)
+    .sort((a, b) => b.bytes - a.bytes)
+    .slice(0, 2)
+    .map(entry => ({
+      sign: '▣',
+      text: [
+        link('parameter', entry.name),
+        ` is whole on every rank${report.timeline ? ' of its stage' : ''}: ${bytes(entry.bytes)}, ${share(entry.bytes, data.memory.parameters)} of a rank\u2019s parameters.`,
+      ],
+    }));
 }
 
 // What a collective is for: the parameters whose gradients it sums, or the module that it is in.
 function forWhom(each) {
   const gradients = [...each.cause.matchAll(/the gradient (\S+) wants/g)].map(found => found[1]);
-  if (gradients.length) return ['the gradient of ', link('parameter', gradients[0]), gradients.length > 1 ? ` and ${gradients.length - 1} more` : ''];
+  if (gradients.length) {
+    return [
+      'the gradient of ',
+      link('parameter', gradients[0]),
+      gradients.length > 1 ? ` and ${gradients.length - 1} more` : '',
+    ];
+  }
   const path = each.at ? each.at.module : '';
   return path ? link('module', path) : report.model;
 }

@@ -1,22 +1,47 @@
 // The tables: sorted by a column's head; each row leads to the inspector.
 
 function table(id, columns, rows) {
-  const body = element('tbody', {}, rows.map(row => tableRow(columns, row)));
-  const heads = columns.map((column, i) => element('th', { scope: 'col', class: column.class, 'aria-sort': 'none' },
-    column.sort === null ? column.title : element('button', { type: 'button', onclick: event => sort(event.currentTarget, i) }, column.title)));
+  const body = element(
+    'tbody',
+    {},
+    rows.map(row => tableRow(columns, row)),
+  );
+  const heads = columns.map((column, i) =>
+    element(
+      'th',
+      { scope: 'col', class: column.class, 'aria-sort': 'none' },
+      column.sort === null
+        ? column.title
+        : element('button', { type: 'button', onclick: event => sort(event.currentTarget, i) }, column.title),
+    ),
+  );
   function sort(button, i) {
-    const head = button.parentNode, isDown = head.getAttribute('aria-sort') === 'descending';
+    const head = button.parentNode,
+      isDown = head.getAttribute('aria-sort') === 'descending';
     heads.forEach(each => each.setAttribute('aria-sort', 'none'));
     head.setAttribute('aria-sort', isDown ? 'ascending' : 'descending');
-    const key = columns[i].sort || columns[i].value, sign = isDown ? 1 : -1;
+    const key = columns[i].sort || columns[i].value,
+      sign = isDown ? 1 : -1;
     const order = [...body.rows].sort((a, b) => sign * compare(key(a.entry), key(b.entry)));
     body.append(...order);
   }
-  return element('div', { class: 'scroll', tabindex: '0', 'aria-label': `${id}, a table` }, element('table', { id: `${id}-table` }, element('thead', {}, element('tr', {}, heads)), body));
+  return element(
+    'div',
+    { class: 'scroll', tabindex: '0', 'aria-label': `${id}, a table` },
+    element('table', { id: `${id}-table` }, element('thead', {}, element('tr', {}, heads)), body),
+  );
 }
 
 function tableRow(columns, entry) {
-  const made = element('tr', {}, columns.map(column => element('td', { class: column.class, 'data-key': column.key }, column.show ? column.show(entry) : String(column.value(entry)))));
+  const made = element(
+    'tr',
+    {},
+    columns.map(column =>
+      element('td', { class: column.class, 'data-key': column.key }, [
+        column.show ? column.show(entry) : String(column.value(entry)),
+      ]),
+    ),
+  );
   made.entry = entry;
   return made;
 }
@@ -32,25 +57,52 @@ function number(key, title, value) {
 function collectivesSection() {
   const columns = [
     { key: 'id', title: 'collective', value: each => each.id, show: each => link('collective', each.id) },
-    { key: 'kind', title: 'kind', value: each => each.kind },
-    { key: 'axes', title: 'axes', value: each => each.axes.join('+'), show: each => axisTags(each.axes) },
+    {
+      title: 'kind',
+      value: each => each.kind,
+      show: each => [keyed('kind', each.kind), ' ', keyed('axes', axisTags(each.axes))],
+    },
     { key: 'phase', title: 'phase', value: each => each.phase },
-    ...(report.timeline ? [number('stage', 'stage', each => each.stage ?? 0), number('times', 'times', each => each.count)] : []),
-    { key: 'dtype', title: 'dtype', value: each => each.dtype },
-    { key: 'local_shape_in', title: 'in', value: each => shapeText(each.local_shape_in) },
-    { key: 'local_shape_out', title: 'out', value: each => shapeText(each.local_shape_out) },
+    ...(report.timeline
+      ? [number('stage', 'stage', each => each.stage), number('times', 'times', each => each.times)]
+      : []),
+    {
+      title: 'in → out',
+      value: each => each.bytes,
+      show: each => [
+        keyed('dtype', each.dtype),
+        ' ',
+        keyed('local_shape_in', shapeText(each.local_shape_in)),
+        ' → ',
+        keyed('local_shape_out', shapeText(each.local_shape_out)),
+      ],
+    },
     number('bytes', 'bytes', each => each.bytes),
     number('wire_bytes', 'wire bytes', each => each.wire_bytes),
-    { key: 'node', title: 'of', class: 'long', value: each => each.node, show: clipped(each => each.node) },
-    { key: 'source', title: 'source', class: 'long', value: each => each.source, show: clipped(each => each.source) },
-    { key: 'cause', title: 'cause', class: 'long cause', value: each => each.cause, show: clipped(each => each.cause) },
+    {
+      title: 'of',
+      class: 'long',
+      value: each => each.node,
+      show: each => [clipped('node', each.node), clipped('source', each.source)],
+    },
+    { title: 'cause', class: 'long cause', value: each => each.cause, show: each => clipped('cause', each.cause) },
   ];
-  return section('collectives', 'Collectives', `${counted(collectives.size, 'collective')} in the program; bytes are those that one rank sends each time.`,
-    collectives.size ? table('collectives', columns, [...collectives.values()]) : element('p', { class: 'note' }, 'There are none.'));
+  return section(
+    'collectives',
+    'Collectives',
+    `${counted(collectives.size, 'collective')} in the program; bytes are those that one rank sends each time.`,
+    collectives.size
+      ? table('collectives', columns, [...collectives.values()])
+      : element('p', { class: 'note' }, 'There are none.'),
+  );
 }
 
-function clipped(value) {
-  return entry => element('span', { class: 'clip', title: value(entry) }, value(entry));
+function keyed(key, ...children) {
+  return element('span', { 'data-key': key }, ...children);
+}
+
+function clipped(key, text) {
+  return element('span', { class: 'clip', title: text, 'data-key': key }, text);
 }
 
 function shapeText(shape) {
@@ -60,24 +112,63 @@ function shapeText(shape) {
 function parametersSection() {
   const entries = [...stored.values()];
   const columns = [
-    { key: 'layout', title: 'layout', sort: null, value: () => '', show: entry => smallPicture(report.layouts[entry.node]) },
+    { key: 'layout', title: 'layout', sort: null, value: () => '', show: entry => smallPicture(entry) },
     { key: 'name', title: 'name', value: entry => entry.name, show: entry => link('parameter', entry.name) },
     { key: 'shape', title: 'shape', value: entry => shapeText(entry.shape), sort: entry => entry.whole_bytes },
-    { key: 'sharding', title: 'sharding', value: entry => entry.sharding, show: entry => typeText(entry.sharding) },
-    { key: 'local_shape', title: 'on a rank', value: entry => shapeText(entry.local_shape), sort: entry => entry.bytes },
+    { key: 'sharding', title: 'sharding', value: typeOf, show: entry => typeText(typeOf(entry)) },
+    {
+      key: 'local_shape',
+      title: 'on a rank',
+      value: entry => shapeText(entry.local_shape),
+      sort: entry => entry.bytes,
+    },
     number('bytes', 'bytes on a rank', entry => entry.bytes),
     number('whole_bytes', 'bytes whole', entry => entry.whole_bytes),
-    ...(report.timeline ? [{ key: 'stages', title: 'stage', class: 'number', value: entry => (entry.stages || []).join(', ') }] : []),
+    ...(report.timeline
+      ? [{ key: 'stages', title: 'stage', class: 'number', value: entry => (entry.stages || []).join(', ') }]
+      : []),
   ];
-  return section('parameters', 'Parameters', `${counted(data.parameters.length, 'parameter')}${data.buffers.length ? ` and ${counted(data.buffers.length, 'buffer')}` : ''}; a rank holds ${bytes(data.memory.parameters)} of them.`,
-    entries.length ? table('parameters', columns, entries) : element('p', { class: 'note' }, 'There are none.'));
+  return section(
+    'parameters',
+    'Parameters',
+    `${counted(data.parameters.length, 'parameter')}${data.buffers.length ? ` and ${counted(data.buffers.length, 'buffer')}` : ''}; a rank holds ${bytes(data.memory.parameters)} of them.`,
+    entries.length ? table('parameters', columns, entries) : element('p', { class: 'note' }, 'There are none.'),
+  );
 }
 
 function notesSection() {
   const isFine = !data.fallbacks.length && !report.offences.length && !data.notes.length;
-  const fallbacks = data.fallbacks.map(each => element('li', { class: 'alarm' }, element('b', {}, 'no rule'), ' ', link('value', each.name), ` ${each.op} `, typeText(each.type), ` runs whole on every rank. ${[each.module, each.source].filter(Boolean).join(', ')}`));
-  const offences = report.offences.map(each => element('li', { class: 'alarm' }, element('b', {}, each.who), `: ${each.what}`, element('br'), each.problem, element('br'), element('span', { class: 'remedy' }, each.remedy)));
+  const fallbacks = data.fallbacks.map(each =>
+    element(
+      'li',
+      { class: 'alarm' },
+      element('b', {}, 'no rule'),
+      ' ',
+      link('value', each.name),
+      ` ${each.op} `,
+      typeText(each.type),
+      ` runs whole on every rank. ${[each.module, each.source].filter(Boolean).join(', ')}`,
+    ),
+  );
+  const offences = report.offences.map(each =>
+    element(
+      'li',
+      { class: 'alarm' },
+      element('b', {}, each.who),
+      `: ${each.what}`,
+      element('br'),
+      each.problem,
+      element('br'),
+      element('span', { class: 'remedy' }, each.remedy),
+    ),
+  );
   const notes = data.notes.map(note => element('li', {}, note));
-  return section('notes', 'Fallbacks and warnings', isFine ? 'None: every op has a rule, every gather was asked for by an annotation, and the compiler has nothing to remark.' : '',
-    element('ul', { class: 'plain notes' }, fallbacks, offences, notes));
+  return section(
+    'notes',
+    'Fallbacks and warnings',
+    isFine
+      ? 'None: every op has a rule, every gather was asked for by an annotation, and the compiler has nothing to remark.'
+      : '',
+    element('ul', { class: 'plain notes' }, fallbacks, offences, notes),
+  );
 }

@@ -2,37 +2,92 @@
 
 function tree() {
   const root = moduleRow(model, 0);
-  const buttons = element('p', { class: 'actions' },
+  const buttons = element(
+    'p',
+    { class: 'actions' },
     element('button', { type: 'button', onclick: () => openAll(root, true) }, 'Open all modules'),
-    element('button', { type: 'button', onclick: () => openAll(root, false) }, 'Close all'));
-  const head = element('div', { class: 'row head', 'aria-hidden': 'true' },
-    ['module, and what forward takes through it', 'sent in forward', 'sent in backward', 'parameters a rank'].map(text => element('span', {}, text)));
+    element('button', { type: 'button', onclick: () => openAll(root, false) }, 'Close all'),
+  );
+  const head = element(
+    'div',
+    { class: 'row head', 'aria-hidden': 'true' },
+    ['module, and what forward takes through it', 'sent in forward', 'sent in backward', 'parameters a rank'].map(
+      text => element('span', {}, text),
+    ),
+  );
   root.open = true;
   fillModule(root);
-  return section('model', 'Model', 'Modules in the order of the program. Every edge says its type and how it is cut; 8@dp is a dim of 8 that axis dp cuts, {sum tp} a sum over tp that is still open.',
-    buttons, element('div', { class: 'tree' }, head, root));
+  return section(
+    'model',
+    'Model',
+    'Modules in the order of the program. Every edge says its type and how it is cut; 8@dp is a dim of 8 that axis dp cuts, {sum tp} a sum over tp that is still open.',
+    buttons,
+    element('div', { class: 'tree' }, head, root),
+  );
 }
 
 function moduleRow(module, depth) {
   const { taken, given } = edges(module);
-  const made = element('details', { class: 'module', 'data-module': module.path, ontoggle: event => event.target === made && made.open && fillModule(made) },
-    element('summary', { class: 'row' },
-      element('span', { class: 'name' }, element('b', {}, module.name), link('module', module.path, '#'), element('small', {}, ` ${counted(module.values, 'op')}`), flow(taken, given)),
-      sentMarks(module.sent.forward), sentMarks([...module.sent.backward, ...module.sent.update]), held(module)));
+  const made = element(
+    'details',
+    {
+      class: 'module',
+      vars: { '--depth': String(depth) },
+      'data-module': module.path,
+      ontoggle: event => event.target === made && made.open && fillModule(made),
+    },
+    element(
+      'summary',
+      { class: 'row' },
+      element(
+        'span',
+        { class: 'name' },
+        element('b', {}, module.name),
+        link('module', module.path, 'why'),
+        element('small', {}, ` ${counted(module.values, 'op')}`),
+        flow(taken, given),
+      ),
+      sentMarks(module.sent.forward),
+      sentMarks([...module.sent.backward, ...module.sent.update]),
+      held(module),
+    ),
+  );
   made.module = module;
   made.depth = depth;
   return made;
 }
 
 function flow(taken, given) {
-  const first = names => (names.length ? [typeText(values.get(names[0]).type), names.length > 1 ? element('small', {}, ` + ${names.length - 1}`) : ''] : element('small', {}, 'nothing'));
-  return element('span', { class: 'flow' }, first(taken), element('span', { class: 'arrow', 'aria-label': 'to' }, ' → '), first(given.slice(-1)));
+  const first = names =>
+    names.length
+      ? [typeText(values.get(names[0]).type), names.length > 1 ? element('small', {}, ` + ${names.length - 1}`) : '']
+      : element('small', {}, 'nothing');
+  return element(
+    'span',
+    { class: 'flow' },
+    first(taken),
+    element('span', { class: 'arrow', 'aria-label': 'to' }, ' → '),
+    first(given.slice(-1)),
+  );
 }
 
 function sentMarks(found) {
-  return element('span', { class: 'sent' }, byAxes(found).map(group => element('span', { class: `${axisClass(group.axes[0])} chip`,
-    title: `${group.count} over ${group.key}, ${grouped(group.total)} bytes` },
-  element('i', { vars: { width: `${2 + 34 * Math.sqrt(group.total / Math.max(1, sentBytes))}px` } }), `${group.key} ${bytes(group.total)}`, element('small', {}, ` ${group.count}×`))));
+  return element(
+    'span',
+    { class: 'sent' },
+    byAxes(found).map(group =>
+      element(
+        'span',
+        {
+          class: `${axisClass(group.axes[0])} chip`,
+          title: `${group.count} over ${group.key}, ${grouped(group.total)} bytes`,
+        },
+        element('i', { vars: { width: `${2 + 34 * Math.sqrt(group.total / Math.max(1, sentBytes))}px` } }),
+        `${group.key} ${bytes(group.total)}`,
+        element('small', {}, ` ${group.count}×`),
+      ),
+    ),
+  );
 }
 
 function held(module) {
@@ -42,9 +97,16 @@ function held(module) {
 function fillModule(made) {
   if (made.isFilled) return;
   made.isFilled = true;
-  const { module, depth } = made, { forward, backward, update } = module.parts;
-  const inside = element('div', { class: 'inside' }, module.parameters.map(parameterRow), update.length ? part('update', update, depth) : null,
-    rows(forward, depth), backward.length ? part('backward', backward, depth) : null);
+  const { module, depth } = made,
+    { forward, backward, update } = module.parts;
+  const inside = element(
+    'div',
+    { class: 'inside', vars: { '--depth': String(depth + 1) } },
+    module.parameters.map(parameterRow),
+    update.length ? part('update', update, depth) : null,
+    rows(forward, depth),
+    backward.length ? part('backward', backward, depth) : null,
+  );
   made.append(inside);
 }
 
@@ -55,29 +117,81 @@ function rows(items, depth) {
 // What a module computes itself in backward, closed at first.
 function part(name, items, depth) {
   const found = items.filter(item => item.op);
-  const made = element('details', { class: 'part', ontoggle: event => event.target === made && fillPart() },
-    element('summary', { class: 'row' }, element('span', { class: 'name' }, element('i', {}, name), element('small', {}, ` ${counted(found.length, 'op')}`)),
-      element('span'), sentMarks(found.flatMap(value => value.sends)), element('span')));
+  const made = element(
+    'details',
+    { class: 'part', vars: { '--depth': String(depth + 1) }, ontoggle: event => event.target === made && fillPart() },
+    element(
+      'summary',
+      { class: 'row' },
+      element(
+        'span',
+        { class: 'name' },
+        element('i', {}, name),
+        element('small', {}, ` ${counted(found.length, 'op')}`),
+      ),
+      element('span'),
+      sentMarks(found.flatMap(value => value.sends)),
+      element('span'),
+    ),
+  );
   function fillPart() {
     if (made.isFilled) return;
     made.isFilled = true;
-    made.append(element('div', { class: 'inside' }, rows(items, depth)));
+    made.append(element('div', { class: 'inside', vars: { '--depth': String(depth + 2) } }, rows(items, depth + 1)));
   }
   made.fillPart = fillPart;
   return made;
 }
 
 function parameterRow(entry) {
-  return element('div', { class: 'leaf parameter' }, element('span', { class: 'result' }, smallPicture(report.layouts[entry.node]), link('parameter', entry.name, entry.name.split('.').pop()), ' ', typeText(entry.sharding)),
-    element('span', { class: 'amount' }, bytes(entry.bytes)));
+  return element(
+    'div',
+    { class: 'leaf parameter' },
+    element(
+      'span',
+      { class: 'result' },
+      smallPicture(entry),
+      link('parameter', entry.name, entry.name.split('.').pop()),
+      ' ',
+      typeText(typeOf(entry)),
+    ),
+    element('span', { class: 'amount' }, bytes(entry.bytes)),
+  );
 }
 
 // A value, and below it every edge that comes in.
 function valueRow(value) {
-  const sent = value.sends.length ? element('span', { class: 'sends' }, value.sends.map(each => link('collective', each.id, sentMarks([each])))) : null;
-  return element('div', { class: `leaf value ${value.sends.length ? 'sending' : ''} ${value.sends.length ? axisClass(value.sends[0].axes[0]) : ''}`, 'data-value': value.name },
-    element('span', { class: 'result' }, link('value', value.name), ' ', element('span', { class: 'op' }, value.op), ' ', typeText(value.type)), sent,
-    element('span', { class: 'edges' }, value.operands.map(name => element('span', { class: 'edge' }, '← ', toValue(name), ' ', typeText(values.get(name).type)))));
+  const sent = value.sends.length
+    ? element(
+        'span',
+        { class: 'sends' },
+        value.sends.map(each => link('collective', each.id, sentMarks([each]))),
+      )
+    : null;
+  return element(
+    'div',
+    {
+      class: `leaf value ${value.sends.length ? 'sending' : ''} ${value.sends.length ? axisClass(value.sends[0].axes[0]) : ''}`,
+      'data-value': value.name,
+    },
+    element(
+      'span',
+      { class: 'result' },
+      link('value', value.name),
+      ' ',
+      element('span', { class: 'op' }, value.op),
+      ' ',
+      typeText(value.type),
+    ),
+    sent,
+    element(
+      'span',
+      { class: 'edges' },
+      value.operands.map(name =>
+        element('span', { class: 'edge' }, '← ', toValue(name), ' ', typeText(values.get(name).type)),
+      ),
+    ),
+  );
 }
 
 function openAll(root, isOpen) {
@@ -98,7 +212,9 @@ function reveal(path, name) {
     if (!made) return;
     fillModule(made);
     made.open = true;
-    made.querySelectorAll(':scope > .inside > details.part').forEach(found => { found.fillPart(); });
+    made.querySelectorAll(':scope > .inside > details.part').forEach(found => {
+      found.fillPart();
+    });
   }
   const row = name && [...made.querySelectorAll('.leaf.value')].find(found => found.dataset.value === name);
   if (row && row.closest('details.part')) row.closest('details.part').open = true;
