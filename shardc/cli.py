@@ -9,12 +9,19 @@ import traceback
 from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
-from shardc.commands import bench_links, dump, stages, trace, verify
+from shardc.commands import bench_links, dump, explain, stages, trace, verify
 from shardc.error import CaptureError, ShardingError
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
 from shardc.parser import Parser
 
-COMMANDS = {"dump": dump, "verify": verify, "stages": stages, "trace": trace, "bench-links": bench_links}
+COMMANDS = {
+    "dump": dump,
+    "explain": explain,
+    "verify": verify,
+    "stages": stages,
+    "trace": trace,
+    "bench-links": bench_links,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

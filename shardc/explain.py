@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 
 from torch import fx
 
-from shardc.announcement import is_collective
+from shardc.announcement import collectives_of
+from shardc.bucket import bucket
+from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean
-from shardc.explanation import Chain, Explanation, Kind, Step
-from shardc.fact import Origin
-from shardc.node import is_getitem
-from shardc.program import Program, Value
-from shardc.text import op_names, type_text, value_names
+from shardc.explain_chain import Chains
+from shardc.explain_collective import CollectiveExplainer
+from shardc.explanation import Explanation, Kind
+from shardc.fallback import fallbacks_of
+from shardc.program import Program
+from shardc.text import type_text
 
 PREFIXES = ("param", "input", "output", "module", "value")
+Table = Mapping[str, Callable[[], Explanation]]
 
 
 def explain(program: Program, name: str) -> Explanation:
@@ -32,11 +37,11 @@ class Explainer:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names = value_names(program)
-        self._called = op_names(program)
-        self._nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
+        self._chains = Chains(program)
+        self._sent = CollectiveExplainer(program, self._chains)
         self._pins = {(pin.kind, pin.name): pin.text for pin in program.pins}
         self._inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+        self._fallbacks = set(fallbacks_of(program))
 
     def explain(self, name: str) -> Explanation:
         """What is named: a parameter, buffer, input, output or module of the model, or a node as the dump prints it.
@@ -46,33 +51,52 @@ class Explainer:
         """
         prefix, colon, rest = name.partition(":")
         kind, bare = (prefix, rest) if colon and prefix in PREFIXES else ("", name)
-        tables = self._tables if not kind else {kind: self._tables[kind]}
-        found = [(each, table[bare]) for each, table in tables.items() if bare in table]
+        tables = {kind: self.tables[kind]} if kind else self.tables
+        found = [each for each, table in tables.items() if bare in table]
         if len(found) == 1:
-            each, node = found[0]
-            by_name = {"module": self.module, "output": self._result}
-            return by_name[each](bare) if each in by_name else self.node(node)
-        raise self._several(name, [each for each, _ in found]) if found else self._unknown(name, tables)
+            return tables[found[0]][bare]()
+        raise _several(name, bare, found) if found else _unknown(name, bare, tables)
 
     @cached_property
-    def _tables(self) -> Mapping[str, Mapping[str, fx.Node]]:
-        program = self.program
-        results = zip(program.outputs, program.results, strict=True)
-        by_kind: dict[str, dict[str, fx.Node]] = {kind: {} for kind in PREFIXES}
-        for node, given in self._inputs.items():
-            by_kind["param" if given.kind in ("parameter", "buffer") else "input"][self.names[node]] = node
-        by_kind["output"] = {put.name: node for put, node in results if put.kind == "output" and node is not None}
-        by_kind["module"] = {path: node for path, nodes in self._modules.items() for node in nodes[-1:]}
-        by_kind["value"] = {name: node for name, node in self._nodes.items() if node.op == "call_function"}
-        return by_kind
+    def tables(self) -> Mapping[str, Table]:
+        """What can be named: by its kind and its name, what explains it."""
+        nodes, names = self._chains.nodes, self._chains.names
+        stored = {node for node, given in self._inputs.items() if given.kind in ("parameter", "buffer")}
+        return {
+            "param": {names[node]: partial(self.node, node) for node in self._inputs if node in stored},
+            "input": {names[node]: partial(self.node, node) for node in self._inputs if node not in stored},
+            "output": {name: partial(self.output, name) for name in self._outputs},
+            "module": {path: partial(self.module, path) for path in self._modules},
+            "value": {
+                **{name: partial(self.node, node) for name, node in nodes.items() if node.op == "call_function"},
+                **{name: partial(self._sent.explain, found) for name, found in self.collectives.items()},
+            },
+        }
+
+    @cached_property
+    def collectives(self) -> Mapping[str, Collective]:
+        """What the program sends, by name; nothing before lower_reshards."""
+        is_lowered = self.program.level in ("lowered", "localized")
+        return {found.name: found for found in collectives_of(self.program)} if is_lowered else {}
+
+    @cached_property
+    def _members(self) -> Mapping[str, Collective]:
+        """The bucket that each picks its result of, by the name of what it picks."""
+        sent = ((found, self._sent.node(found)) for found in self.collectives.values())
+        buckets = [(found, node) for found, node in sent if node is not None and node.target is bucket]
+        return {user.name: found for found, node in buckets for user in node.users}
+
+    @cached_property
+    def _outputs(self) -> Mapping[str, fx.Node]:
+        ends = zip(self.program.outputs, self.program.results, strict=True)
+        return {put.name: node for put, node in ends if put.kind == "output" and node is not None}
 
     @cached_property
     def _modules(self) -> Mapping[str, list[fx.Node]]:
-        """The calls of forward by the modules that they are in, however deep."""
+        """The calls that are in each module, however deep."""
         found: dict[str, list[fx.Node]] = {}
-        for node in self.program.calls:
-            source = self.program.source(node)
-            path = source.module if source.phase == "forward" else ""
+        for node in self.program.graph.nodes:
+            path = self.program.source(node).module if node.op == "call_function" else ""
             while path:
                 found.setdefault(path, []).append(node)
                 path = path.rpartition(".")[0]
@@ -80,89 +104,70 @@ class Explainer:
 
     def node(self, node: fx.Node) -> Explanation:
         """Why a node is as it is: a placeholder, a value or a collective."""
-        source = self.program.source(node)
+        if node.name in self.collectives:
+            return self._sent.explain(self.collectives[node.name])
+        if node.name in self._members:
+            return self._member(node)
+        source, given = self.program.source(node), self._inputs.get(node)
+        placed = self._pins.get((given.kind, given.name) if given else ("value", node.name), "")
         return Explanation(
-            self.names[node], self._kind(node), type_text(self.program, node), source.module, source.location,
-            tuple(self._chains(node)), self._placed(node),
+            self._chains.names[node], self._kind(node), type_text(self.program, node), source.module, source.location,
+            tuple(self._chains.of(node)), placed, notes=tuple(self._notes(node)),
         )  # fmt: skip
 
-    def module(self, path: str) -> Explanation:
-        """Why what a module returns lies as it does, and what is sent within it."""
-        inside = self._modules[path]
-        known = {*inside, *(user for node in inside for user in node.users if is_getitem(user))}
-        left = [node for node in inside if any(self._leaves(user, known) for user in node.users)]
-        sent = [node for node in inside if is_collective(node)]
-        return Explanation(path, "module", parts=tuple(map(self.node, [*left, *sent])))
-
-    def _leaves(self, user: fx.Node, inside: set[fx.Node]) -> bool:
-        is_forward = user.op == "output" or self.program.source(user).phase == "forward"
-        return is_forward and user not in inside
-
-    def _result(self, name: str) -> Explanation:
-        node, pin = self._tables["output"][name], self._pins.get(("output", name), "")
-        found = self.node(node)
-        return Explanation(name, "output", found.type, found.module, found.location, found.chains, pin)
-
     def _kind(self, node: fx.Node) -> Kind:
-        if node in self._inputs:
-            kind = self._inputs[node].kind
-            return kind if kind == "parameter" or kind == "buffer" else "input"
-        return "collective" if is_collective(node) else "value"
-
-    def _placed(self, node: fx.Node) -> str:
         given = self._inputs.get(node)
-        return self._pins.get((given.kind, given.name) if given else ("value", node.name), "")
+        if given is None:
+            return "value"
+        return given.kind if given.kind == "parameter" or given.kind == "buffer" else "input"
 
-    def _chains(self, node: fx.Node) -> Iterator[Chain]:
-        """One for each axis of what a node holds; of a collective those of what it is given, too."""
-        for value in dict.fromkeys(self._values(node)):
-            producer, index = value
-            shardings, origins = self.program.shardings(producer), self.program.origins(producer)
-            sharding = shardings[index] if shardings else None
-            for part in () if sharding is None else (*sharding.cut_axes, *sharding.partial_axes):
-                if part.name in origins[index]:
-                    yield self._chain(part.name, origins[index][part.name])
+    def _notes(self, node: fx.Node) -> Iterator[str]:
+        if node in self._fallbacks:
+            yield f"{self._chains.op(node)} has no rule: its operands are gathered, and it runs whole on every rank"
+        readers = (user for user in node.users if user.name in self.collectives)
+        yield from (f"sent by {user.name}" for user in readers)
 
-    def _values(self, node: fx.Node) -> Iterator[Value]:
-        producer, index = self.program.value(node)
-        indices = range(len(self.program.types(node))) if producer is node else [index]
-        yield from ((producer, each) for each in indices)
-        if is_collective(node):
-            yield from map(self.program.value, node.all_input_nodes)
+    def _member(self, node: fx.Node) -> Explanation:
+        found = self._members[node.name]
+        parts = self._sent.members(found)
+        note = f"one of {len(parts)} that go together as {found.name}"
+        return next(replace(part, notes=(note,)) for part in parts if part.name == node.name)
 
-    def _chain(self, axis: str, origin: Origin) -> Chain:
-        return Chain(axis, origin.annotation, tuple(self._step(each) for each in origin.chain))
+    def output(self, name: str) -> Explanation:
+        """Why an output of the model lies as it does."""
+        found = self.node(self._outputs[name])
+        placed = self._pins.get(("output", name), "") or found.placed
+        return replace(found, name=name, kind="output", placed=placed, sent=None)
 
-    def _step(self, origin: Origin) -> Step:
-        holder, via = self._holder(*origin.value), self._nodes.get(origin.via)
-        value = origin.value[0] if holder is None else self.names[holder]
-        type_ = "" if holder is None else type_text(self.program, holder)
-        if via is None:
-            return Step(value, type_, origin.via)
-        source = self.program.source(via)
-        return Step(value, type_, self._called.get(via.target, ""), via.name, source.module, source.location)
+    def module(self, path: str) -> Explanation:
+        """Why what a module returns lies as it does, and what is sent in it, in backward too."""
+        inside = self._modules[path]
+        forward = [node for node in inside if self.program.source(node).phase == "forward"]
+        left = [node for node in forward if self._is_returned(node, set(inside))]
+        sent = [node for node in inside if node.name in self.collectives or node.name in self._members]
+        parts = [self.node(node) for node in [*left, *(node for node in sent if node not in left)]]
+        return Explanation(path, "module", parts=tuple(parts))
 
-    def _holder(self, name: str, index: int) -> fx.Node | None:
-        """The node that the dump prints for a value."""
-        node = self._nodes.get(name)
-        if node is None or not self.program.has_many(node):
-            return node
-        return next((user for user in node.users if is_getitem(user) and user.args[1] == index), node)
-
-    def _unknown(self, name: str, tables: Mapping[str, Mapping[str, fx.Node]]) -> ShardingError:
-        names = [each for table in tables.values() for each in table]
-        remedy = did_you_mean(name.rpartition(":")[2], names)
-        return ShardingError(
-            f"explain {name!r}",
-            f"a program of {len(names)} names",
-            "no parameter, input, output, module or value has that name",
-            remedy or "name one as shardc dump prints it",
+    def _is_returned(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether the forward of another module reads a value, or it is the model's."""
+        return any(
+            user not in inside and (user.op == "output" or self.program.source(user).phase == "forward")
+            for user in node.users
         )
 
-    def _several(self, name: str, kinds: list[str]) -> ShardingError:
-        return ShardingError(
-            f"explain {name!r}",
-            f"the name of {len(kinds)} things",
-            f"it may be {' or '.join(f'{kind}:{name}' for kind in kinds)}",
-            f"write {kinds[0]}:{name}",
-        )
+
+def _unknown(name: str, bare: str, tables: Mapping[str, Table]) -> ShardingError:
+    names = [each for table in tables.values() for each in table]
+    return ShardingError(
+        f"explain {name!r}",
+        f"the program has {len(names)} names",
+        "no parameter, input, output, module, value or collective is named so",
+        did_you_mean(bare, names) or "name one as shardc dump prints it",
+    )
+
+
+def _several(name: str, bare: str, kinds: list[str]) -> ShardingError:
+    meant = [f"{kind}:{bare}" for kind in kinds]
+    return ShardingError(
+        f"explain {name!r}", f"it names {len(kinds)} things", "it may mean each of them", f"say {' or '.join(meant)}"
+    )

@@ -1,0 +1,82 @@
+"""The chain from an annotation to a value: each value that an axis came through, and the op that led there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from shardc.bucket import bucket
+from shardc.collective import COLLECTIVES
+from shardc.explanation import Chain, Role, Step
+from shardc.fact import Origin
+from shardc.node import is_getitem
+from shardc.program import Program
+from shardc.text import op_names, type_text, value_names
+
+
+class Chains:
+    """The chains of one program. ``names``: what nodes are called in print; ``nodes``: them by their own names."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names = value_names(program)
+        self.nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
+        self._called = op_names(program)
+
+    def of(self, node: fx.Node) -> Iterator[Chain]:
+        """One for each axis that cuts a node's value, or over which a sum is open."""
+        producer, index = self.program.value(node)
+        indices = range(len(self.program.types(node))) if producer is node else [index]
+        shardings, origins = self.program.shardings(producer), self.program.origins(producer)
+        found: dict[str, Chain] = {}
+        for i in indices if shardings else ():
+            sharding = shardings[i]
+            for part in () if sharding is None else (*sharding.partial_axes, *sharding.cut_axes):
+                if part.name in origins[i]:
+                    found.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
+        yield from found.values()
+
+    def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
+        """How an axis came to where its origin says, and from there to a node that holds the same, or is made of it."""
+        steps = [self._step(each, axis) for each in origin.chain]
+        if to is not None and steps[-1].value != self.names[to] and self.program.value(to)[0].name != origin.value[0]:
+            steps.append(self._last(to, origin))
+        return Chain(axis, origin.annotation, tuple(steps))
+
+    def _step(self, origin: Origin, axis: str) -> Step:
+        holder, via = self._holder(*origin.value), self.nodes.get(origin.via)
+        value = origin.value[0] if holder is None else self.names[holder]
+        type_ = "" if holder is None else type_text(self.program, holder)
+        if origin.before is None:
+            return Step(value, type_, "annotated")
+        if via is None:
+            return Step(value, type_, "tied" if " " in origin.via else "read", origin.via)
+        role: Role = "read"
+        if origin.value[0] == via.name:
+            is_open = holder is not None and axis in {part.name for part in self.program.sharding(holder).partial_axes}
+            role = "summed" if is_open else "made"
+        return self._by(via, Step(value, type_, role))
+
+    def _last(self, node: fx.Node, origin: Origin) -> Step:
+        before, maker = self.nodes.get(origin.value[0]), self.program.value(node)[0]
+        is_sent = maker.target in COLLECTIVES or maker.target is bucket
+        is_same = before is not None and before.target == maker.target and maker.op == "call_function"
+        role: Role = "moved" if is_sent else "repeated" if is_same else "made"
+        return self._by(maker, Step(self.names[node], type_text(self.program, node), role))
+
+    def _by(self, node: fx.Node, step: Step) -> Step:
+        source = self.program.source(node)
+        op = self.op(node)
+        return Step(step.value, step.type, step.role, op, node.name, source.module, source.location)
+
+    def op(self, node: fx.Node) -> str:
+        """What a node calls, as the dump says it."""
+        return self._called.get(node.target, "")
+
+    def _holder(self, name: str, index: int) -> fx.Node | None:
+        """The node that the dump prints for a value."""
+        node = self.nodes.get(name)
+        if node is None or not self.program.has_many(node):
+            return node
+        return next((user for user in node.users if is_getitem(user) and user.args[1] == index), node)

@@ -1,0 +1,129 @@
+"""Why a collective is there: what its value has, what whoever reads it wants, and whose doing that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.bucket import bucket, members, results
+from shardc.cause import Cause, Crossed, Moved, Place, Stored
+from shardc.collective import COLLECTIVES, Collective
+from shardc.explain_chain import Chains
+from shardc.explanation import Chain, End, Explanation, Reason, Sent
+from shardc.node import is_cast, is_getitem, operands
+from shardc.program import Program
+from shardc.step_time import collective_seconds
+from shardc.text import type_text
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveExplainer:
+    """Explains what one program sends."""
+
+    program: Program
+    chains: Chains
+
+    def explain(self, found: Collective) -> Explanation:
+        """Why a collective is there; of a bucket, why each of its members is."""
+        seconds = collective_seconds(self.program, found)
+        sent = Sent(
+            found.kind, found.axes, found.phase, found.bytes, found.wire_bytes, seconds, found.stage, found.times
+        )
+        parts = self.members(found)
+        if len(parts) == 1:
+            return replace(parts[0], name=found.name, sent=sent)
+        return Explanation(found.name, "collective", location=found.source, sent=sent, parts=parts)
+
+    def members(self, found: Collective) -> tuple[Explanation, ...]:
+        """Why each member of a bucket is there; of another collective, why it is."""
+        node = self.node(found)
+        if node is None:
+            return tuple(self._crossed(found, cause) for cause in found.causes if isinstance(cause, Crossed))
+        moved = [part.operand for part in members(node)] or node.all_input_nodes[:1]
+        made = [next(results(node, part), node) for part in members(node)] or [node]
+        return tuple(self._member(found, *each) for each in zip(found.causes, moved, made, strict=True))
+
+    def node(self, found: Collective) -> fx.Node | None:
+        """The node that sends; a message between stages has none. Of a pipeline several stages may run one node."""
+        return self.chains.nodes.get(found.name) or self.chains.nodes.get(found.name.rpartition("_stage_")[0])
+
+    def _crossed(self, found: Collective, cause: Crossed) -> Explanation:
+        values = [self.chains.nodes[name] for name in cause.values]
+        has = End(", ".join(self.chains.names[node] for node in values), type_text(self.program, values[0]))
+        if len(values) > 1:
+            has = replace(has, type="")
+        reasons = (Reason(found.axes[0], "crossed", end=cause.option),)
+        wants = End(f"stage {cause.target}", "")
+        return Explanation(found.name, "collective", location=found.source, has=has, wants=wants, reasons=reasons)
+
+    def _member(self, found: Collective, cause: Cause, moved: fx.Node, made: fx.Node) -> Explanation:
+        """Why a value is sent: the node that has it, and the node that has what came of it."""
+        axes = [axis.partition(":")[0] for axis in found.axes]
+        if found.kind == "collective_permute" and isinstance(cause, Moved):
+            axes += [need.axis for need in cause.needs]
+        axes = list(dict.fromkeys(axes))
+        source = self.program.source(moved if found.name == made.name else made)
+        return Explanation(
+            made.name, "collective", type_text(self.program, made), source.module, source.location,
+            tuple(self._chains(cause, axes, moved, made)), has=self._has(moved), wants=self._wants(cause, made),
+            reasons=tuple(self._reasons(cause, axes)),
+        )  # fmt: skip
+
+    def _chains(self, cause: Cause, axes: list[str], moved: fx.Node, made: fx.Node) -> Iterator[Chain]:
+        """Where each axis came from, to the value that is sent and to what whoever reads it wants."""
+        known = dict(cause.came) if isinstance(cause, Moved) else dict(self.program.origin(moved))
+        wanted = {need.axis: need.by for need in cause.needs if need.by} if isinstance(cause, Moved) else {}
+        for axis in axes:
+            if axis in known:
+                yield self.chains.chain(axis, known[axis], moved)
+            if axis in wanted and wanted[axis] != known.get(axis):
+                yield self.chains.chain(axis, wanted[axis])
+            elif isinstance(cause, Moved) and cause.stored and axis in _stored_axes(cause.stored):
+                yield self.chains.chain(axis, self.program.origin(made)[axis], made)
+
+    def _has(self, moved: fx.Node) -> End:
+        source = self.program.source(moved)
+        name, op = self.chains.names[moved], self.chains.op(moved)
+        return End(name, type_text(self.program, moved), op, None, source.module, source.location)
+
+    def _wants(self, cause: Cause, made: fx.Node) -> End:
+        """Who reads what is made, and what it takes: of a stored parameter the first that does."""
+        if isinstance(cause, Moved):
+            node = self.chains.nodes.get(cause.user.name)
+            taken = operands(node) if node is not None and node.op == "call_function" else ()
+            given = taken.index(made) if made in taken else cause.operand
+            return self._end(cause.user, cause.wants.text(cause.type), given)
+        reader = next(iter(_readers(made)), made)
+        source = self.program.source(reader)
+        place = Place(reader.name, source.module, source.location)
+        return self._end(place, type_text(self.program, made), None)
+
+    def _end(self, place: Place, type_: str, operand: int | None) -> End:
+        node = self.chains.nodes.get(place.name)
+        return End(place.name, type_, self.chains.op(node) if node else "", operand, place.module, place.location)
+
+    def _reasons(self, cause: Cause, axes: list[str]) -> Iterator[Reason]:
+        if isinstance(cause, Moved):
+            yield from (Reason(need.axis, need.kind, need.dim, need.end) for need in cause.needs if need.axis in axes)
+        stored = cause.stored if isinstance(cause, Moved) else cause if isinstance(cause, Stored) else None
+        if stored is not None:
+            yield from (Reason(axis, "stored", end=stored.option) for axis in axes if axis in _stored_axes(stored))
+        elif not isinstance(cause, Moved):
+            yield from (Reason(axis, "edges") for axis in axes)
+
+
+def _stored_axes(stored: Stored) -> set[str]:
+    """The axes that cut a parameter between uses alone."""
+    return {part.name for part in stored.stored.cut_axes} - {part.name for part in stored.computed.cut_axes}
+
+
+def _readers(made: fx.Node) -> Iterator[fx.Node]:
+    """Who reads what a collective makes, behind casts and further steps."""
+    for user in made.users:
+        is_step = user.op == "call_function" and (user.target in COLLECTIVES or user.target is bucket)
+        if is_step or is_getitem(user) or is_cast(user):
+            yield from _readers(user)
+        else:
+            yield user

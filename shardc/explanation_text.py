@@ -1,0 +1,119 @@
+"""How an explanation reads: for a person who knows PyTorch, and not compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardc.explanation import REPLICATED, Chain, End, Explanation, Reason, Sent, Step
+from shardc.text import table
+
+REASONS = {
+    "sum": "each rank along {axis} has a part of the sum, and {user} needs all of it",
+    "readers": "each rank along {axis} has a part of the sum, which is added up once for all that read it",
+    "whole": "{axis} cuts dim {dim}, which {user} needs whole",
+    "fallback": "{axis} cuts dim {dim}, and {op} has no rule: it runs whole on every rank",
+    "taken": "{axis} cuts dim {dim}, but in {user} it cuts another dim, as {end} has it",
+    "unfit": "{axis} cuts dim {dim}, and {op} cannot be computed in such pieces",
+    "fewest": "{axis} cuts dim {dim}; of the ways to compute {user} in pieces this one sends the fewest bytes",
+    "placed": "{axis} cuts dim {dim}, where {end} has it whole",
+    "end": "{axis} cuts dim {dim}, where {user} is not cut",
+    "cut": "{axis} cuts dim {dim} of what {user} takes, as {end} has it",
+    "edges": "{axis} cuts a dim of which {user} reads what lies next to each piece",
+    "stored": "{end} keeps it cut over {axis} between uses",
+    "crossed": "{end} puts what makes it and what reads it into different stages",
+}
+
+
+def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
+    """The lines of an explanation, its parts indented."""
+    yield _head(found)
+    yield from (f"  {line}" for line in _body(found, most))
+    of_module = [part for part in found.parts if part.kind == "collective" and found.kind == "module"]
+    for part in found.parts:
+        if part not in of_module:
+            yield from (f"  {line}" for line in explanation_lines(part, most))
+    if of_module:
+        yield from (f"  {line}" for line in table(("it sends", "because", "from"), map(_row, of_module)).splitlines())
+
+
+def _row(part: Explanation) -> tuple[str, str, str]:
+    """A collective in one line."""
+    what = f"{part.name}: {_sent_text(part.sent)}" if part.sent else ", ".join((part.name, *part.notes))
+    return what, "; ".join(_reason_text(reason, part.wants) for reason in part.reasons), "; ".join(part.ends)
+
+
+def _head(found: Explanation) -> str:
+    if found.sent:
+        return f"{found.name}: {_sent_text(found.sent)}"
+    what = f"{found.kind} {found.name}" + (f": {found.type}" if found.type else "")
+    return what + _place(found.module, found.location)
+
+
+def _sent_text(sent: Sent) -> str:
+    of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
+    times = f", {sent.times} times a step" if sent.times > 1 else ""
+    return (
+        f"{sent.kind} over {', '.join(sent.axes)}, {sent.phase}{of_stage}, {sent.wire_bytes} B on the wire a rank"
+        f"{times}, about {_seconds_text(sent.seconds)}"
+    )
+
+
+def _seconds_text(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _body(found: Explanation, most: int | None) -> Iterator[str]:
+    ends = [(title, end) for title, end in (("has", found.has), ("wants", found.wants)) if end is not None]
+    yield from _ends_text(ends)
+    for reason in found.reasons:
+        yield f"because {_reason_text(reason, found.wants)}"
+    if found.placed and not any(chain.end == found.placed for chain in found.chains):
+        yield f"annotated {found.placed}"
+    for chain in found.chains:
+        yield from _chain_text(chain, most)
+    if found.ends == (REPLICATED,):
+        yield f"{REPLICATED}, since no annotation reaches it"
+    yield from found.notes
+
+
+def _ends_text(ends: Sequence[tuple[str, End]]) -> Iterator[str]:
+    names = max((len(end.name) for _, end in ends), default=0)
+    types = max((len(end.type) for _, end in ends), default=0)
+    for title, end in ends:
+        operand = "" if end.operand is None else f", operand {end.operand} of {end.op}"
+        place = _place(end.module, end.location)
+        yield f"{title:5}  {end.name:{names}}  {end.type:{types}}{operand}{place}".rstrip()
+
+
+def _reason_text(reason: Reason, user: End | None) -> str:
+    name, op = (user.name, user.op or user.name) if user else ("what reads it", "what reads it")
+    return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
+
+
+def _chain_text(chain: Chain, most: int | None) -> Iterator[str]:
+    yield f"{chain.axis} comes from {chain.end}"
+    steps, left_out = chain.steps, 0
+    if most is not None and len(steps) > most:
+        left_out = len(steps) - most
+        steps = (*steps[: most // 3], *steps[len(steps) - most + most // 3 :])
+    rows = [(step.value, step.type, _way(step)) for step in steps]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for i, (value, type_, way) in enumerate(rows):
+        if left_out and i == (most or 0) // 3:
+            yield f"  ... {left_out} more"
+        yield f"  {value:{widths[0]}}  {type_:{widths[1]}}  {way}".rstrip()
+
+
+def _way(step: Step) -> str:
+    if step.role == "annotated":
+        return ""
+    if step.role == "tied":
+        return f"since {step.via} lies so"
+    op = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}" if step.call else step.via
+    words = {"made": "made by", "summed": "summed by", "read": "read by", "moved": "moved by", "repeated": "again by"}
+    return f"{words[step.role]} {op}{_place(step.module, step.location)}"
+
+
+def _place(module: str, location: str) -> str:
+    words = ", ".join(filter(None, (module, location)))
+    return f" ({words})" if words else ""
