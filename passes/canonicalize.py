@@ -76,7 +76,9 @@ def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
     type_ = program.type(node)
     said = str(P.of(pin.sharding, type_.shape, pin.open))
     with program.graph.inserting_before(program.output_node):
-        return program.insert(torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node)
+        return program.insert(
+            torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node, {"said": pin.text}
+        )
 
 
 def _drop_device(node: fx.Node) -> None:

@@ -35,7 +35,8 @@ def _annotated_value(program: Program, node: fx.Node) -> Pin:
     assert program.mesh is not None
     sharding = spec.sharding(program.mesh, shape, f"{who} ({source.location})")
     opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
-    return Pin(node.name, "value", sharding, opened, f"annotate({spec!r}) at {source.location}", spec.priority)
+    text = given["said"] or f"annotate({spec!r}) at {source.location}"
+    return Pin(node.name, "value", sharding, opened, text, spec.priority)
 
 
 def promotion(pins: tuple[Pin, Pin]) -> str:

@@ -58,9 +58,9 @@ class Matched:
     entries: tuple[Match, ...]
 
     @property
-    def modules(self) -> dict[str, P]:
+    def modules(self) -> dict[str, Match]:
         """The annotations of modules' outputs, by module path: they are needed during capture."""
-        return {entry.name: entry.spec for entry in self.entries if entry.kind == "module"}
+        return {entry.name: entry for entry in self.entries if entry.kind == "module"}
 
 
 def match(
@@ -172,7 +172,7 @@ def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
     if not hasattr(x, "clone"):
         what, remedy = f"of type {type(x).__name__}", "annotate the tensors in it, one by one"
         raise ShardingError(_caller(), what, "only a tensor lies on a mesh", remedy)
-    return annotate_op()(x, str(spec), spec.priority) if _CAPTURING.get() else x
+    return _annotated(x, spec)
 
 
 def _caller() -> str:
@@ -181,14 +181,21 @@ def _caller() -> str:
     return f"annotate ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-def annotate_output(output: Any, spec: P) -> Any:
+def _annotated(x: torch.Tensor, spec: P, said: str = "") -> torch.Tensor:
+    return annotate_op()(x, str(spec), spec.priority, said=said) if _CAPTURING.get() else x
+
+
+def annotate_output(output: Any, entry: Match) -> Any:
     """A module's output with every tensor in it annotated."""
     import torch
 
     from shardc.tree import flatten, rebuild
 
     leaves, tree = flatten(output)
-    return rebuild(tree, [annotate(leaf, spec) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves])
+    return rebuild(
+        tree,
+        [_annotated(leaf, entry.spec, entry.text) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves],
+    )
 
 
 @contextmanager
@@ -207,21 +214,24 @@ _CAPTURING: ContextVar[bool] = ContextVar("capturing", default=False)
 
 @lru_cache(maxsize=1)
 def annotate_op() -> Any:
-    """``torch.ops.shardc.annotate(x, spec, priority=0)``: a copy of x; its backward annotates the gradient."""
+    """``torch.ops.shardc.annotate(x, spec, priority=0, said="")``: a copy of x; its backward annotates the gradient.
+
+    ``said``: the annotation as the user wrote it, where that is no call of ``annotate``.
+    """
     import torch
 
-    def copy(x: torch.Tensor, spec: str, priority: int = 0) -> torch.Tensor:
+    def copy(x: torch.Tensor, spec: str, priority: int = 0, *, said: str = "") -> torch.Tensor:
         return x.clone()
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.spec, ctx.priority = inputs
+    def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, str], output: torch.Tensor) -> None:
+        (_, ctx.spec, ctx.priority), ctx.said = inputs, keyword_only_inputs["said"]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return op(gradient, ctx.spec, ctx.priority), None, None
+        return op(gradient, ctx.spec, ctx.priority, said=ctx.said), None, None
 
-    schema = "(Tensor x, str spec, int priority=0) -> Tensor"
+    schema = "(Tensor x, str spec, int priority=0, *, str said='') -> Tensor"
     op = torch.library.custom_op("shardc::annotate", copy, mutates_args=(), schema=schema)
-    op.register_fake(lambda x, spec, priority=0: torch.empty_like(x))
+    op.register_fake(lambda x, spec, priority=0, *, said="": torch.empty_like(x))
     op.register_autograd(backward, setup_context=keep)
     return op
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc.annotations import annotating
+from shardc.annotations import Match, annotating
 from shardc.borrow import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
 from shardc.casting import Casting
 from shardc.convention import (
@@ -45,7 +45,6 @@ from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
 from shardc.opaque import Opaque, hold_opaques
 from shardc.options import Precision
-from shardc.partition import P
 from shardc.program import Program
 from shardc.recurrent import plain_cells
 from shardc.refusal import Refusals, capture_error, is_lookup_by_value, python_effects
@@ -78,7 +77,7 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     train: bool = True,
-    modules: Mapping[str, P] | None = None,
+    modules: Mapping[str, Match] | None = None,
     differentiable: tuple[str, ...] = (),
     precision: Precision | None = None,
 ) -> Captured:
@@ -120,7 +119,7 @@ class _Joint:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         train: bool,
-        modules: Mapping[str, P],
+        modules: Mapping[str, Match],
         differentiable: tuple[str, ...],
         precision: Precision | None,
     ) -> None:

@@ -80,11 +80,11 @@ class Explainer:
         return {found.name: found for found in collectives_of(self.program)} if is_lowered else {}
 
     @cached_property
-    def _members(self) -> Mapping[str, Collective]:
-        """The bucket that each picks its result of, by the name of what it picks."""
+    def _members(self) -> Mapping[str, Explanation]:
+        """What goes with others in a bucket, by the name that it had as a collective of its own."""
         sent = ((found, self._sent.node(found)) for found in self.collectives.values())
-        buckets = [(found, node) for found, node in sent if node is not None and node.target is bucket]
-        return {user.name: found for found, node in buckets for user in node.users}
+        buckets = [found for found, node in sent if node is not None and node.target is bucket]
+        return {part.name: part for found in buckets for part in self._sent.members(found)}
 
     @cached_property
     def _outputs(self) -> Mapping[str, fx.Node]:
@@ -107,7 +107,7 @@ class Explainer:
         if node.name in self.collectives:
             return self._sent.explain(self.collectives[node.name])
         if node.name in self._members:
-            return self._member(node)
+            return self._members[node.name]
         source, given = self.program.source(node), self._inputs.get(node)
         placed = self._pins.get((given.kind, given.name) if given else ("value", node.name), "")
         return Explanation(
@@ -127,12 +127,6 @@ class Explainer:
         readers = (user for user in node.users if user.name in self.collectives)
         yield from (f"sent by {user.name}" for user in readers)
 
-    def _member(self, node: fx.Node) -> Explanation:
-        found = self._members[node.name]
-        parts = self._sent.members(found)
-        note = f"one of {len(parts)} that go together as {found.name}"
-        return next(replace(part, notes=(note,)) for part in parts if part.name == node.name)
-
     def output(self, name: str) -> Explanation:
         """Why an output of the model lies as it does."""
         found = self.node(self._outputs[name])
@@ -142,9 +136,11 @@ class Explainer:
     def module(self, path: str) -> Explanation:
         """Why what a module returns lies as it does, and what is sent in it, in backward too."""
         inside = self._modules[path]
+        within = set(inside)
         forward = [node for node in inside if self.program.source(node).phase == "forward"]
-        left = [node for node in forward if self._is_returned(node, set(inside))]
-        sent = [node for node in inside if node.name in self.collectives or node.name in self._members]
+        left = [node for node in forward if self._is_returned(node, within)]
+        known = self.collectives.keys() | self._members.keys()
+        sent = [node for node in inside if node.name in known and node.target is not bucket]
         parts = [self.node(node) for node in [*left, *(node for node in sent if node not in left)]]
         return Explanation(path, "module", parts=tuple(parts))
 

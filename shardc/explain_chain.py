@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 
 from torch import fx
 
@@ -23,6 +24,7 @@ class Chains:
         self.names = value_names(program)
         self.nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
         self._called = op_names(program)
+        self._steps: dict[tuple[int, str], Step] = {}
 
     def of(self, node: fx.Node) -> Iterator[Chain]:
         """One for each axis that cuts a node's value, or over which a sum is open."""
@@ -39,12 +41,19 @@ class Chains:
 
     def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
         """How an axis came to where its origin says, and from there to a node that holds the same, or is made of it."""
-        steps = [self._step(each, axis) for each in origin.chain]
+        steps = list(map(self._step, origin.chain, repeat(axis)))
         if to is not None and steps[-1].value != self.names[to] and self.program.value(to)[0].name != origin.value[0]:
             steps.append(self._last(to, origin))
         return Chain(axis, origin.annotation, tuple(steps))
 
     def _step(self, origin: Origin, axis: str) -> Step:
+        """A step of a chain; many chains share their first ones."""
+        key = id(origin), axis
+        if key not in self._steps:
+            self._steps[key] = self._made_step(origin, axis)
+        return self._steps[key]
+
+    def _made_step(self, origin: Origin, axis: str) -> Step:
         holder, via = self._holder(*origin.value), self.nodes.get(origin.via)
         value = origin.value[0] if holder is None else self.names[holder]
         type_ = "" if holder is None else type_text(self.program, holder)

@@ -32,7 +32,7 @@ class CollectiveExplainer:
             found.kind, found.axes, found.phase, found.bytes, found.wire_bytes, seconds, found.stage, found.times
         )
         parts = self.members(found)
-        if len(parts) == 1:
+        if len(parts) == 1 and not parts[0].notes:
             return replace(parts[0], name=found.name, sent=sent)
         return Explanation(found.name, "collective", location=found.source, sent=sent, parts=parts)
 
@@ -43,7 +43,9 @@ class CollectiveExplainer:
             return tuple(self._crossed(found, cause) for cause in found.causes if isinstance(cause, Crossed))
         moved = [part.operand for part in members(node)] or node.all_input_nodes[:1]
         made = [next(results(node, part), node) for part in members(node)] or [node]
-        return tuple(self._member(found, *each) for each in zip(found.causes, moved, made, strict=True))
+        parts = tuple(self._member(found, *each) for each in zip(found.causes, moved, made, strict=True))
+        note = f"one of {len(parts)} that go together as {found.name}"
+        return tuple(replace(part, notes=(note,)) for part in parts) if node.target is bucket else parts
 
     def node(self, found: Collective) -> fx.Node | None:
         """The node that sends; a message between stages has none. Of a pipeline several stages may run one node."""

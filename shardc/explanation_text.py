@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from shardc.explanation import REPLICATED, Chain, End, Explanation, Reason, Sent, Step
 from shardc.text import table
 
 REASONS = {
-    "sum": "each rank along {axis} has a part of the sum, and {user} needs all of it",
+    "sum": "each rank along {axis} has a part of the sum, and {user} needs it added up",
     "readers": "each rank along {axis} has a part of the sum, which is added up once for all that read it",
     "whole": "{axis} cuts dim {dim}, which {user} needs whole",
     "fallback": "{axis} cuts dim {dim}, and {op} has no rule: it runs whole on every rank",
@@ -24,6 +25,9 @@ REASONS = {
 }
 
 
+SENT = ("it sends", "axes", "phase", "wire bytes", "of", "from", "time")
+
+
 def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
     """The lines of an explanation, its parts indented."""
     yield _head(found)
@@ -33,13 +37,15 @@ def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
         if part not in of_module:
             yield from (f"  {line}" for line in explanation_lines(part, most))
     if of_module:
-        yield from (f"  {line}" for line in table(("it sends", "because", "from"), map(_row, of_module)).splitlines())
+        yield from (f"  {line}" for line in table(SENT, map(_row, of_module)).splitlines())
 
 
-def _row(part: Explanation) -> tuple[str, str, str]:
-    """A collective in one line."""
-    what = f"{part.name}: {_sent_text(part.sent)}" if part.sent else ", ".join((part.name, *part.notes))
-    return what, "; ".join(_reason_text(reason, part.wants) for reason in part.reasons), "; ".join(part.ends)
+def _row(part: Explanation) -> tuple[object, ...]:
+    """A collective in one line; a member of a bucket is sent with others."""
+    sent, of, ends = part.sent, part.has.name if part.has else "", "; ".join(part.ends)
+    if sent is None:
+        return part.name, "", "", "", of, ends, "; ".join(part.notes)
+    return part.name, "+".join(sent.axes), sent.phase, sent.wire_bytes, of, ends, _seconds_text(sent.seconds)
 
 
 def _head(found: Explanation) -> str:
@@ -69,7 +75,7 @@ def _body(found: Explanation, most: int | None) -> Iterator[str]:
         yield f"because {_reason_text(reason, found.wants)}"
     if found.placed and not any(chain.end == found.placed for chain in found.chains):
         yield f"annotated {found.placed}"
-    for chain in found.chains:
+    for chain in _merged(found.chains):
         yield from _chain_text(chain, most)
     if found.ends == (REPLICATED,):
         yield f"{REPLICATED}, since no annotation reaches it"
@@ -80,9 +86,9 @@ def _ends_text(ends: Sequence[tuple[str, End]]) -> Iterator[str]:
     names = max((len(end.name) for _, end in ends), default=0)
     types = max((len(end.type) for _, end in ends), default=0)
     for title, end in ends:
-        operand = "" if end.operand is None else f", operand {end.operand} of {end.op}"
-        place = _place(end.module, end.location)
-        yield f"{title:5}  {end.name:{names}}  {end.type:{types}}{operand}{place}".rstrip()
+        of = "" if end.operand is None else f"as operand {end.operand} of {end.op}"
+        words = " ".join(filter(None, (of, _place(end.module, end.location).strip())))
+        yield f"{title:5}  {end.name:{names}}  {end.type:{types}}  {words}".rstrip()
 
 
 def _reason_text(reason: Reason, user: End | None) -> str:
@@ -90,8 +96,16 @@ def _reason_text(reason: Reason, user: End | None) -> str:
     return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
 
 
+def _merged(chains: Sequence[Chain]) -> Iterator[Chain]:
+    """The chains, those of axes that came the same way as one."""
+    ways: dict[object, list[Chain]] = {}
+    for chain in chains:
+        ways.setdefault((chain.end, chain.steps), []).append(chain)
+    yield from (replace(found[0], axis=" and ".join(chain.axis for chain in found)) for found in ways.values())
+
+
 def _chain_text(chain: Chain, most: int | None) -> Iterator[str]:
-    yield f"{chain.axis} comes from {chain.end}"
+    yield f"{chain.axis} come{'' if ' and ' in chain.axis else 's'} from {chain.end}"
     steps, left_out = chain.steps, 0
     if most is not None and len(steps) > most:
         left_out = len(steps) - most
@@ -109,9 +123,14 @@ def _way(step: Step) -> str:
         return ""
     if step.role == "tied":
         return f"since {step.via} lies so"
-    op = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}" if step.call else step.via
+    op = step.via if step.call in ("", step.value) else _call(step)
     words = {"made": "made by", "summed": "summed by", "read": "read by", "moved": "moved by", "repeated": "again by"}
     return f"{words[step.role]} {op}{_place(step.module, step.location)}"
+
+
+def _call(step: Step) -> str:
+    """An op's name in the dump, which mostly says what it calls."""
+    return step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"
 
 
 def _place(module: str, location: str) -> str:

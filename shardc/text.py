@@ -30,7 +30,7 @@ TABLES = (
     "nodes",
     "notes",
 )
-SILENT_ARGUMENTS = ("device", "layout", "pin_memory")  # the same all over a program
+SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
 
 
 def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:

@@ -16,14 +16,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardc.annotations import annotate_output
+from shardc.annotations import Match, annotate_output
 from shardc.borrow import follow_modules
 from shardc.constant import known_number
 from shardc.fact import Phase, Source
 from shardc.guard import DATA_DEPENDENT, Guards, NoValueError
 from shardc.higher_order import REPLACED
 from shardc.location import user_location
-from shardc.partition import P
 from shardc.refusal import Refusals, Unfit
 from shardc.stage_mark import marks_passed
 
@@ -40,7 +39,12 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, annotations: Mapping[str, P], stop: CodeType, refusals: Refusals, guards: Guards | None
+        self,
+        model: nn.Module,
+        annotations: Mapping[str, Match],
+        stop: CodeType,
+        refusals: Refusals,
+        guards: Guards | None,
     ) -> None:
         super().__init__()
         self.stop, self.refusals, self.guards = stop, refusals, guards
@@ -49,8 +53,8 @@ class Watch(TorchDispatchMode):
         self.sources: dict[fx.Node, Source] = {}
         self.by_sequence: dict[int, Source] = {}
         self.latest, self.count = Source(), 0
-        for path, spec in annotations.items():
-            model.get_submodule(path).register_forward_hook(partial(_annotate_hook, spec))
+        for path, entry in annotations.items():
+            model.get_submodule(path).register_forward_hook(partial(_annotate_hook, entry))
         follow_modules(model, self.modules)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,5 +107,5 @@ def _only_checks(func: Any) -> bool:
     return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable
 
 
-def _annotate_hook(spec: P, module: nn.Module, args: Any, output: Any) -> Any:
-    return annotate_output(output, spec)
+def _annotate_hook(entry: Match, module: nn.Module, args: Any, output: Any) -> Any:
+    return annotate_output(output, entry)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
-from shardc.annotations import annotate
+from shardc.annotations import Match, annotate
 from shardc.capture import Captured, capture
 from shardc.convention import TensorLeaf, call_signature, output_leaves
 from shardc.error import CaptureError, ShardingError
@@ -980,9 +980,11 @@ def test_annotate_leaves_an_op_in_forward_and_backward_and_nothing_outside():
 
 
 def test_a_modules_output_is_annotated_by_its_path():
-    captured = assert_same(Answers(), ({"x": torch.randn(4, 6)},), modules={"mlp.up": P(None, "tp", priority=1)})
+    said = Match("module", "mlp.up", P(None, "tp", priority=1), "*.up")
+    captured = assert_same(Answers(), ({"x": torch.randn(4, 6)},), modules={"mlp.up": said})
     marks = [node for node in captured.program.calls if node.target is torch.ops.shardc.annotate.default]
     assert [node.args[1:] for node in marks] == [("-,tp", 1), ("-,tp", 1)]
+    assert [node.kwargs for node in marks] == [{"said": said.text}] * 2
     assert [captured.program.source(node).module for node in marks] == ["mlp.up", "mlp.up"]
 
 
