@@ -24,6 +24,7 @@ from shardc.pin import Pin
 from shardc.program import Program
 from shardc.request import Request
 from shardc.sharding import Sharding, TensorType
+from shardc.slow_link import with_link_notes
 from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
 
@@ -270,7 +271,9 @@ def compile(
     asked = request.asked(captured.program, matched)
     program = request.program(captured.program, asked)
     watch("capture", program, time.perf_counter() - start)
-    program = run_passes(program, watch)
+    run_passes(program, watch)
+    stages |= {name: with_link_notes(stages[name]) for name in list(stages)[-2:]}  # in global shapes, in local ones
+    program = stages[next(reversed(stages))]
     if pipeline:
         schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
     if strict:

@@ -121,3 +121,18 @@ def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
     if request.config.getoption("--write-golden"):
         path.write_text(printed)
     assert printed == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(["trace"], "mlp.trace.json"), (["dump", "--only", "time,notes"], "mlp.time.txt")],
+)
+def test_the_predicted_step_is_the_one_that_was_read(
+    command: list[str], name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = ["--mesh", "dp=2,tp=2", "--links", "dp=nvlink,tp=ethernet", "--device", "cpu"]
+    assert main([command[0], "targets:mlp", *links, *command[1:]]) == 0
+    printed, path = capsys.readouterr().out, GOLDEN / name
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()

@@ -151,3 +151,26 @@ def test_the_command_writes_a_trace_and_says_the_same_twice(capsys: pytest.Captu
         assert main(["trace", "gpt:gpt", "--mesh", "dp=2,tp=2", "--links", "tp=nvlink,dp=ib", "--device", "h100"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and len(slices(printed[0])) > 100
+
+
+def test_an_axis_that_sends_much_over_a_slow_link_is_warned_of() -> None:
+    notes = compiled(machine_of({"tp": "ethernet", "dp": "nvlink"})).program.notes
+    assert [note.splitlines()[0] for note in notes] == [
+        "axis tp is on ethernet: 8 collectives a step send 524.3 kB over it"
+    ]
+    assert "takes 0.676 ms a step, and 0.252 ms with dp on ethernet, tp on nvlink" in notes[0]
+
+
+@pytest.mark.parametrize("links", [{"tp": "nvlink", "dp": "ethernet"}, {"tp": "ethernet", "dp": "ethernet"}, {}])
+def test_where_no_other_way_is_much_faster_nothing_is_said(links: dict[str, str]) -> None:
+    assert not compiled(machine_of(links)).program.notes  # type: ignore[arg-type]
+
+
+def test_a_pipeline_whose_messages_are_slow_is_warned_of() -> None:
+    model, args, kwargs, annotations = gpt()
+    links = {"pp": Link(1e-6, 1e6, name="a wire"), "tp": Link(1e-6, 1e6, name="a wire"), "dp": LINKS["nvlink"]}
+    found = shardc.compile(
+        model, Mesh(pp=2, tp=2, dp=2), annotations, args=args, kwargs=kwargs, links=links,
+        pipeline=shardc.Pipeline(microbatches=2),
+    ).program.notes  # fmt: skip
+    assert "axis tp is on a wire" in found[0] and "tp on nvlink" in found[0]
