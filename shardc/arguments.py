@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardc.device import DEVICES
@@ -23,8 +23,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"
 
 
-def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
-    """The parser of one command that works on a TARGET."""
+def command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",)) -> argparse.ArgumentParser:
+    """The parser of one command that works on a TARGET, or on ``operands``, each of which may be one."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help_,
@@ -32,7 +32,11 @@ def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
         epilog=TARGET_HELP + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="a model: path.py:function, package.module:function, hf:gpt2")
+    model = "a model: path.py:function, package.module:function, hf:gpt2"
+    for operand in operands:
+        parser.add_argument(
+            operand.lower(), metavar=operand, help=model if operand == "TARGET" else "a plan: see below"
+        )
     parser.add_argument("--no-train", dest="train", action="store_false", help="forward only")
     parser.add_argument(
         "--set",
@@ -48,9 +52,9 @@ def command(commands: Any, name: str, help_: str) -> argparse.ArgumentParser:
     return parser
 
 
-def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def meshed(parser: argparse.ArgumentParser, is_required: bool = True) -> argparse.ArgumentParser:
     """The same parser, of a command that compiles for a mesh."""
-    parser.add_argument("--mesh", type=mesh, required=True, help="axes and sizes: dp=2,tp=4")
+    parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
     parser.add_argument(
         "--annotate",
         metavar="PATTERN=SPEC",
@@ -89,9 +93,12 @@ def meshed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def compiling(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, of a command that looks at the compiled program: ``meshed``, and what changes it further."""
-    meshed(parser)
+def compiling(parser: argparse.ArgumentParser, is_required: bool = True) -> argparse.ArgumentParser:
+    """The same parser, of a command that looks at the compiled program: ``meshed``, and what changes it further.
+
+    ``is_required``: the mesh; a command that also takes dumps needs none for these.
+    """
+    meshed(parser, is_required)
     parser.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
     parser.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
     return parser

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
-from shardc.commands import bench_links, dump, explain, stages, trace, verify
+from shardc.commands import bench_links, check, diff, dump, explain, stages, trace, verify
 from shardc.error import CaptureError, ShardingError
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
 from shardc.parser import Parser
@@ -17,6 +17,8 @@ from shardc.parser import Parser
 COMMANDS = {
     "dump": dump,
     "explain": explain,
+    "check": check,
+    "diff": diff,
     "verify": verify,
     "stages": stages,
     "trace": trace,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardc.dump_dot import program_dot
-from shardc.dump_json import json_text, only_json, program_json
+from shardc.dump_json import only_json, program_json
 from shardc.dump_text import only_text, whole_text
 from shardc.error import ShardingError, did_you_mean
+from shardc.json_text import json_text
 from shardc.only import Only
 
 if TYPE_CHECKING:

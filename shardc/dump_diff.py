@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardc.dump_json import json_text, node_entry
+from shardc.dump_json import node_entry
 from shardc.error import ShardingError
+from shardc.json_text import json_text
 from shardc.only import Only
 from shardc.program import Program
 from shardc.text import call_line, input_text, op_names, remarks_of, result_text, type_text, value_names

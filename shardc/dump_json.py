@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,14 +183,3 @@ def node_entry(program: Program, node: fx.Node, called: Mapping[Any, str]) -> di
         "module": source.module,
         "source": source.location,
     }
-
-
-def json_text(record: Mapping[str, Any]) -> str:
-    """JSON with one line for each entry of a list, so that two dumps compare line by line."""
-
-    def entry(value: Any) -> str:
-        if isinstance(value, list) and value:
-            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
-        return json.dumps(value)
-
-    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {entry(value)}" for key, value in record.items()) + "\n}\n"

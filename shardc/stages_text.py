@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from shardc.choose_stages import Stages
-from shardc.dump_json import json_text
+from shardc.json_text import json_text
 from shardc.options import BALANCES
 from shardc.text import table
 

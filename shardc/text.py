@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ TABLES = (
     "nodes",
     "notes",
 )
+_IS_ORIGIN = re.compile(r"\S+ from ").match
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
 
 
@@ -214,7 +216,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
             f"{c.dtype}{list(c.local_shape_in)}",
             f"{c.dtype}{list(c.local_shape_out)}",
             c.wire_bytes,
-            _shortened(c.source),
+            shortened(c.source),
             cause_text(c.causes, most=2),
         )
         for c in collectives
@@ -226,10 +228,12 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     return f"{_by_kind(collectives)}\n{table(header, listed)}"
 
 
-def _shortened(source: str) -> str:
-    """The lines of the members of a bucket, as the first and how many more."""
-    lines = source.split(", ")
-    return source if len(lines) <= 2 else f"{lines[0]}, and {len(lines) - 1} more"
+def shortened(text: str, separator: str = ", ") -> str:
+    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
+    parts = text.split(separator)
+    origins = [part for part in parts if _IS_ORIGIN(part)]
+    others = len(parts) - len(origins) - 1
+    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
 def _by_kind(collectives: Sequence[Collective]) -> str:

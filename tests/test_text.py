@@ -15,8 +15,9 @@ from shardc.cause import Moved, Place
 from shardc.collective import all_gather, all_reduce, shard_slice
 from shardc.cost import flops_of, memory_of
 from shardc.dump_dot import program_dot
-from shardc.dump_json import json_text, program_json
+from shardc.dump_json import program_json
 from shardc.fact import Input, Origin, Output, Source
+from shardc.json_text import json_text
 from shardc.mesh import Mesh
 from shardc.ops.contraction import dot
 from shardc.partition import P
