@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments, operand
+from shardc.node import arguments
 from shardc.ops.embedding import lookup_rows, scatter_rows
-from shardc.ops.position import scatter_add_at
 from shardc.program import Program, Value
 from shardc.rule import Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
@@ -196,19 +195,8 @@ def _softmax(emit: Emitter) -> fx.Node:
 def _log_softmax_backward(emit: Emitter) -> fx.Node:
     """``g - exp(y) * sum(g)``."""
     gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = _one_a_row(emit, gradient) or emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
+    total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
     return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
-
-
-def _one_a_row(emit: Emitter, gradient: fx.Node) -> fx.Node | None:
-    """What stands in each row, of the gradient of a cross entropy: at the target's position alone it is not zero."""
-    if gradient.target is not scatter_add_at:
-        return None
-    shape, each, rows = emit.shape(gradient), operand(gradient, 1), operand(gradient, 2)
-    dim = emit.given["dim"] % len(shape)
-    is_one = emit.shape(each) == tuple(1 if i == dim else size for i, size in enumerate(shape))
-    is_all = rows.target is aten.arange.default and len(rows.args) == 1
-    return each if is_one and is_all and gradient.args[3] == dim else None
 
 
 def _softmax_backward(emit: Emitter) -> fx.Node:

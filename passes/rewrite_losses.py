@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardc.node import arguments, operand, operands
-from shardc.ops.position import scatter_add_at
+from shardc.ops.position import scatter_add_at, scatter_added_at
 from shardc.program import Program
 
 from .emitter import NARROW, Emitter, Results, Rewrite, wide_dtype
@@ -111,6 +111,26 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     return emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1)
 
 
+def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
+    """``g - exp(y) * sum(g)`` of a cross entropy, whose ``g`` is no more than a number a row, at the target.
+
+    So the gradient of the logits is made in one piece of memory as large as they are, not in three.
+    """
+    given = arguments(node)
+    gradient, y = given["grad_output"], given["output"]
+    if gradient.target is not scatter_add_at:
+        return None
+    shape = program.type(node).shape
+    dim = given["dim"] % len(shape)
+    index, each, rows, at = gradient.args
+    is_one = program.type(each).shape == tuple(1 if i == dim else size for i, size in enumerate(shape))
+    if not is_one or at != dim:
+        return None
+    emit = Emitter(program, node)
+    odds = emit(aten.mul.Tensor, emit(aten.exp.default, y), emit(aten.neg.default, each))
+    return emit.cast(emit(scatter_added_at, odds, index, each, rows, dim), program.type(node).dtype)
+
+
 def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Which rows count, the target of each, 0 where it does not count, and its weight, 0 there too."""
     emit, given = Emitter(program, node), arguments(node)
@@ -149,5 +169,6 @@ LOSSES: dict[Any, Rewrite] = {
         (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default), _row_loss_backward
     ),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),
 }

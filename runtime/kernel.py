@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.node import is_getitem, is_pointwise, operand
 from shardc.ops.contraction import BoundDot, dot
-from shardc.ops.position import MAKE_NEW
+from shardc.ops.position import MAKE_NEW, WRITE_OVER
 from shardc.program import Program
 
 aten = torch.ops.aten
@@ -110,7 +110,9 @@ def in_place(
 
 
 def _twin(target: Any) -> Callable[..., Any] | None:
-    """The form of a pointwise op that writes over its first operand."""
+    """The form of a pointwise op, or of one of our own, that writes over its first operand."""
+    if target in WRITE_OVER:
+        return WRITE_OVER[target]
     if not is_pointwise(target) or target.namespace != "aten" or target._schema.name.endswith("_"):
         return None
     packet = getattr(aten, f"{target._schema.name.partition('::')[2]}_", None)

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardc.ops  # noqa: F401
 from shardc.ops.contraction import dot
 from shardc.ops.embedding import lookup_rows, scatter_rows
-from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_at
+from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_added_at, scatter_at
 from shardc.ops.random import poisson_quantile, uniform
 from shardc.rule_check import Case, case_of
 from shardc.window import overlap_add, windows
@@ -21,7 +21,7 @@ LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_tex
 EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith("#")]
 
 
-POSITION_OPS = (lookup_at, add_at, put_at, gather_at, scatter_add_at, scatter_at)
+POSITION_OPS = (lookup_at, add_at, put_at, gather_at, scatter_add_at, scatter_added_at, scatter_at)
 OTHER_OPS = (dot, uniform, poisson_quantile, lookup_rows, scatter_rows, windows, overlap_add)
 PYTHON_OPS = {op.__name__: op for op in (*OTHER_OPS, *POSITION_OPS)}
 

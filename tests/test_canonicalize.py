@@ -56,9 +56,11 @@ def test_the_gradient_of_a_cross_entropy_is_a_scatter_of_which_rows_and_columns_
         unsqueeze_1: i64[8, 1] = unsqueeze(where_2, 1)
         unsqueeze_2: f32[8, 1] = unsqueeze(neg_1, 1)
         arange: i64[6] = arange(6)
-        scatter_add_at: f32[8, 6] = scatter_add_at(unsqueeze_1, unsqueeze_2, arange, 1)
-        _log_softmax_backward_data: f32[8, 6] = _log_softmax_backward_data(scatter_add_at, _log_softmax, 1, float32)
-        gradient input: _log_softmax_backward_data
+        exp: f32[8, 6] = exp(_log_softmax)
+        neg_2: f32[8, 1] = neg(unsqueeze_2)
+        mul_2: f32[8, 6] = mul(exp, neg_2)
+        scatter_added_at: f32[8, 6] = scatter_added_at(mul_2, unsqueeze_1, unsqueeze_2, arange, 1)
+        gradient input: scatter_added_at
         """
     )
 

@@ -2,7 +2,8 @@
 
 The ops take, for every dim that is indexed, the numbers of the positions that are here: an ``arange`` cut as the dim
 is. Over all pieces the sum of what ``lookup_at`` and ``gather_at`` find is what the whole has; ``add_at`` and
-``scatter_add_at`` make the pieces of what is added to zeros, ``put_at`` and ``scatter_at`` write what belongs here.
+``scatter_add_at`` make the pieces of what is added to zeros; ``scatter_added_at``, ``put_at`` and ``scatter_at`` change
+what belongs here.
 """
 
 from __future__ import annotations
@@ -58,9 +59,19 @@ def gather_at(x: Tensor, index: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 def scatter_add_at(index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
     """The sum of ``source`` at each position of ``dim`` that is here."""
-    here, (local,) = _local([index], [rows])
     shape = [rows.shape[0] if i == dim else size for i, size in enumerate(source.shape)]
-    return source.new_zeros(shape).scatter_add_(dim, local, _where(here, source))
+    return scatter_added_at_(source.new_zeros(shape), index, source, rows, dim)
+
+
+def scatter_added_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """``x.scatter_add(dim, index, source)`` at the positions that are here."""
+    return scatter_added_at_(x.clone(), index, source, rows, dim)
+
+
+def scatter_added_at_(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """The same, written over ``x``."""
+    here, (local,) = _local([index], [rows])
+    return x.scatter_add_(dim, local, _where(here, source))
 
 
 def scatter_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
@@ -148,16 +159,23 @@ def _scatter_add_at_rule(call: Call) -> Rule:
     return make_rule(f"{index}, {index}, v -> {x}", call, linear="1")
 
 
+def _scatter_added_at_rule(call: Call) -> Rule:
+    x, index = along_names(call.args[-1], call.operands[:2])
+    return make_rule(f"{x}, {index}, {index}, v -> {x}", call, whole="i")
+
+
 def _scatter_at_rule(call: Call) -> Rule:
     x, index = along_names(call.args[-1], call.operands[:3])
     return make_rule(f"{x}, {index}, {index}, v -> {x}", call, whole="i")
 
 
-MAKE_NEW: frozenset[Any] = frozenset({scatter_add_at})  # what they return is in memory of its own
+MAKE_NEW: frozenset[Any] = frozenset({scatter_add_at, scatter_added_at})  # what they return is in memory of its own
+WRITE_OVER: dict[Any, Any] = {scatter_added_at: scatter_added_at_}  # the same over the first operand
 
 rule(lookup_at, _lookup_at_rule)
 rule(add_at, _add_at_rule)
 rule(put_at, _put_at_rule)
 rule(gather_at, _gather_at_rule)
 rule(scatter_add_at, _scatter_add_at_rule)
+rule(scatter_added_at, _scatter_added_at_rule)
 rule(scatter_at, _scatter_at_rule)
