@@ -32,6 +32,7 @@ SCRIPTS = (
     "tree.js",
     "table.js",
     "schedule.js",
+    "time.js",
     "inspector.js",
     "details.js",
     "search.js",

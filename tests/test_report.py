@@ -153,7 +153,7 @@ def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotation
     [found] = [each for each in program.collectives if each.phase == "forward" and each.axes == ("tp",)]
     browser.run(f"document.querySelector('#collectives-table a[href$=\"collective:{found.name}\"]').click()")
     [shown] = browser.texts("#inspector")
-    assert found.name in shown and "f32[8@dp, 8]{sum tp}" in shown
+    assert found.name in shown and "f32[8@dp, 8]{sum tp}" in shown and "needs the sum itself" in shown
     ends = set(browser.texts("#inspector a.annotation"))
     assert ends == set(program.explain(found.node).ends) == {"down.weight: P(None, 'tp')", "target: P('dp')"}
     browser.run("document.querySelector('#inspector .close').click()")
@@ -187,7 +187,51 @@ def test_a_layout_shows_which_ranks_hold_each_block(browser: Browser, tmp_path: 
     assert browser.texts("#inspector rect title") == [title for row in tiles for title in row]
 
 
+@needs_browser
+def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Browser, tmp_path: Path) -> None:
+    program = shardc.compile(Unruly(), Mesh(dp=2, spare=2), {"x": P("dp")}, args=(torch.randn(4, 8),))
+    browser.open(written(program, tmp_path))
+    first = browser.texts(".look .alarm")
+    assert [text.lstrip("!") for text in first] == [
+        "Axis spare cuts nothing: its 2 ranks all do the same work.",
+        "1 op without a rule, run whole on every rank",
+        "1 gather that no annotation asks for",
+    ]
+    notes = browser.texts("#notes li")
+    assert any("sort" in note and "no annotation asks for it" in note for note in notes)
+    assert any("tests.whole" in note and "register_rule" in note for note in notes)
+
+
+@needs_browser
+def test_on_a_known_machine_the_predicted_step_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    program = small(links={"dp": "ethernet"})
+    browser.open(written(program, tmp_path))
+    assert "Predicted time" in browser.texts("nav a")
+    marks = browser.run(
+        "return [...document.querySelectorAll('#time a.mark')].map(each => each.getAttribute('aria-label'))"
+    )
+    assert sorted(marks) == sorted(each.name for each in program.collectives)
+    assert browser.complaints() == []
+
+
 # Names.
+
+
+@torch.library.custom_op("tests::whole", mutates_args=())
+def whole(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+whole.register_fake(torch.empty_like)
+
+
+class Unruly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sort(dim=0).values.sin().sum() + whole(self.up(x).detach()).sum()
 
 
 class Hostile(nn.Module):

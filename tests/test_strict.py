@@ -150,3 +150,9 @@ def test_the_command_line_refuses_as_well(capsys: pytest.CaptureFixture[str]) ->
     assert main(strict) == 0
     assert main([*strict, "--annotate", "x=dp,tp"]) == 4
     assert "no annotation asks for it" in capsys.readouterr().err
+
+
+def test_a_pipeline_is_looked_at_too() -> None:
+    model, args, _, _ = gpt.gpt_tied()
+    options: dict[str, Any] = {"args": args, "pipeline": shardc.Pipeline(microbatches=2)}
+    shardc.compile(model, Mesh(dp=2, pp=2), {"ids": P("dp"), "targets": P("dp")}, strict=True, **options)

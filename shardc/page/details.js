@@ -4,7 +4,8 @@ function showCollective(id) {
   const each = collectives.get(id);
   if (!each) return null;
   const said = saidOf(each.cause),
-    moved = each.node.split(', ').filter(name => values.has(name));
+    moved = each.node.split(', ').filter(name => values.has(name)),
+    wanted = needs(id);
   const size = each.axes.reduce(
     (product, part) => product * (Number((/:\(\d+\)(\d+)/.exec(part) || [])[1]) || axes[part] || 1),
     1,
@@ -42,7 +43,8 @@ function showCollective(id) {
       ],
       ['module', each.at && each.at.module ? link('module', each.at.module) : ''],
     ]),
-    ...reasons(moved.length ? moved.slice(0, 3) : [each.at && each.at.name].filter(Boolean)),
+    ...reasons(moved.length ? moved.slice(0, 3) : [each.at && each.at.name].filter(Boolean), 'Why it was there so'),
+    wanted.length ? [element('h3', {}, 'Why it is wanted otherwise'), wanted] : '',
     each.at && values.has(each.at.name) ? inTree(each.at.module, each.at.name) : '',
   ];
 }

@@ -118,10 +118,47 @@ function wayStep([, name, via]) {
   );
 }
 
-function reasons(names) {
+// Why what a collective moves may not stay as it is: who takes it, over which axis, and through which annotation.
+const NEEDS = {
+  sum: 'needs the sum itself',
+  readers: 'is one of several that read it: it is reduced once for all of them',
+  whole: 'needs this dim whole',
+  fallback: 'has no rule, and runs whole on every rank',
+  taken: 'has another of its dims cut by the axis',
+  unfit: 'cannot be computed on pieces that are cut so',
+  fewest: 'sends the fewest bytes this way, of all ways to compute it',
+  placed: 'is annotated to lie so',
+  end: 'lies as what it belongs to',
+  cut: 'is cut by the axis',
+};
+
+function needs(id) {
+  const groups = new Map();
+  for (const [user, ...need] of report.needs[id] || []) {
+    const key = JSON.stringify(need);
+    groups.set(key, [...(groups.get(key) || []), user]);
+  }
+  return [...groups].map(([key, users]) => {
+    const [axis, kind, dim, said, at] = JSON.parse(key);
+    const more = users.length > 1 ? ` and ${users.length - 1} more` : '';
+    const where = dim === null ? '' : `, dim ${dim}`;
+    const sentence = [
+      axisTag(axis),
+      where,
+      ': ',
+      rich(users[0]),
+      `${more} ${NEEDS[kind]}`,
+      said ? ` (${said})` : '',
+      '.',
+    ];
+    return element('div', { class: 'why' }, element('p', {}, sentence), at < 0 ? '' : chain(axis, at));
+  });
+}
+
+function reasons(names, title = 'Why') {
   const found = names.flatMap(why);
   return [
-    element('h3', {}, 'Why'),
+    element('h3', {}, title),
     ...(found.length ? found : [element('p', { class: 'hint' }, 'default: replicated. No annotation reaches it.')]),
   ];
 }

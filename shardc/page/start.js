@@ -5,6 +5,7 @@ function start() {
     overview(),
     step(),
     report.timeline ? schedule() : null,
+    report.lanes ? predictedTime() : null,
     tree(),
     collectivesSection(),
     parametersSection(),

@@ -137,27 +137,16 @@ function parametersSection() {
 }
 
 function notesSection() {
-  const isFine = !data.fallbacks.length && !report.offences.length && !data.notes.length;
-  const fallbacks = data.fallbacks.map(each =>
-    element(
-      'li',
-      { class: 'alarm' },
-      element('b', {}, 'no rule'),
-      ' ',
-      link('value', each.name),
-      ` ${each.op} `,
-      typeText(each.type),
-      ` runs whole on every rank. ${[each.module, each.source].filter(Boolean).join(', ')}`,
-    ),
-  );
+  const isFine = !report.offences.length && !data.notes.length;
   const offences = report.offences.map(each =>
     element(
       'li',
       { class: 'alarm' },
-      element('b', {}, each.who),
-      `: ${each.what}`,
+      element('b', {}, rich(each.who)),
+      ': ',
+      rich(each.what),
       element('br'),
-      each.problem,
+      rich(each.problem),
       element('br'),
       element('span', { class: 'remedy' }, each.remedy),
     ),
@@ -169,6 +158,6 @@ function notesSection() {
     isFine
       ? 'None: every op has a rule, every gather was asked for by an annotation, and the compiler has nothing to remark.'
       : '',
-    element('ul', { class: 'plain notes' }, fallbacks, offences, notes),
+    element('ul', { class: 'plain notes' }, offences, notes),
   );
 }
