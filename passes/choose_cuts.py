@@ -87,7 +87,7 @@ class Plan:
         ways = [self.way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
         if is_annotation(node):
             ways = [(self.wished[node], self.wished[node])]  # as the user said, though it be a cut of one element
-        self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self._cost, node))
+        self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self.cost, node))
         for index, made in enumerate(self.made[node]):
             if made is not None:
                 self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
@@ -109,7 +109,7 @@ class Plan:
         )
         return wanted, made
 
-    def _cost(self, node: fx.Node, way: Way) -> int:
+    def cost(self, node: fx.Node, way: Way) -> int:
         """Bytes that bring the operands there, and the results to where they are wished."""
         wanted, made = way
         moves = [

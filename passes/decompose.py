@@ -149,6 +149,15 @@ def _pays(program: Program, node: fx.Node) -> bool:
     )
 
 
+def apart_or_gathered(program: Program, node: fx.Node) -> tuple[int, int] | None:
+    """Of an op that may be taken apart, the bytes that move so, and those that gathering would; None of any other."""
+    if node.target not in DECOMPOSITIONS:
+        return None
+    rule = program.rule(node)
+    whole = set(rule.whole)
+    return DECOMPOSITIONS[node.target].moved(program, node, whole), _gathered(program, node, rule, whole)
+
+
 def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op would be cut, could all be."""
     loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)

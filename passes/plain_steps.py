@@ -13,7 +13,7 @@ from shardc.payload import wire_numel
 from shardc.sharding import WHOLE, Sharding, ceil_div, num_shards
 
 from .move_axes import LATENCY, Atoms, Move, Space, State
-from .search_moves import Way, cheapest_way, may_be_shared
+from .search_moves import cheapest_way, may_be_shared
 
 Args = tuple[object, ...]
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
@@ -25,35 +25,47 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
 
     ``reorders``: a permute is among them, to be one of devices too, if only one of them.
     """
-    ends = _ends_in_play(src, dst, shape)
-    start, target = _rest(src, dst, ends)
-    in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
-    atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
-    active = [i for i in range(len(shape)) if start[i] or target[i]]
-    if len(atoms) <= MAX_SPARE:
-        active = sorted(active + _spare_dim(src, dst, shape, active, sum(target, ())))
-    space = replace(_space(src, dst, shape, ends, atoms, active), reorders=reorders)
+    space, atoms, active, ends = search_space(src, dst, shape)
+    space = replace(space, reorders=reorders)
     way = cheapest_way(space) or cheapest_way(replace(space, permutes=True))
     if way is None:
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
         return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
-    steps = list(_steps(way, space, atoms, active, src, shape))
+    steps = list(steps_of(way.moves, space, atoms, active, src, shape))
     spare = _unused_part(src, dst) if may_be_shared(space, way) else ()
     if spare:
         space = replace(
             _space(src, dst, shape, ends, atoms + spare, active), reorders=reorders, spare=frozenset({len(atoms)})
         )
         shared = cheapest_way(space)
-        others = list(_steps(shared, space, atoms + spare, active, src, shape)) if shared else steps
+        others = list(steps_of(shared.moves, space, atoms + spare, active, src, shape)) if shared else steps
         steps = min(steps, others, key=lambda steps: _sent(src, steps, shape))
     return steps
 
 
-def _steps(
-    way: Way, space: Space, atoms: Axes, active: list[int], src: Sharding, shape: tuple[int, ...]
+def search_space(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], is_wide: bool = False
+) -> tuple[Space, Axes, list[int], dict[str, list[int]]]:
+    """Where a search goes: the space, its atoms as axis parts, the dims in play and where axes are split.
+
+    ``is_wide``: a dim that does not change is in play too, and an axis may cut it on the way.
+    """
+    ends = _ends_in_play(src, dst, shape)
+    start, target = _rest(src, dst, ends)
+    in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
+    atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
+    active = [i for i in range(len(shape)) if start[i] or target[i]]
+    if len(atoms) <= MAX_SPARE:
+        active = sorted(active + _spare_dim(src, dst, shape, active, atoms if is_wide else sum(target, ())))
+    return _space(src, dst, shape, ends, atoms, active), atoms, active, ends
+
+
+def steps_of(
+    moves: tuple[Move, ...], space: Space, atoms: Axes, active: list[int], src: Sharding, shape: tuple[int, ...]
 ) -> Iterator[Step]:
+    """The moves of a search as steps."""
     sharding = src
-    for kind, args in _calls(_joined_slices(way.moves, space.loose), atoms, active, src):
+    for kind, args in _calls(_joined_slices(moves, space.loose), atoms, active, src):
         sharding = steps_sharding(sharding, kind, args)
         yield Step(kind, args, sharding, shape)
 

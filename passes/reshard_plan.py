@@ -35,8 +35,8 @@ def reshard_plan(
         raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
                             "make dst partial only where src is")  # fmt: skip
     if before.mesh == after.mesh or _holds_alike(before, after.mesh) or _holds_alike(after, before.mesh):
-        return tuple(_collectives(moved, plan_reshard(moved, after, type_), type_))
-    return tuple(_collectives(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
+        return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
+    return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
 
 
 def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
@@ -50,7 +50,7 @@ def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sha
     return said
 
 
-def _collectives(
+def collectives_of_steps(
     before: Sharding, steps: Sequence[Step], type: TensorType, is_reordered: bool = False
 ) -> Iterator[Collective]:
     """The collectives among the steps; a permute that puts the devices in order sends all."""

@@ -21,6 +21,7 @@ FRONT_DOORS = COMMANDS | {
     "shardc",
     "shardc.__main__",
     "shardc.advice",
+    "shardc.alternatives",
     "shardc.api",
     "shardc.init_parameters",
     "shardc.retry",
