@@ -31,9 +31,14 @@ def annotated_values(program: Program) -> list[Pin]:
 
 def _annotated_value(program: Program, node: fx.Node) -> Pin:
     given, shape, source = arguments(node), program.type(node).shape, program.source(node)
-    spec, who = P.parse(given["spec"], given["priority"]), f"annotate in {source.module or 'the model'}"
+    place = source.module or "the model"
+    who = f"module {place!r}" if given["said"] else f"annotate in {place} ({source.location})"
+    try:
+        spec = P.parse(given["spec"], given["priority"])
+    except ShardingError as error:
+        raise ShardingError(who, error.what, error.problem, error.remedy) from None
     assert program.mesh is not None
-    sharding = spec.sharding(program.mesh, shape, f"{who} ({source.location})")
+    sharding = spec.sharding(program.mesh, shape, who)
     opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
     text = given["said"] or f"annotate({spec!r}) at {source.location}"
     return Pin(node.name, "value", sharding, opened, text, spec.priority)

@@ -53,9 +53,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What the user says of which values, in the order of the annotations, each value once."""
+    """What the user says of which values, in the order of the annotations, each value once; ``texts``: all of them."""
 
     entries: tuple[Match, ...]
+    texts: tuple[str, ...] = ()
 
     @property
     def modules(self) -> dict[str, Match]:
@@ -114,7 +115,7 @@ def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Ma
         found += [Match(kind, name, spec, pattern) for kind, name in values]
     raise_all(lost)
     raise_all(torn)
-    return Matched(_agreed(found))
+    return Matched(_agreed(found), tuple(dict.fromkeys(entry.text for entry in found)))
 
 
 def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:

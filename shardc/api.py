@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from shardc.sharding import Sharding, TensorType
 from shardc.slow_link import with_link_notes
 from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
+from shardc.unused import idle_error, note_of, unused_annotations
 
 if TYPE_CHECKING:
     import torch
@@ -252,6 +253,7 @@ def compile(
 
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
+    from shardc.passes.idle import idle_annotations
     from shardc.passes.pipeline import run_passes
 
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
@@ -269,10 +271,16 @@ def compile(
     start = time.perf_counter()
     captured = request.capture(model, matched)
     asked = request.asked(captured.program, matched)
+    unused = list(unused_annotations(captured.program, matched, asked))
+    if strict:
+        raise_all(unused)
     program = request.program(captured.program, asked)
     watch("capture", program, time.perf_counter() - start)
     run_passes(program, watch)
-    stages |= {name: with_link_notes(stages[name]) for name in list(stages)[-2:]}  # in global shapes, in local ones
+    unused += map(idle_error, idle_annotations(stages["keep_dims"], stages["propagate"]))
+    for name in list(stages)[-2:]:  # in global shapes, in local ones
+        noted = with_link_notes(stages[name])
+        stages[name] = replace(noted, notes=(*noted.notes, *map(note_of, unused)))
     program = stages[next(reversed(stages))]
     if pipeline:
         schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run

@@ -25,3 +25,8 @@ class Pin:
     text: str
     priority: int = 0
     is_asked: bool = False
+
+    @property
+    def is_said(self) -> bool:
+        """Whether an annotation says it, and not a parameter that lies so already, nor a pipeline."""
+        return ": P(" in self.text
