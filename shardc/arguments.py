@@ -89,6 +89,11 @@ def meshed(parser: argparse.ArgumentParser, is_required: bool = True) -> argpars
         metavar="AXIS=LINK,...|FILE",
         help=f"what joins an axis's ranks, for estimated times: {', '.join(LINKS)}; or a file of shardc bench-links",
     )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse ops without a rule, gathers no one asked for and annotations of modules that are not called",
+    )
     parser.add_argument("--device", metavar="NAME", help=f"what a rank computes on: {', '.join(DEVICES)}")
     return parser
 
@@ -99,7 +104,6 @@ def compiling(parser: argparse.ArgumentParser, is_required: bool = True) -> argp
     ``is_required``: the mesh; a command that also takes dumps needs none for these.
     """
     meshed(parser, is_required)
-    parser.add_argument("--strict", action="store_true", help="refuse ops without a rule and gathers no one asked for")
     parser.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
     return parser
 

@@ -62,6 +62,7 @@ def compile_options(options: argparse.Namespace) -> dict[str, Any]:
         "pipeline": options.pipeline,
         "remat": options.remat,
         "bucket": options.bucket,
+        "strict": options.strict,
         "links": machine_of(options.links, options.device),
     }
 
@@ -75,7 +76,7 @@ def compiled(options: argparse.Namespace) -> Compiled:
     with progress(f"compiling for {options.mesh}"):
         return compile(
             target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
-            strict=options.strict, precision=_precision(options.precision), **compile_options(options),
+            precision=_precision(options.precision), **compile_options(options),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Pipeline, ShardingError
+from shardc.cli import main
 
 MESH = Mesh(dp=2, tp=2)
 SAME = "without it every value lies the same; leave it out, or cut something by it"
@@ -85,3 +87,13 @@ def test_strict_refuses_what_is_on_no_value() -> None:
         "  leave it out, or annotate what is in the model"
     )
     compile({"x": P("dp"), "up.bias": P()}, strict=True)
+
+
+@pytest.mark.parametrize("command", ["dump", "verify"])
+def test_every_command_that_compiles_is_strict_where_it_is_told(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [f"{Path(__file__).parent / 'targets.py'}:weighed", "--mesh", "dp=2,tp=2"]
+    assert main([command, *target]) == 0
+    assert main([command, *target, "--strict"]) == 4
+    assert "targets.places.default has no rule" in capsys.readouterr().err
