@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shardc import Mesh, P, Pipeline, Zero, compile
 from shardc.announcement import collectives_of
 from shardc.cli import main
 from shardc.cost import flops_of, memory_of
+from shardc.json_text import json_text
 from shardc.stage_record import StageRecord
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,6 +33,35 @@ def test_the_dump_of_two_layers_cut_as_megatron_is_the_one_that_was_read(
     if request.config.getoption("--write-golden"):
         path.write_text(dumped)
     assert dumped == path.read_text()
+
+
+def test_the_report_of_two_layers_is_the_one_that_was_read(request: pytest.FixtureRequest) -> None:
+    """But for its styles and scripts, which a browser reads in test_report.py."""
+    model, args, kwargs, annotations = mlp()
+    page = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump("html")
+    bare = re.sub(r"(<style>|<script>).*?(</style>|</script>)", r"\1...\2", page, flags=re.DOTALL)
+    bare = re.sub(r"sha256-[^']*", "sha256-...", bare)
+    data = re.search(r'(?<=id="data">).*?(?=</script>)', bare)
+    assert data is not None
+    printed = bare.replace(data[0], f"\n{json_text(json.loads(data[0]))}")
+    path = GOLDEN / "mlp.html"
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("--diff=insert_reshards", "diff_passes.txt"), ("--format=dot", "pipeline.dot")]
+)
+def test_what_a_pass_did_and_a_drawn_pipeline_are_those_that_were_read(
+    option: str, name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=2"] if name == "pipeline.dot" else ["--mesh", "dp=2,tp=2"]
+    assert main(["dump", "targets:for_mesh", *mesh, option]) == 0
+    printed, path = capsys.readouterr().out, GOLDEN / name
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()
 
 
 def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(request: pytest.FixtureRequest) -> None:
