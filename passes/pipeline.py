@@ -51,9 +51,14 @@ PASSES: tuple[Pass, ...] = (
 Watcher = Callable[[str, Program, float], None]
 
 
-def run_passes(program: Program, watch: Watcher = lambda name, program, seconds: None) -> Program:
-    """Run every pass; ``watch`` is told the pass's name, the program after it and the seconds it took."""
-    for run in PASSES:
+def run_passes(
+    program: Program,
+    watch: Watcher = lambda name, program, seconds: None,
+    after: Pass | None = None,
+    until: Pass = PASSES[-1],
+) -> Program:
+    """Run every pass, or those after one, until another; ``watch`` is told each one's name, its program and seconds."""
+    for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
         program = run(program)
         verify(program)

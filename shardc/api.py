@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
+    from shardc.step_cost import StepCost
     from shardc.timeline import Timeline
 
 
@@ -114,6 +115,13 @@ class Compiled:
         from shardc.step_time import step_timeline
 
         return step_timeline(self.program)
+
+    @property
+    def cost(self) -> StepCost:
+        """What a step costs a rank: bytes by phase, kind and axes, memory by class, floating-point operations."""
+        from shardc.step_cost import step_cost
+
+        return step_cost(self.program)
 
     def dump(self, format: str = "text", only: str = "") -> str:
         """The program as text, json, dot or html; ``only`` its "collectives", or of a pipeline its "stages"."""

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
-from shardc.commands import bench_links, check, diff, dump, explain, stages, trace, verify
+from shardc.commands import bench_links, check, cost, diff, dump, explain, stages, trace, verify
 from shardc.error import CaptureError, ShardingError
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
 from shardc.parser import Parser
@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": explain,
     "check": check,
     "diff": diff,
+    "cost": cost,
     "verify": verify,
     "stages": stages,
     "trace": trace,

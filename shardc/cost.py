@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,19 +44,32 @@ def memory_of(program: Program) -> dict[str, int]:
         from shardc.stage_memory import stage_memory
 
         return stage_memory(program)
-    parameters = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    parameters, live = stored(program), list(storages(program))
+    gathered = [storage for storage in live if is_gathered(program, storage.value[0], parameters)]
+    return {
+        **held(program),
+        "saved": sum(storage.nbytes for storage in live if storage.is_saved),
+        "gathered": max(alive(gathered).values(), default=0),
+        "peak": max(alive(live).values(), default=0),
+    }
+
+
+def held(program: Program) -> dict[str, int]:
+    """Bytes on one rank that stay between steps: parameters, gradients, and the states of Adam."""
+    parameters = stored(program)
     kept, gradients = of_parameters(program, "computed"), of_parameters(program, "gradient")
     rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
     apart = [node for name, node in parameters.items() if name not in rows]
-    live = list(storages(program))
     return {
         "parameters": sum(nbytes(program.local_type(node)) for node in (*apart, *kept.values())),
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
         "optimizer": ADAM_STATES * sum(nbytes(program.local_type(parameters[name])) for name in gradients),
-        "saved": sum(storage.nbytes for storage in live if storage.is_saved),
-        "gathered": _peak([storage for storage in live if is_gathered(program, storage.value[0], parameters)]),
-        "peak": _peak(live),
     }
+
+
+def stored(program: Program) -> dict[str, fx.Node]:
+    """The placeholders of parameters by name."""
+    return {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
 
 
 def is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
@@ -96,16 +110,14 @@ def bytes_moved(program: Program, node: fx.Node) -> int:
     return sum(nbytes(program.local_type(*value)) for value in values)
 
 
-def _peak(live: list[Storage]) -> int:
+def alive(live: Iterable[Storage]) -> dict[int, int]:
+    """Bytes that live at each place of a program where something comes or goes."""
     change: Counter[int] = Counter()
     for storage in live:
         change[storage.born] += storage.nbytes
         change[storage.last + 1] -= storage.nbytes
-    alive = peak = 0
-    for place in sorted(change):
-        alive += change[place]
-        peak = max(peak, alive)
-    return peak
+    places = sorted(change)
+    return dict(zip(places, accumulate(change[place] for place in places), strict=True))
 
 
 def flops_of(program: Program, of_rank: bool = False) -> int:
@@ -123,6 +135,7 @@ def flops_of_call(program: Program, node: fx.Node) -> int:
     return _node_flops(program, node, program.local_type)
 
 
+Shape = tuple[int, ...]
 TypeOf = Callable[[fx.Node, int], TensorType | None]
 
 
@@ -138,19 +151,17 @@ def _node_flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
     formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
-    results = tuple(_meta(type_of(node, index)) for index in range(len(program.types(node))))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda node: _meta(operand(node)))
-    return int(formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0]))
+    results = tuple(_shape(type_of(node, index)) for index in range(len(program.types(node))))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda node: _shape(operand(node)))
+    found: int = formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0])
+    return found
 
 
-def _convolution_backward_flops(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *further: Any, out_val: Any
-) -> int:
+def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: Any, out_val: Any) -> int:
     """As many as forward for each of the two gradients; torch's own formula leaves groups out."""
     is_transposed, mask = further[4], further[7]
-    return (mask[0] + mask[1]) * int(
-        conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed=is_transposed)
-    )
+    each: int = conv_flop_count(list(x), list(weight), list(grad), transposed=is_transposed)
+    return (mask[0] + mask[1]) * each
 
 
 OWN_FORMULAS: dict[Any, Callable[..., int]] = {aten.convolution_backward: _convolution_backward_flops}
@@ -162,5 +173,5 @@ def dot_flops(a: TensorType, b: TensorType, spec: str) -> int:
     return 2 * math.prod(dict(zip(names, a.shape + b.shape, strict=True)).values())
 
 
-def _meta(type_: TensorType | None) -> torch.Tensor | None:
-    return None if type_ is None else torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+def _shape(type_: TensorType | None) -> Shape | None:
+    return None if type_ is None else type_.shape

@@ -69,15 +69,19 @@ def compile_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def compiled(options: argparse.Namespace) -> Compiled:
     """The target compiled for the mesh, on meta."""
+    target = load(options, device="meta")
+    with progress(f"compiling for {options.mesh}"):
+        return compile_target(options, target)
+
+
+def compile_target(options: argparse.Namespace, target: Target) -> Compiled:
+    """A target compiled as the options say."""
     from shardc.api import compile
 
-    target = load(options, device="meta")
-    annotations = annotations_of(options, target)
-    with progress(f"compiling for {options.mesh}"):
-        return compile(
-            target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
-            precision=_precision(options.precision), **compile_options(options),
-        )  # fmt: skip
+    return compile(
+        target.model, options.mesh, annotations_of(options, target), args=target.args, kwargs=target.kwargs,
+        train=options.train, precision=_precision(options.precision), **compile_options(options),
+    )  # fmt: skip
 
 
 def _precision(name: str | None) -> Precision | None:

@@ -32,12 +32,11 @@ def fits(
 def payload_numel(kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]) -> int:
     """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
     before, after = fits(kind, args, count, taken, made)
-    inside, outside = list(taken), list(made)
-    if before:
-        inside[before[0]] = before[1]
-    if after:
-        outside[after[0]] = count * taken[after[0]]
-    return max(math.prod(inside), math.prod(outside))
+    larger, fit = (made, after and (after[0], count * taken[after[0]])) if kind == "all_gather" else (taken, before)
+    sizes = list(larger)
+    if fit:
+        sizes[fit[0]] = fit[1]
+    return math.prod(sizes)
 
 
 def wire_numel(step: Step, taken: tuple[int, ...]) -> int:

@@ -21,6 +21,14 @@ def ceil_div(size: int, parts: int) -> int:
     return -(-size // parts)
 
 
+def exact_div(size: int, parts: int) -> int:
+    """``size`` in equal parts; of an expression, whose value no one knows yet, as if it were."""
+    if not isinstance(size, int):
+        return size / parts
+    assert size % parts == 0, (size, parts)
+    return size // parts
+
+
 def num_shards(axes: Axes) -> int:
     """Into how many pieces these parts cut together."""
     return math.prod(part.size for part in axes)
@@ -59,9 +67,7 @@ class DimSharding:
 
     def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
         """The dim as separate ``(size, axes)`` dims, each cut whole."""
-        rest = math.prod(sub for sub, _ in self.minor)
-        assert size % rest == 0, (size, self)
-        return ((size // rest, self.axes), *self.minor)
+        return ((exact_div(size, math.prod(sub for sub, _ in self.minor)), self.axes), *self.minor)
 
     def local_size(self, size: int) -> int:
         """Elements on one rank, padding included."""

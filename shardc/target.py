@@ -64,7 +64,7 @@ def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
     if wish.batch or wish.seq:
         problem = "--batch and --seq are for hf: targets, whose inputs are made up"
         raise UsageError(f"TARGET {text!r}", "a function", problem, "give the function an argument: --set batch=8")
-    function = _function(place, name)
+    function = function_of(place, name)
     given = _arguments(text, function, wish, mesh)
     try:
         made = function(**given)
@@ -73,7 +73,8 @@ def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
     return _checked(text, made)
 
 
-def _function(place: str, name: str) -> Callable[..., Any]:
+def function_of(place: str, name: str) -> Callable[..., Any]:
+    """The function that a target names; a UsageError where there is none."""
     module = _module(place)
     function = getattr(module, name, None)
     if callable(function):

@@ -1,0 +1,173 @@
+"""Costs of a plan for any mesh and any named sizes, from a few compiles: as expressions, and as numbers at a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardc.api import Compiled
+from shardc.error import ShardingError
+from shardc.passes.localize import localize
+from shardc.passes.pipeline import run_passes
+from shardc.passes.rematerialize import rematerialize
+from shardc.program import Program
+from shardc.step_cost import StepCost, step_cost
+from shardc.symbol_cost import along, expressed_cost
+from shardc.symbol_expression import Symbolic
+from shardc.symbol_form import Form, Point
+from shardc.symbol_numbers import Key, numbers, outline
+from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, place_of, point_text
+from shardc.symbol_region import Region, probed, widest
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """``symbol`` counts the modules of the list at ``path``, which are alike."""
+
+    symbol: str
+    path: str
+
+
+@dataclass(frozen=True)
+class SymbolicPlan:
+    """A plan at ``reference`` and wherever in ``region`` one says.
+
+    ``cost``: as expressions, before collectives go in buckets; ``at``: the numbers of a step, all of them exact.
+    """
+
+    compile: Compile = field(repr=False)
+    reference: Point
+    axes: Sequence[str]
+    learned: Learned = field(repr=False)
+    region: Region
+    repeated: Repeated | None = None
+    known: dict[int, Symbolic] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """Expressions in all symbols."""
+        here = self._expressed(self.reference)
+        if self.repeated is None:
+            return here
+        name = self.repeated.symbol
+        return along(name, FEW, [self._expressed({**self.reference, name: FEW + i}) for i in range(3)], here)
+
+    def at(self, point: Point) -> StepCost:
+        """The numbers at a point: a size for each symbol that is another than at the reference.
+
+        Raises a ShardingError for a point where the plan is not known to hold.
+        """
+        return step_cost(self.program(point))
+
+    def program(self, point: Point) -> Program:
+        """The localized program at a point, equal to a fresh compile there."""
+        whole = {**self.reference, **point}
+        reason = self.why_not(whole)
+        if reason:
+            raise self.refusal(whole, reason)
+        return self.substituted(whole)
+
+    def why_not(self, point: Point) -> str:
+        """Why the plan is not known to be that of a point, which has all symbols; nothing where it is."""
+        return self.region.why_not(point) or self._other_plan(point)
+
+    def refusal(self, point: Point, reason: str) -> ShardingError:
+        """The error for a point outside."""
+        return ShardingError(
+            f"the cost at {point_text(point)}",
+            f"this plan is that of {point_text(self.reference)}",
+            f"it is not known to be the plan there: {reason}",
+            "compile there (--recompile), or choose sizes inside the region",
+        )
+
+    def substituted(self, point: Point) -> Program:
+        """The localized program at a point that has all symbols, in the region or not."""
+        return run_passes(self._lowered(point).at(point), after=rematerialize)
+
+    def _other_plan(self, point: Point) -> str:
+        """Where the order of some costs is another, or sizes are alike: what the passes make of a few modules there."""
+        program = run_passes(self.learned.symbolic["capture"].at(point), until=rematerialize)
+        ours, theirs = self.learned.outlines["rematerialize"], outline(program)
+        return "" if ours == theirs else first_difference(ours, theirs)
+
+    def is_same(self, point: Point) -> bool:
+        """Whether a fresh compile at a point has this plan, and its cost."""
+        try:
+            fresh = self.compile(point)
+        except Exception:  # whatever a model says of sizes that it does not take
+            return False
+        if any(outline(program) != self.learned.outlines[level] for level, program in levels_of(fresh).items()):
+            return False
+        return step_cost(fresh.program) == step_cost(self.substituted(point))
+
+    def _expressed(self, point: Point) -> StepCost:
+        symbolic = self._lowered(point)
+        return expressed_cost(symbolic, localize(symbolic.reference))
+
+    def _lowered(self, point: Point) -> Symbolic:
+        """The program with as many repeated modules; one compile for each such number."""
+        few = self.learned.symbolic["rematerialize"]
+        if self.repeated is None:
+            return few
+        count = point[self.repeated.symbol]
+        if count == few.point[self.repeated.symbol]:
+            return few
+        if count not in self.known:
+            self.known[count] = self._read({**self.reference, self.repeated.symbol: count})
+        return self.known[count]
+
+    def _read(self, point: Point) -> Symbolic:
+        program = levels_of(self.compile(point))["rematerialize"]
+        forms = [self._form(key, size) for key, size in numbers(program)]
+        return Symbolic(program, forms, point, self.axes)
+
+    def _form(self, key: Key, size: int) -> Form:
+        """As it is in one of the few modules; else as any number of this value is."""
+        places = (place_of(key, self.repeated.path if self.repeated else ""), None)
+        found: set[Form] = set()
+        for place in places:
+            found = self.learned.forms.get((place, size), set())
+            if len(found) == 1:
+                return next(iter(found))
+        raise ShardingError(
+            f"a number of {' '.join(key[:-2])}",
+            f"it is {size}, which is {len(found)} different sizes at {point_text(self.reference)}",
+            "where there are more modules it cannot be told which it is",
+            "start from sizes that differ from each other",
+        )
+
+
+def symbolic_plan(
+    compile_: Compile,
+    reference: Point,
+    axes: Sequence[str],
+    repeated: Repeated | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> SymbolicPlan:
+    """The plan at ``reference``, a size for each symbol, and where else it holds.
+
+    ``compile_`` compiles at a point; ``axes`` are the symbols that are axes of the mesh. ``repeated``: the symbol that
+    counts modules. Raises a ShardingError where sizes have no form.
+    """
+    few = {**reference, **({repeated.symbol: FEW} if repeated else {})}
+    told = _remembering(compile_, progress)
+    learned = learn(told, few, axes, *((repeated.symbol, repeated.path) if repeated else ()))
+    _, cuts = learned.symbolic["rematerialize"].expressed()
+    region = widest(few, axes, repeated.symbol if repeated else "", cuts, learned.points)
+    plan = SymbolicPlan(told, reference, axes, learned, region, repeated)
+    return replace(plan, region=probed(region, plan.is_same))
+
+
+def _remembering(compile_: Compile, progress: Callable[[str], None]) -> Compile:
+    """The same, that compiles once at each point."""
+    seen: dict[tuple[tuple[str, int], ...], Compiled] = {}
+
+    def told(point: Point) -> Compiled:
+        key = tuple(sorted(point.items()))
+        if key not in seen:
+            progress(point_text(point))
+            seen[key] = compile_(point)
+        return seen[key]
+
+    return told

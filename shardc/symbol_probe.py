@@ -1,0 +1,148 @@
+"""A plan at several sizes: one program whose numbers are forms of the symbols, learned from a few compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardc.error import ShardingError
+from shardc.program import Program
+from shardc.symbol_expression import Symbolic
+from shardc.symbol_form import Fitter, Form, Point
+from shardc.symbol_numbers import Key, numbers, outline
+
+if TYPE_CHECKING:
+    from shardc.api import Compiled
+
+Compile = Callable[[Point], "Compiled"]
+LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
+FEW = 2  # repeated modules of the programs that are compiled at many points
+PRIMES = (2, 3, 5, 7, 11, 13)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """``symbolic`` by level: the captured, the canonical and the lowered program, all of the first of ``points``.
+
+    ``forms``: those that numbers of one value, at the same place of repeated modules, have at the first point.
+    """
+
+    points: Sequence[Point]
+    symbolic: Mapping[str, Symbolic]
+    outlines: Mapping[str, list[str]]
+    forms: Mapping[tuple[Key | None, int], set[Form]] = field(repr=False)
+
+
+def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str = "", repeated: str = "") -> Learned:
+    """From three compiles: at the reference, and where each dim is another multiple of what it is there.
+
+    ``layers``: the symbol that counts the modules of the list ``repeated``; it stays as it is.
+    """
+    dims = [name for name in reference if name not in axes and name != layers]
+    points, programs = _alike(compile_, reference, dims)
+    fitter = Fitter([{name: point[name] for name in dims} for point in points])
+    symbolic: dict[str, Symbolic] = {}
+    known: dict[tuple[Key | None, int], set[Form]] = {}
+    cache: dict[tuple[int, ...], Form] = {}
+    for level in LEVELS:
+        found = []
+        for several in zip(*(numbers(program[level]) for program in programs), strict=True):
+            key, values = several[0][0], tuple(value for _, value in several)
+            if values not in cache:
+                cache[values] = _fitted(fitter, key, values)
+            found.append(cache[values])
+            for place in (place_of(key, repeated), None) if level == LEVELS[-1] else ():
+                known.setdefault((place, values[0]), set()).add(cache[values])
+        symbolic[level] = Symbolic(programs[0][level], found, reference, axes)
+    outlines = {level: outline(programs[0][level]) for level in LEVELS}
+    return Learned(points, symbolic, outlines, known)
+
+
+def _fitted(fitter: Fitter, key: Key, values: tuple[int, ...]) -> Form:
+    form = fitter.fit(values)
+    if form is None:
+        raise ShardingError(
+            f"a number of {' '.join(key[:-2])}",
+            f"it is {', '.join(map(str, values))} at {'; '.join(map(point_text, fitter.points))}",
+            "it is no product of symbols that shardc finds",
+            "name fewer symbols, or count without --symbolic",
+        )
+    return form
+
+
+def point_text(point: Point) -> str:
+    """``dp=2, B=8``."""
+    return ", ".join(f"{name}={size}" for name, size in point.items())
+
+
+def place_of(key: Key, repeated: str) -> Key:
+    """The same in each of the repeated modules."""
+    if not repeated:
+        return key
+    return tuple(_unnumbered(part, repeated) for part in key)
+
+
+def _unnumbered(text: str, repeated: str) -> str:
+    if not text.startswith(f"{repeated}."):
+        return text
+    number, dot, rest = text.removeprefix(f"{repeated}.").partition(".")
+    return f"{repeated}.*{dot}{rest}" if number.isdigit() else text
+
+
+Levels = Mapping[str, Program]
+
+
+def levels_of(compiled: Compiled) -> Levels:
+    """The programs that a plan is learned from."""
+    return {level: compiled.at(level) for level in LEVELS}
+
+
+def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[list[Point], list[Levels]]:
+    """Three points where the plan is the same: the dims' multiples are primes, so that products tell them apart."""
+    points, programs = [reference], [levels_of(compile_(reference))]
+    problem: Exception | str = ""
+    for point in _multiples(reference, dims):
+        if len(points) == 3:
+            break
+        try:
+            found = levels_of(compile_(point))
+        except Exception as error:  # whatever a model says of sizes that it does not take
+            problem = error
+            continue
+        problem = difference(programs[0], found) or problem
+        if not difference(programs[0], found):
+            points.append(point)
+            programs.append(found)
+    if len(points) == 3 or not dims:
+        return (points * 3)[:3], (programs * 3)[:3]
+    raise ShardingError(
+        "--symbolic",
+        f"the plan at {point_text(reference)}",
+        f"no other sizes have this plan: {problem}",
+        "name fewer symbols, or other sizes to start from",
+    )
+
+
+def _multiples(reference: Point, dims: Sequence[str]) -> Iterator[Point]:
+    """Each dim times a prime: the primes go around."""
+    primes = PRIMES[: max(3, len(dims))]
+    for i in range(len(primes) if dims else 0):
+        factors = (*primes[i:], *primes[:i])
+        yield {**reference, **{name: reference[name] * factor for name, factor in zip(dims, factors, strict=False)}}
+
+
+def difference(ours: Levels, theirs: Levels) -> str:
+    """Where another program first is no program of the same plan; nothing where it is one."""
+    for level in LEVELS:
+        mine, other = outline(ours[level]), outline(theirs[level])
+        if mine != other:
+            return first_difference(mine, other)
+    return ""
+
+
+def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """The first lines that are not alike."""
+    pairs = zip([*ours, ""], [*theirs, ""], strict=False)
+    mine, other = next((mine, other) for mine, other in pairs if mine != other)
+    return f"{mine.partition(' [')[0] or 'the end'} is {other.partition(' [')[0] or 'the end'} there"

@@ -1,0 +1,173 @@
+"""A target at any sizes: what symbols of a command line stand for, and the target compiled where they have others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardc.api import Compiled
+from shardc.error import did_you_mean
+from shardc.invocation import compile_target
+from shardc.outcome import UsageError
+from shardc.symbol_expression import mesh_at
+from shardc.symbol_form import Point
+from shardc.symbol_plan import Repeated
+from shardc.target import Target, Wish, load_target
+from shardc.tree import flatten, rebuild
+
+if TYPE_CHECKING:
+    import argparse
+
+LAYERS = "L"  # what counts repeated modules if nothing else does
+HF_LAYERS = "num_hidden_layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """Dim ``dim`` of the inputs that have ``size`` elements there, as the named one has."""
+
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target whose sizes have names. ``dims`` of inputs, ``settings``, and ``repeated`` modules, by symbol."""
+
+    options: argparse.Namespace
+    reference: Point
+    dims: Mapping[str, Dim]
+    settings: Mapping[str, str]
+    repeated: Repeated | None
+
+    def compile(self, point: Point) -> Compiled:
+        """The target compiled at a point."""
+        mesh = mesh_at(self.options.mesh.axis_names, point)
+        settings = {**dict(self.options.settings), **{key: point[name] for name, key in self.settings.items()}}
+        given = copy.copy(self.options)
+        given.mesh, given.settings = mesh, list(settings.items())
+        target = _with_modules(_loaded(given), self.repeated, point, given.target)
+        sizes = {(dim.dim, dim.size): point[name] for name, dim in self.dims.items()}
+        return compile_target(
+            given,
+            replace(target, args=_resized(tuple(target.args), sizes), kwargs=_resized(dict(target.kwargs), sizes)),
+        )
+
+
+def family(options: argparse.Namespace) -> Family:
+    """What ``--symbol`` says of a target. Raises a UsageError for what is nothing of its."""
+    target = _loaded(options)
+    reference: dict[str, int] = dict(zip(options.mesh.axis_names, options.mesh.shape, strict=True))
+    dims: dict[str, Dim] = {}
+    settings: dict[str, str] = {}
+    repeated: Repeated | None = None
+    lists = _lists(target.model)
+    inputs = _input_shapes(target)
+    for name, what in options.symbol:
+        if name in reference:
+            raise _unknown(name, what, f"the name {name} is taken", "name it otherwise")
+        path, _, dim = what.rpartition(".")
+        if path in inputs and dim.isdigit() and int(dim) < len(inputs[path]):
+            reference[name] = inputs[path][int(dim)]
+            dims[name] = Dim(int(dim), reference[name])
+        elif what in lists:
+            reference[name], repeated = lists[what], Repeated(name, what)
+        else:
+            size = _setting(options, what)
+            if size is None:
+                known = [*(f"{each}.0" for each in inputs), *lists]
+                remedy = did_you_mean(what, known) or f"name one of {', '.join(known)}, or a setting that is a number"
+                raise _unknown(name, what, "it is no dim of an input, no list of modules and no setting", remedy)
+            reference[name], settings[name] = size, what
+    if repeated is None and lists and LAYERS not in reference:
+        path = max(lists, key=lists.__getitem__)
+        reference[LAYERS], repeated = lists[path], Repeated(LAYERS, path)
+    return Family(options, reference, dims, settings, repeated)
+
+
+def _unknown(name: str, what: str, problem: str, remedy: str) -> UsageError:
+    return UsageError(f"--symbol {name}={what}", f"{what!r}", problem, remedy)
+
+
+def _loaded(options: argparse.Namespace) -> Target:
+    return load_target(options.target, Wish(dict(options.settings), options.batch, options.seq, "meta"), options.mesh)
+
+
+def _lists(model: nn.Module) -> dict[str, int]:
+    """The outermost lists of two or more modules that are alike, with their lengths."""
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not is_inside:
+            if len({_make(each) for each in module}) == 1:
+                found[path] = len(module)
+    return found
+
+
+def _make(module: nn.Module) -> tuple[Any, ...]:
+    """What modules have in common that are alike."""
+    shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+    return type(module), shapes, tuple(type(each) for each in module.modules())
+
+
+def _input_shapes(target: Target) -> dict[str, tuple[int, ...]]:
+    """By the names that annotations know inputs by."""
+    given = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
+    leaves = flatten(dict(given))[0]
+    named = [(name.removeprefix("kwargs."), leaf) for name, leaf in leaves]
+    return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
+
+
+def _setting(options: argparse.Namespace, key: str) -> int | None:
+    """What a setting is: as it was set, or by default."""
+    place, _, name = options.target.rpartition(":")
+    value: Any = dict(options.settings).get(key)
+    if value is None and place == "hf":
+        from transformers import AutoConfig
+
+        value = getattr(AutoConfig.for_model(name, **dict(options.settings)), key, None)
+    elif value is None:
+        from shardc.target import function_of
+
+        found = inspect.signature(function_of(place, name)).parameters.get(key)
+        value = None if found is None else found.default
+    return value if type(value) is int else None
+
+
+def _resized(value: Any, sizes: Mapping[tuple[int, int], int]) -> Any:
+    """The inputs on meta, their dims of a place and size at another."""
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = [sizes.get((dim, size), size) for dim, size in enumerate(leaf.shape)]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    leaves, tree = flatten(value)
+    return rebuild(tree, [made(leaf) for _, leaf in leaves])
+
+
+def _with_modules(target: Target, repeated: Repeated | None, point: Point, text: str) -> Target:
+    """The target with as many of its repeated modules: the first of them, or the last copied."""
+    if repeated is None or len(target.model.get_submodule(repeated.path)) == point[repeated.symbol]:  # type: ignore[arg-type]
+        return target
+    count = point[repeated.symbol]
+    parent, _, name = repeated.path.rpartition(".")
+    owner = target.model.get_submodule(parent)
+    several: Sequence[nn.Module] = list(owner.get_submodule(name).children())
+    several = [*several[:count], *(copy.deepcopy(several[-1]) for _ in range(count - len(several)))]
+    setattr(owner, name, type(owner.get_submodule(name))(*([several] if _takes_list(owner, name) else several)))
+    config = getattr(target.model, "config", None)
+    if text.startswith("hf:") and hasattr(config, HF_LAYERS):
+        setattr(config, HF_LAYERS, count)
+    return target
+
+
+def _takes_list(owner: nn.Module, name: str) -> bool:
+    return isinstance(owner.get_submodule(name), nn.ModuleList)

@@ -1,0 +1,141 @@
+"""Costs as functions of sizes: equal to what a fresh compile counts, at any point where the plan holds."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpt import DATA, GPT, MEGATRON, Config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardc
+from shardc import Mesh, P, Zero
+from shardc.symbol_expression import value
+from shardc.symbol_form import Fitter, Point
+from shardc.symbol_plan import Repeated, SymbolicPlan, symbolic_plan
+
+
+class Tower(nn.Module):
+    """Blocks of two layers with a residual, ``width`` wide and ``hidden`` within."""
+
+    def __init__(self, layers: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, torch.ones_like(x))
+
+
+def tower(annotations: dict[str, P], **options: Any) -> Callable[[Point], shardc.Compiled]:
+    def compile_(point: Point) -> shardc.Compiled:
+        with torch.device("meta"):
+            model, x = Tower(point["L"], point["d"], point["h"]), torch.empty(point["B"], point["d"])
+        mesh = Mesh(dp=point["dp"], tp=point["tp"])
+        return shardc.compile(model, mesh, annotations, args=(x,), **options)
+
+    return compile_
+
+
+def gpt(point: Point) -> shardc.Compiled:
+    with torch.device("meta"):
+        model = GPT(Config(layers=point["L"], vocab=96, context=512, width=point["d"], heads=4))
+        ids = torch.empty(point["B"], point["T"], dtype=torch.int64)
+    return shardc.compile(model, Mesh(dp=point["dp"], tp=point["tp"]), DATA | MEGATRON, args=(ids, ids))
+
+
+ROWS = {"x": P("dp"), "*.2.weight": P(None, "tp")}
+TOWER = {"dp": 2, "tp": 2, "L": 3, "B": 16, "d": 12, "h": 40}
+CASES = {
+    "megatron": (tower(ROWS), TOWER, 15),
+    "stored in pieces": (tower(ROWS, zero=Zero("dp", 3)), TOWER, 15),
+    "each alone, states in pieces": (tower(ROWS, zero=Zero("dp", 1), bucket=1), TOWER, 15),
+    "gpt": (gpt, {"dp": 2, "tp": 2, "L": 4, "B": 8, "T": 24, "d": 32}, 5),
+}
+
+
+@functools.cache
+def plan_of(name: str) -> SymbolicPlan:
+    compile_, reference, _ = CASES[name]
+    return symbolic_plan(compile_, reference, ("dp", "tp"), Repeated("L", "blocks"))
+
+
+def points(plan: SymbolicPlan, count: int, seed: int) -> list[Point]:
+    """Random points inside of the region, the sizes of models and of meshes far apart."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        point: dict[str, int] = {axis: draw.choice([2, 2, 4, 4, 3, 6, 8, 32, 256, 8192]) for axis in plan.axes}
+        for name, size in plan.reference.items():
+            if name not in plan.axes:
+                times = draw.choice([1, 2, 3, 5, point["dp"], point["tp"], 3 * point["tp"]])
+                point[name] = draw.randint(1, 5) if name == "L" else size * times
+        point["B"] *= point["dp"]
+        if not plan.why_not(point):
+            found.append(point)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_costs_at_50_random_sizes_of_models_and_meshes_are_those_of_a_fresh_compile(name: str) -> None:
+    plan = plan_of(name)
+    for point in points(plan, CASES[name][2], seed=len(name)):
+        fresh = CASES[name][0](point)
+        assert plan.at(point) == fresh.cost, point
+        assert_expressed(plan, point, fresh.cost)
+
+
+def assert_expressed(plan: SymbolicPlan, point: Point, fresh: Any) -> None:
+    """Payloads, memory and operations to the byte; what goes on the wire but for rounding, and the peak for buckets."""
+    bytes_of = {each.key: (each.bytes, each.wire_bytes, each.count) for each in fresh.traffic}
+    assert {each.key for each in plan.cost.traffic} >= set(bytes_of)
+    for each in plan.cost.traffic:
+        payload, wire, count = bytes_of.get(each.key, (0, 0, 0))  # of the first layer none is sent on
+        assert value(each.bytes, point) == payload, each
+        assert 0 <= value(each.wire_bytes, point) - wire <= 2 * count, each
+        assert value(each.count, point) >= count
+    for name in ("parameters", "gradients", "optimizer", "saved"):
+        assert value(plan.cost.memory[name], point) == fresh.memory[name], name
+    assert value(plan.cost.flops, point) == fresh.flops
+
+
+@pytest.mark.slow
+def test_megatron_sends_its_activations_four_times_a_layer() -> None:
+    plan = plan_of("gpt")
+    sent = sum(each.wire_bytes for each in plan.cost.traffic if each.axes == ("tp",))
+    symbols = {each.name: each for each in sent.free_symbols}
+    dp, tp, layers, batch, time, width = (symbols[name] for name in ("dp", "tp", "L", "B", "T", "d"))
+    assert (sent - 4 * layers * (4 * batch * time * width / dp) * 2 * (tp - 1) / tp).simplify() == 0
+    assert plan.at({"dp": 16384, "tp": 4, "B": 32768}).traffic[0].wire_bytes > 0
+    with pytest.raises(shardc.ShardingError, match="dp divides B"):
+        plan.at({"dp": 16})
+    with pytest.raises(shardc.ShardingError, match="not known to be the plan there"):
+        plan.at({"T": 512})  # as many positions as there are: the table is read whole
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        ((7, 7, 7), "7"),
+        ((16, 48, 80), "B"),
+        ((96, 288 * 5, 480 * 2), "3*B*T"),
+        ((17, 49, 81), "B + 1"),
+        ((3 * 16, 11 * 48, 5 * 80), "(T + 1)*B"),
+        ((8, 20, 40), ""),
+    ],
+)
+def test_a_number_is_a_product_of_sizes_or_next_to_one(values: tuple[int, ...], form: str) -> None:
+    where = [{"B": 16, "T": 2}, {"B": 48, "T": 10}, {"B": 80, "T": 4}]
+    found = Fitter(where).fit(values)
+    assert (found is None) == (not form)
+    if found is not None:
+        assert [found.at(point) for point in where] == list(values)
+        assert found.at({"B": 1000, "T": 1002}) == eval(form, {"B": 1000, "T": 1002})
