@@ -1,9 +1,9 @@
 """What would remove a collective: the smallest change of annotations, found by compiling again under each of a few.
 
 A change is good where the collective is removed (shardc/transfer.py says when), a rank sends fewer bytes a step, and
-neither its peak memory nor its floating-point operations grow. Changes are tried one thing at a time, the likeliest
-first, and the first good one is the advice. Where none is, it is the one that removes the collective altogether and
-costs least, with what it costs.
+neither its peak memory, with and without Adam's state, nor its floating-point operations grow. Changes are tried one
+thing at a time, the likeliest first, and the first good one is the advice. Where none is, it is the one that removes
+the collective altogether and costs least, with what it costs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRIES = 12
 class Suggestion:
     """A change that removes a collective, and what a step costs a rank before and after it.
 
-    ``is_free``: less is sent, and neither peak memory nor operations grow. ``python`` and ``flags``: as one types it,
+    ``is_free``: less is sent, and neither memory nor operations grow. ``python`` and ``flags``: as one types it,
     the flags where ``--annotate`` adds to a target's own annotations; ``all_flags`` where it stands in their place, as
     for ``hf:``.
     """

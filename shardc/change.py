@@ -79,8 +79,9 @@ class Figures:
     num_collectives: int
 
     def is_free_after(self, before: Figures) -> bool:
-        """Whether less is sent, and neither peak memory nor operations grow."""
-        return self.wire_bytes < before.wire_bytes and self.peak <= before.peak and self.flops <= before.flops
+        """Whether less is sent, and neither peak memory, with and without Adam's state, nor operations grow."""
+        is_no_larger = self.peak <= before.peak and self.peak + self.optimizer <= before.peak + before.optimizer
+        return self.wire_bytes < before.wire_bytes and is_no_larger and self.flops <= before.flops
 
     def excess(self, before: Figures) -> float:
         """How much more it costs in all: the sum of what each figure grows by, relative to what it was."""

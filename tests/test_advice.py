@@ -98,7 +98,7 @@ def apply(target: Target, mesh: Mesh, suggestion: Suggestion, **options: Any) ->
 def hold(suggestion: Suggestion, before: Figures, after: Figures) -> None:
     assert (suggestion.before, suggestion.after) == (before, after)
     is_good = after.wire_bytes < before.wire_bytes and after.peak <= before.peak and after.flops <= before.flops
-    assert not suggestion.is_free or is_good
+    assert suggestion.is_free == (is_good and after.peak + after.optimizer <= before.peak + before.optimizer)
 
 
 def quick(names: Mapping[str, Any], *few: str) -> list[Any]:
@@ -201,8 +201,9 @@ def test_of_a_bad_plan_the_advice_is_the_obvious_one(name: str) -> None:
     meant = [each for each, known in zip(compiled.collectives, is_meant, strict=True) if known]
     advisor = Advisor(compiled)
     found = [advisor.advise(each.name).suggestion for each in meant]
-    good = [each for each in found if each is not None and each.is_free and each.change.text == expected]
+    good = [each for each in found if each is not None and each.change.text == expected]
     assert good, [each and each.change.text for each in found]
+    assert good[0].is_free == ("a bias cut" not in name), "of the bias whole each rank has more of Adam's state"
     hold(good[0], figures_of(compiled.program), figures_of(apply(target, mesh, good[0]).program))
 
 
