@@ -26,8 +26,6 @@ from shardc.text import bytes_text
 from shardc.transfer import is_removed, transfers
 from shardc.why_needed import why_needed
 
-TRIES = 12
-
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
@@ -112,7 +110,7 @@ def _difference(before: int, after: int) -> str:
 class Advisor:
     """Advises on the collectives of one compiled model; what is compiled for one serves all others."""
 
-    def __init__(self, compiled: Compiled, tries: int = TRIES) -> None:
+    def __init__(self, compiled: Compiled, tries: int = 12) -> None:
         self.program, self.tries = compiled.whole, max(1, tries)
         self._retry = Retry(compiled)
         self._moved = transfers(self.program)
@@ -170,6 +168,6 @@ def _python(change: Change, annotations: dict[str, P]) -> str:
     return f"annotations = {{{said}}}" + (f", zero={change.zero!r}" if change.is_zero else "")
 
 
-def advise(compiled: Compiled, name: str, tries: int = TRIES) -> Advice:
+def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
     """What would remove a collective of a compiled model, by at most ``tries`` further compilations."""
     return Advisor(compiled, tries).advise(name)

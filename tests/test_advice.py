@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardc import Mesh, P, ShardingError, Zero
 from shardc.advice import Advice, Advisor, Suggestion, advise
 from shardc.api import Compiled
 from shardc.change import Figures
+from shardc.cli import main
 from shardc.retry import figures_of
 from shardc.transfer import is_removed, transfers
 
@@ -236,3 +238,27 @@ def test_the_advice_reads_as_one_would_type_it() -> None:
     assert text.startswith("to remove it: change 'output:logits' from P('dp') to P('dp', None, 'tp')\n"), text
     assert "  on command line  --annotate 'output:logits=dp,-,tp'\n" in text
     assert "  a rank then sends 852.2 kB, 65.5 kB less a step\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern, spec", [
+    ("*.mlp.up.bias", P()), ("targets", P(None, "dp")), ("module:model.blocks.*.mlp", P()), ("output:logits", P())
+])  # fmt: skip
+def test_what_is_left_open_on_the_command_line_is_as_if_it_were_dropped(pattern: str, spec: P) -> None:
+    without = {name: each for name, each in LOGITS[3].items() if name != pattern}
+    dropped, opened = compile(LOGITS, MESH, without), compile(LOGITS, MESH, without | {pattern: P(...)})
+    assert figures_of(compile(LOGITS, MESH, without | {pattern: spec}).program) != figures_of(dropped.program)
+    assert figures_of(opened.program) == figures_of(dropped.program)
+
+
+def test_the_command_says_it_all_of_a_collective_and_leaves_out_what_is_not_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["explain", "gpt:gpt", "--mesh", "tp=2", "--annotate", "*.mlp.up.bias=-", "all_gather_tp"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "ways to bring f32[256@tp] to f32[256], and what a rank sends\n  all_gather  512 B  (chosen)\n" in text
+    assert "to remove it: drop '*.mlp.up.bias': P(None)\n" in text and "--annotate '*.mlp.up.bias=...'" in text
+    assert main([*command, "--no-advice", "--format", "json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["advice"], record["alternatives"][0]["way"]) == (None, "all_gather")

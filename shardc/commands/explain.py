@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from shardc.arguments import command, compiling, written
+from shardc.alternative import Alternative, alternatives_text
+from shardc.arguments import command, compiling, count, written
 from shardc.error import ShardingError
-from shardc.invocation import compiled, write
+from shardc.invocation import compiled, progress, write
 from shardc.outcome import GOOD, UsageError
+
+if TYPE_CHECKING:
+    from shardc.advice import Advice
+    from shardc.api import Compiled
+    from shardc.explanation import Explanation
+
+TRIES = 12
 
 NAME_HELP = (
     "a parameter, an input, an output or a module of the model, or a value or a collective as shardc dump prints it; "
@@ -23,6 +32,17 @@ def add(commands: Any) -> None:
     explain = written(compiling(command(commands, "explain", help_)))
     explain.add_argument("name", metavar="NAME", help=NAME_HELP)
     explain.add_argument("--format", choices=("text", "json"), default="text")
+    explain.add_argument(
+        "--try",
+        dest="tries",
+        metavar="N",
+        type=count,
+        default=TRIES,
+        help=f"of a collective: compile again under at most N other annotations, to find what removes it ({TRIES})",
+    )
+    explain.add_argument(
+        "--no-advice", dest="advice", action="store_false", help="of a collective: do not look for what removes it"
+    )
     explain.add_argument("-v", "--verbose", action="store_true", help="long ways whole")
 
 
@@ -33,7 +53,29 @@ def run(options: argparse.Namespace) -> int:
         found = program.explain(options.name)
     except ShardingError as error:
         raise UsageError(f"NAME {options.name!r}", error.what, error.problem, error.remedy) from None
-    as_json = options.format == "json"
-    text = json.dumps(found.record(), indent=1) + "\n" if as_json else found.text(None if options.verbose else 10)
+    choices, advice = _of_collective(options, program, found)
+    if options.format == "json":
+        added = {"alternatives": list(map(asdict, choices)), "advice": advice and advice.record()}
+        text = json.dumps(found.record() | (added if found.kind == "collective" else {}), indent=1) + "\n"
+    else:
+        is_whole = options.target.startswith("hf:")  # there --annotate stands in place of what the target came with
+        parts = [found.text(None if options.verbose else 10), alternatives_text(choices)]
+        text = "\n".join(filter(None, [*parts, advice.text(is_whole) if advice else ""]))
     write(text, options.output)
     return GOOD
+
+
+def _of_collective(
+    options: argparse.Namespace, program: Compiled, found: Explanation
+) -> tuple[tuple[Alternative, ...], Advice | None]:
+    """What a collective was chosen among, and what would remove it; nothing of anything else."""
+    if found.kind != "collective":
+        return (), None
+    from shardc.advice import advise
+    from shardc.alternatives import alternatives
+
+    choices = alternatives(program, found.name)
+    if not options.advice:
+        return choices, None
+    with progress(f"compiling again to find what removes {found.name} (--no-advice leaves that out)"):
+        return choices, advise(program, found.name, options.tries)
