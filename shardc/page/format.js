@@ -13,7 +13,8 @@ function grouped(count) {
 }
 
 function counted(count, name) {
-  return `${grouped(count)} ${name}${count === 1 ? '' : 's'}`;
+  const ending = count === 1 ? '' : name.endsWith('ch') ? 'es' : 's';
+  return `${grouped(count)} ${name}${ending}`;
 }
 
 function share(part, whole) {

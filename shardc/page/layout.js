@@ -1,7 +1,8 @@
 // How a parameter lies on the mesh: a rectangle in as many tiles as it is cut in, each with the ranks that hold it.
 
 const MOST_TILES = 16; // along a side; further ones are not drawn
-const stageAxes = Object.entries(axes).slice(report.timeline ? 1 : 0); // a pipeline's axis is the first: ranks are those of a stage
+// Of a pipeline the ranks are those of a stage; its own axis is the first.
+const stageAxes = Object.entries(axes).slice(report.timeline ? 1 : 0);
 const stageRanks = stageAxes.reduce((product, [, size]) => product * size, 1);
 const positions = Array.from({ length: Math.min(stageRanks, 4096) }, (_, position) => position);
 
@@ -64,7 +65,8 @@ function tiles(entry) {
 
 function axesCutting(entry) {
   const layout = layouts.get(entry.node) || [];
-  return [...new Set(layout.flat().flatMap(([, parts]) => parts.map(part => part[0])))];
+  const cutting = new Set(layout.flat().flatMap(([, parts]) => parts.map(part => part[0])));
+  return stageAxes.map(([name]) => name).filter(name => cutting.has(name));
 }
 
 // A sign of the layout, for a table.
@@ -110,9 +112,8 @@ function largePicture(entry) {
   const drawn = drawTiles(made, found, width, height, axesCutting(entry));
   for (const { tile, held, x, y, w, h } of drawn) {
     tile.append(svg('title', {}, `held by ${held.map(rankName).join(', ')}`));
-    const text = rankText(held);
-    if (text.length * 7 < w && h > 14)
-      made.append(svg('text', { x: x + w / 2, y: y + h / 2 + 4, 'text-anchor': 'middle' }, text));
+    const text = [rankText(held), coordinateText(held[0], entry)].find(each => each.length * 7.5 < w);
+    if (text && h > 14) made.append(svg('text', { x: x + w / 2, y: y + h / 2 + 4, 'text-anchor': 'middle' }, text));
   }
   const show = rank =>
     drawn.forEach(each => each.tile.classList.toggle('held', rank !== null && each.held.includes(rank)));
@@ -133,6 +134,13 @@ function rankText(held) {
     : names.length > 6
       ? `${names.slice(0, 5).join(' ')} …`
       : names.join(' ');
+}
+
+// Where the ranks of a tile stand on the axes that cut.
+function coordinateText(position, entry) {
+  const cutting = axesCutting(entry);
+  const along = cutting.map(name => coordinate(position, [name, 1, axes[name]]));
+  return cutting.length > 1 ? along.join('·') : `${cutting[0] || ''} ${along[0] ?? ''}`;
 }
 
 function rankName(position) {

@@ -28,13 +28,14 @@ function ofRank(rank) {
 
 function overview() {
   const train = PHASES.includes('backward') || data.nodes.some(node => node.phase === 'backward');
+  const atMost = report.timeline ? 'at most ' : '';
   const words = [
     'on ',
     Object.entries(axes).flatMap(([name, size], i) => [
       i ? ' × ' : '',
       element('span', { class: `${axisClass(name)} name` }, `${name}=${size}`),
     ]),
-    `, ${counted(ranks, 'rank')}. In one ${train ? 'training step' : 'forward'} a rank sends ${report.timeline ? 'at most ' : ''}`,
+    `, ${counted(ranks, 'rank')}. In one ${train ? 'training step' : 'forward'} a rank sends ${atMost}`,
     element('b', {}, bytes(sentBytes)),
     ` in ${counted(sentCount, 'collective')}`,
     ' and holds at most ',
@@ -182,7 +183,8 @@ function sentCard() {
       'p',
       { class: 'figure' },
       element('b', {}, bytes(sentBytes)),
-      ` in ${counted(sentCount, 'collective')}${report.timeline ? `, by the ranks of ${Object.keys(axes)[0]} ${busiest}` : ''}`,
+      ` in ${counted(sentCount, 'collective')}`,
+      report.timeline ? `, by the ranks of ${Object.keys(axes)[0]} ${busiest}` : '',
     ),
     lines.length
       ? element('ul', { class: 'plain meters' }, lines)
@@ -287,7 +289,8 @@ function biggest() {
       text: [
         group.length > 1 ? `${group.length} × ` : '',
         link('collective', group[0].id, `${group[0].kind} over ${group[0].axes.join('+')}`),
-        ` in ${group[0].phase}: ${bytes(sum)}, ${share(sum, sentBytes)} of all that is sent, ${group.length > 1 ? 'first ' : ''}for `,
+        ` in ${group[0].phase}: ${bytes(sum)}, ${share(sum, sentBytes)} of all that is sent, `,
+        group.length > 1 ? 'first for ' : 'for ',
         forWhom(group[0]),
       ],
     }));
@@ -303,7 +306,8 @@ function wholeOnes() {
       sign: '▣',
       text: [
         link('parameter', entry.name),
-        ` is whole on every rank${report.timeline ? ' of its stage' : ''}: ${bytes(entry.bytes)}, ${share(entry.bytes, data.memory.parameters)} of a rank\u2019s parameters.`,
+        ` is whole on every rank${report.timeline ? ' of its stage' : ''}: ${bytes(entry.bytes)}, `,
+        `${share(entry.bytes, data.memory.parameters)} of a rank\u2019s parameters.`,
       ],
     }));
 }

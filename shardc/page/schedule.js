@@ -26,7 +26,11 @@ function schedule() {
       `${seconds(timeline.makespan)}, estimated`,
     ),
   );
-  const words = `${counted(stages.length, 'stage')} in ${counted(timeline.ranks.length, 'rank')} along ${Object.keys(axes)[0]}, ${counted(found.microbatches, 'microbatch').replace('microbatchs', 'microbatches')} by ${found.name}. Ranks are idle for ${(100 * timeline.idle).toFixed(1)} % of the step.`;
+  const words = [
+    `${counted(stages.length, 'stage')} in ${counted(timeline.ranks.length, 'rank')} along ${Object.keys(axes)[0]}, `,
+    `${counted(found.microbatches, 'microbatch')} by ${found.name}. `,
+    `Ranks are idle for ${(100 * timeline.idle).toFixed(1)} % of the step.`,
+  ];
   const legend = element(
     'ul',
     { class: 'plain keys' },
@@ -55,7 +59,8 @@ function schedule() {
 function scheduled(box, rank, scale) {
   const x = MARGIN + box.start * scale,
     width = Math.max(1, box.seconds * scale);
-  const say = `${box.name}: stage ${box.stage}${box.microbatch < 0 ? '' : `, microbatch ${box.microbatch}`}, ${seconds(box.start)} to ${seconds(box.start + box.seconds)}`;
+  const what = `stage ${box.stage}${box.microbatch < 0 ? '' : `, microbatch ${box.microbatch}`}`;
+  const say = `${box.name}: ${what}, ${seconds(box.start)} to ${seconds(box.start + box.seconds)}`;
   return svg(
     'g',
     { class: `action ${box.kind} ${box.critical ? 'critical' : ''}` },
@@ -84,19 +89,14 @@ function stageTable(stages) {
     number('elements', 'parameters', each => each.elements),
     number('parameter_bytes', 'bytes on a rank', each => each.parameter_bytes),
     number('flops', 'FLOPs a step', each => each.flops),
-    {
-      key: 'sent',
-      title: 'sends',
-      value: each =>
-        each.sent
-          .map(
-            sent =>
-              `to ${sent.to} after ${sent.after === 'after' ? 'the last microbatch' : sent.after.replace('_', ' ')}, ${sent.times} × ${bytes(total(sent.values, value => value.bytes))}`,
-          )
-          .join('; '),
-    },
+    { key: 'sent', title: 'sends', value: each => each.sent.map(sentText).join('; ') },
   ];
   return table('stages', columns, stages);
+}
+
+function sentText({ to, after, times, values: sent }) {
+  const when = after === 'after' ? 'the last microbatch' : after.replace('_', ' ');
+  return `to ${to} after ${when}, ${times} × ${bytes(total(sent, value => value.bytes))}`;
 }
 
 // The bytes that a rank holds at most in each of its actions.

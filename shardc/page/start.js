@@ -18,7 +18,8 @@ function start() {
       element(
         'footer',
         {},
-        `shardc, ${data.level} program of ${counted(data.nodes.length, 'node')}. Bytes are those of one rank; press / to search.`,
+        `shardc, ${data.level} program of ${counted(data.nodes.length, 'node')}. `,
+        'Bytes are those of one rank; press / to search.',
       ),
     );
   document

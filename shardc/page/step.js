@@ -20,7 +20,10 @@ function step() {
   groups.forEach((group, i) => made.append(lane(group, 24 + i * LANE, place, x)));
   if (report.curve) made.append(...curve(24 + lanes + 12, order.length, x));
   const words = groups.length
-    ? `Each mark is a collective${report.timeline ? ' of a stage, of all its microbatches together' : ''}, the taller the more bytes, on a scale of powers. Choose one to see why it is there.`
+    ? [
+        `Each mark is a collective${report.timeline ? ' of a stage, of all its microbatches together' : ''}, `,
+        'the taller the more bytes, on a scale of powers. Choose one to see why it is there.',
+      ]
     : 'No rank sends anything.';
   return section(
     'step',

@@ -131,7 +131,11 @@ function parametersSection() {
   return section(
     'parameters',
     'Parameters',
-    `${counted(data.parameters.length, 'parameter')}${data.buffers.length ? ` and ${counted(data.buffers.length, 'buffer')}` : ''}; a rank holds ${bytes(data.memory.parameters)} of them.`,
+    [
+      counted(data.parameters.length, 'parameter'),
+      data.buffers.length ? ` and ${counted(data.buffers.length, 'buffer')}` : '',
+      `; a rank holds ${bytes(data.memory.parameters)} of them.`,
+    ],
     entries.length ? table('parameters', columns, entries) : element('p', { class: 'note' }, 'There are none.'),
   );
 }
@@ -156,7 +160,7 @@ function notesSection() {
     'notes',
     'Fallbacks and warnings',
     isFine
-      ? 'None: every op has a rule, every gather was asked for by an annotation, and the compiler has nothing to remark.'
+      ? 'None: every op has a rule, an annotation asks for every gather, and the compiler has nothing to remark.'
       : '',
     element('ul', { class: 'plain notes' }, offences, notes),
   );

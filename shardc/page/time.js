@@ -20,7 +20,11 @@ function predictedTime() {
     svg('text', { class: 'lane plainly', x: CHART - 8, y: height - 8, 'text-anchor': 'end' }, seconds(makespan)),
   );
   const waited = total(time.collectives, each => each.waited);
-  const words = `${seconds(time.step)} a step, predicted: ${seconds(time.computing)} of forward and backward${time.optimizer ? `, ${seconds(time.optimizer)} of Adam` : ''}; for ${seconds(waited)} a rank waits for what is sent.`;
+  const words = [
+    `${seconds(time.step)} a step, predicted: ${seconds(time.computing)} of forward and backward`,
+    time.optimizer ? `, ${seconds(time.optimizer)} of Adam` : '',
+    `; for ${seconds(waited)} a rank waits for what is sent.`,
+  ];
   return section(
     'time',
     'Predicted time',

@@ -20,7 +20,8 @@ function tree() {
   return section(
     'model',
     'Model',
-    'Modules in the order of the program. Every edge says its type and how it is cut; 8@dp is a dim of 8 that axis dp cuts, {sum tp} a sum over tp that is still open.',
+    'Modules in the order of the program, and on every edge its type and how it is cut: ' +
+      '8@dp is a dim of 8 that axis dp cuts, {sum tp} a sum over tp that is still open.',
     buttons,
     element('div', { class: 'tree' }, head, root),
   );
@@ -171,7 +172,7 @@ function valueRow(value) {
   return element(
     'div',
     {
-      class: `leaf value ${value.sends.length ? 'sending' : ''} ${value.sends.length ? axisClass(value.sends[0].axes[0]) : ''}`,
+      class: `leaf value ${value.sends.length ? `sending ${axisClass(value.sends[0].axes[0])}` : ''}`,
       'data-value': value.name,
     },
     element(
@@ -220,5 +221,7 @@ function reveal(path, name) {
   if (row && row.closest('details.part')) row.closest('details.part').open = true;
   document.querySelectorAll('.found').forEach(found => found.classList.remove('found'));
   (row || made.firstChild).classList.add('found');
-  (row || made).scrollIntoView({ block: 'center' });
+  const show = () => (row || made.firstChild).scrollIntoView({ block: 'center' });
+  show();
+  requestAnimationFrame(() => requestAnimationFrame(show)); // again, once what is in sight has its true height
 }
