@@ -11,10 +11,13 @@ const SHOWN = new Map(
   }),
 );
 
+let before = null; // where the focus was when the inspector was opened
+
 function follow() {
   const [, kind, name] = /^#(\w+):(.*)$/.exec(location.hash) || [];
   const shown = SHOWN.has(kind) && SHOWN.get(kind)(decoded(name));
   document.querySelectorAll('.chosen').forEach(each => each.classList.remove('chosen'));
+  if (shown && inspector.hidden) before = document.activeElement;
   inspector.hidden = !shown;
   document.body.classList.toggle('inspecting', Boolean(shown));
   if (!shown) return;
@@ -41,6 +44,7 @@ function decoded(text) {
 function close() {
   history.replaceState(null, '', location.pathname + location.search);
   follow();
+  if (before && before.isConnected) before.focus({ preventScroll: true });
 }
 
 function facts(pairs) {
