@@ -17,7 +17,6 @@ from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
 from shardc.cost import memory_of
 from shardc.dump import dump
-from shardc.dump_json import json_text
 from shardc.explain import Explainer
 from shardc.memory_curve import memory_curve
 from shardc.report_record import report_record
@@ -319,16 +318,6 @@ def ways(report: dict[str, Any], node: Any) -> Iterator[tuple[Any, ...]]:
                     _, value, via, place = report["origins"][place]
                     steps.append((report["inputs"].get(value, {}).get("name", value), via if via in calls else ""))
                 yield axis, end, tuple(reversed(steps))
-
-
-def test_what_the_page_is_drawn_from_is_what_was_read(
-    two_layers: tuple[Compiled, Path], request: pytest.FixtureRequest
-) -> None:
-    record = json_text(report_record(two_layers[0], two_layers[0].whole)["report"])
-    path = Path(__file__).parent / "golden" / "mlp.report.json"
-    if request.config.getoption("--write-golden"):
-        path.write_text(record)
-    assert record == path.read_text()
 
 
 def test_two_reports_of_one_model_are_the_same_to_the_byte(two_layers: tuple[Compiled, Path]) -> None:
