@@ -131,9 +131,7 @@ def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> No
         reply = _answer(*request)
         exit_code = 0 if reply[0] else 1
         connection.send_bytes(pickle.dumps(reply))
-    if exit_code == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-    _leave(exit_code)
+    leave(exit_code)
 
 
 def _receive(connection: Connection) -> tuple[Callable[..., Any], Sequence[Any]] | None:
@@ -152,8 +150,10 @@ def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def _leave(exit_code: int) -> None:
-    """End without the interpreter's own clean-up, in which gloo's threads now and then crash."""
+def leave(exit_code: int = 0) -> None:
+    """End this process, after its job, without the interpreter's clean-up: gloo's threads crash in it now and then."""
+    if exit_code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -12,6 +12,7 @@ from budget import Budget
 from figures import Figures, Ratio, figures, ratio
 from measure import Report, Steps, everyone_first, measure
 from ours import PLANS
+from predict import compare
 from report import HEADER, brief, markdown, write
 from row import PEERS, ROWS, Row, is_ours
 from trainer import Job
@@ -195,3 +196,13 @@ def test_where_time_goes_is_told_from_nested_events() -> None:
     assert times[STEP] == 4 and times["aten::linear"] == 1 and times["c10d::allreduce_"] == 0.5
     profiled, timed = Clock(10, 8, 4, 4), Clock(9, 8, 6, 1)  # half of the profiled step no processor was free
     assert spent(events, profiled, [timed]) == Spent(1.0, 0.5, 1.0, dispatch=3.5, waiting=2.0, network=2.0)
+
+
+@pytest.mark.slow
+def test_a_prediction_stands_beside_every_measured_step() -> None:
+    row = Row("data", "tiny", Job(2), is_full=False)
+    machine, found = launch(compare, 2, [row], 2)[0]
+    assert set(machine.links) == {"*"}
+    for name, entry, seconds in found:
+        assert is_ours(name) and len(seconds) == 2
+        assert entry["step"] > entry["computing"] > 0 and entry["optimizer"] > 0

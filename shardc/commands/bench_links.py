@@ -37,17 +37,18 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure in the ranks of this job, or in processes of our own; the first rank writes."""
     from shardc.runtime.bench_links import UNNAMED, bench_links
+    from shardc.runtime.launch import launch, leave
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     asked = options.mesh or Mesh(device_ids=None, **{UNNAMED: ranks})
     if "RANK" in os.environ:
         machine = bench_links(asked, options.rounds)
     else:
-        from shardc.runtime.launch import launch
-
         with progress(f"measuring {asked.size} local processes"):
             machine, *_ = launch(bench_links, asked.size, asked, options.rounds)
     if os.environ.get("RANK", "0") == "0":
         write(json.dumps(machine.to_json(), indent=1) + "\n", options.output)
         print(machine.text(), end="", file=sys.stderr)
+    if "RANK" in os.environ:
+        leave()
     return GOOD

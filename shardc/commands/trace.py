@@ -9,11 +9,17 @@ from shardc.arguments import command, compiling, written
 from shardc.invocation import compiled, write
 from shardc.outcome import GOOD
 
+MEASURED = """A measured step has the same names, phase/module/op:
+    with torch.profiler.profile() as found:
+        step()
+    found.export_chrome_trace("measured.json")"""
+
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "predict when each op and each collective of a step runs: JSON for ui.perfetto.dev and chrome://tracing"
-    written(compiling(command(commands, "trace", help_)))
+    parser = written(compiling(command(commands, "trace", help_)))
+    parser.description = f"{help_}. {MEASURED}"
 
 
 def run(options: argparse.Namespace) -> int:
