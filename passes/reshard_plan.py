@@ -11,6 +11,7 @@ from shardc.error import ShardingError
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.payload import payload_numel, rechunked_numel
+from shardc.permutation import wire_bytes_total
 from shardc.sharding import Sharding, TensorType
 
 from .plain_steps import plain_steps
@@ -59,20 +60,24 @@ def collectives_of_steps(
         if step.kind not in ("view", "shard_slice", "mask_padding"):
             found = _collective(step, before.local_shape(shape), type.dtype)
             is_sent = is_reordered and step.kind == "collective_permute"
-            yield replace(found, wire_bytes=found.bytes) if is_sent else found
+            total = found.bytes * step.sharding.mesh.size
+            yield replace(found, wire_bytes=found.bytes, wire_bytes_total=total) if is_sent else found
         before, shape = step.sharding, step.shape
 
 
 def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
     assert step.kind != "view"
-    after, count = step.sharding.local_shape(step.shape), group_size(step.sharding.mesh, step.kind, step.args)
+    mesh = step.sharding.mesh
+    after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
     name = str(dtype).removeprefix("torch.")
     if step.kind == "rechunk":
         moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
-        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given)
+        total = wire_bytes_total(mesh, step.kind, step.args, given)
+        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given, total)
     payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
     sent = wire_bytes(step.kind, payload, count)
-    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent)
+    total = wire_bytes_total(mesh, step.kind, step.args, sent)
+    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent, total)
 
 
 # Devices in another order.

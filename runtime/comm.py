@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from shardc.collective import Kind, wire_bytes
-from shardc.mesh import Axes, AxisPart, Mesh, part_ends, split_parts
+from shardc.mesh import Axes, Mesh
 from shardc.ops.padding import fill_padding
 from shardc.partition import parse_part
+from shardc.permutation import source_position
 from shardc.sharding import ceil_div, num_shards
 
 from .exchange import Exchange, OverlapExchange, WindowExchange
@@ -211,32 +211,3 @@ def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
 
 def _reduced(group: Tensors, op: str) -> Tensor:
     return functools.reduce(REDUCE[op], group)
-
-
-def source_position(mesh: Mesh, position: int, src: Axes, dst: Axes) -> int:
-    """The position whose value a position receives when index i along ``src`` goes to index i along ``dst``.
-
-    Along the parts that are in ``dst`` alone the value is replicated; the replica with our own index along the parts
-    in ``src`` alone is taken, which makes the exchange a permutation: every rank sends one value and receives one.
-    """
-    ends = part_ends(src + dst)
-    src, dst = split_parts(src, ends), split_parts(dst, ends)
-    assert num_shards(src) == num_shards(dst), (src, dst)
-    src_only = tuple(part for part in src if part not in dst)
-    dst_only = tuple(part for part in dst if part not in src)
-    moved = _with_index(mesh, position, dst_only, mesh.index(position, src_only))
-    return _with_index(mesh, moved, src, mesh.index(position, dst))
-
-
-def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
-    """The position with another index along these parts."""
-    for part in reversed(axes):
-        index, digit = divmod(index, part.size)
-        position += (digit - mesh.coordinate(position, part)) * _stride(mesh, part)
-    return position
-
-
-def _stride(mesh: Mesh, part: AxisPart) -> int:
-    """How far apart two positions are whose coordinates along a part differ by one."""
-    i = mesh.axis_names.index(part.name)
-    return math.prod(mesh.shape[i:]) // (part.pre * part.size)

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardc.collective import wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Axes, Mesh, part_ends, split_parts
+from shardc.permutation import source_position
 from shardc.sharding import Sharding, num_shards
 
 from . import functional, messages
-from .comm import PartNames, Places, Results, Tensors, Traffic, keep_chunk, masked, parse_parts, source_position
+from .comm import PartNames, Places, Results, Tensors, Traffic, keep_chunk, masked, parse_parts
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .flat import Flat, Rows, start_packed
 from .functional import Group

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardc.bucket import Member, bucket, members
 from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, adds_microbatches, group_size, wire_bytes
 from shardc.payload import payload_numel, rechunked_numel
+from shardc.permutation import wire_bytes_total
 from shardc.sharding import TensorType
 from shardc.window import moves_rows, overlap_add, rows_sent
 
@@ -70,9 +71,17 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
     sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
     return Collective(
         kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
-        payload, wire, name=node.name, node=", ".join(each.name for each in moved), phase=program.source(node).phase,
+        payload, wire, _total(program, node, parts, wire), name=node.name, phase=program.source(node).phase,
+        node=", ".join(each.name for each in moved),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),
     )  # fmt: skip
+
+
+def _total(program: Program, node: fx.Node, parts: Sequence[Member], wire: int) -> int:
+    assert program.mesh is not None
+    if node.target in EXCHANGES:
+        return wire_bytes_total(program.mesh, EXCHANGES[node.target], node.args[1:], wire)
+    return wire_bytes_total(program.mesh, parts[0].kind, parts[0].args, wire)
 
 
 def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:

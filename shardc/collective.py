@@ -110,8 +110,9 @@ class Collective:
     """One collective of a plan.
 
     ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
-    on one rank), ``wire_bytes`` what one rank sends by the ring algorithm; ``name`` is the node's, ``source`` the line
-    of the user's model, ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
+    on one rank), ``wire_bytes`` what one rank sends by the ring algorithm, the most of all; ``wire_bytes_total`` what
+    all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
+    ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
     """
 
@@ -122,6 +123,7 @@ class Collective:
     local_shape_out: tuple[int, ...]
     bytes: int
     wire_bytes: int
+    wire_bytes_total: int = 0
     name: str = ""
     phase: Literal["forward", "backward", "update"] = "forward"
     node: str = ""

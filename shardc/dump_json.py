@@ -23,8 +23,8 @@ from shardc.step_record import StepRecord, has_machine
 from shardc.text import op_names, type_text
 
 COLLECTIVE_FIELDS = (
-    "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "phase", "node", "source",
-    "cause",
+    "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "wire_bytes_total", "phase",
+    "node", "source", "cause",
 )  # fmt: skip
 NO_SECONDS: Mapping[str, float] = {}
 

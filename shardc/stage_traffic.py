@@ -12,6 +12,7 @@ from shardc.cause import Crossed
 from shardc.collective import Collective
 from shardc.fact import Phase
 from shardc.options import Pipeline
+from shardc.permutation import wire_bytes_total
 from shardc.program import Program
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
@@ -44,8 +45,10 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
     sources = dict.fromkeys(filter(None, (program.source(node).location for node in nodes)))
     phases = {program.source(node).phase for node in nodes}
     phase: Phase = "backward" if crossing.part == "input_gradient" or "backward" in phases else "forward"
+    assert program.mesh is not None
+    total = wire_bytes_total(program.mesh, "send", (), nbytes)
     return Collective(
-        "send", (pipeline.axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes,
+        "send", (pipeline.axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes, total,
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
         causes=(Crossed(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),

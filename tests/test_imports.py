@@ -53,6 +53,7 @@ TORCH_FREE = {
     "shardc.json_text",
     "shardc.min_max",
     "shardc.outcome",
+    "shardc.permutation",
     "shardc.rule",
     "shardc.schedule_bound",
     "shardc.schedule_check",

@@ -351,8 +351,8 @@ def test_reshard_plan_lists_what_is_sent_by_one_rank() -> None:
     mesh = Mesh(dp=2, tp=4)
     src = Sharding(mesh, P("dp").sharding(mesh, (8, 64), "x").dims, ((mesh.axis("tp"), "sum"),))
     assert reshard_plan(mesh, (8, 64), F32, src, P(None, "tp")) == (
-        Collective("reduce_scatter", ("tp",), "float32", (4, 64), (4, 16), 1024, 768),
-        Collective("all_gather", ("dp",), "float32", (4, 16), (8, 16), 512, 256),
+        Collective("reduce_scatter", ("tp",), "float32", (4, 64), (4, 16), 1024, 768, 6144),
+        Collective("all_gather", ("dp",), "float32", (4, 16), (8, 16), 512, 256, 2048),
     )
     assert reshard_plan(mesh, (8, 64), F32, P(), P("dp", "tp")) == ()
 

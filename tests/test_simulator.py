@@ -12,8 +12,9 @@ from shardc.collective import all_gather, all_reduce, all_to_all, collective_per
 from shardc.error import ShardingError
 from shardc.mesh import AxisPart, Mesh
 from shardc.partition import P, blocks
+from shardc.permutation import source_position
 from shardc.program import Program
-from shardc.runtime.comm import SimulatedComm, source_position
+from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.executor import Executor
 from shardc.runtime.piece import pad, same_bits, shard, unpad, unshard
 from shardc.runtime.simulator import bind, interpret, simulate
