@@ -18,12 +18,13 @@ from shardc.node import is_getitem, is_view, operand, takes_device
 from shardc.opaque import Opaque
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
+from shardc.ownership import dies_at
 from shardc.program import Program, op_rule
 from shardc.range_name import range_name
 
 from .flat import Flat
 from .functional import is_traced
-from .kernel import biased, dies_at, in_place
+from .kernel import biased, in_place
 
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
 

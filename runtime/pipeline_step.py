@@ -150,11 +150,12 @@ class PipelineStep:
             self.waiting[key] = message
 
     def _add(self, stage: int, part: Part, envs: Sequence[Env]) -> None:
-        """Add to the sums over microbatches; the first summand is not ours to write to."""
-        for into, added, op in self.runner.runners[stage].sums[part]:
+        """Add to the sums over microbatches."""
+        for into, added, op, is_own in self.runner.runners[stage].sums[part]:
             for i, (env, sums) in enumerate(zip(envs, self.sums[stage], strict=True)):
                 if into not in sums:
                     sums[into] = env[added]
+                    self.own |= {(stage, i, into)} if is_own else set()
                 elif op == "sum" and (stage, i, into) in self.own:
                     sums[into].add_(env[added])
                 else:

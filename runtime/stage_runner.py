@@ -8,7 +8,7 @@ from torch import fx
 
 from shardc.node import operand
 from shardc.stage import PARTS, Part, Stages
-from shardc.stage_lifetime import kept_after, read_beside
+from shardc.stage_lifetime import kept_after, read_beside, sums_in_place
 
 from .comm import Starter
 from .executor import run
@@ -19,9 +19,9 @@ class StageRunner:
     """The parts of one stage, over an ``Env`` with a slot for each node of the program for each rank.
 
     ``leaving`` and ``entering``: for each crossing the slots of its values. ``types``: of those that enter.
-    ``parameters``: the slots of those that it holds.
-    ``sums[part]``: what a part adds to, what is added, and how. ``kept[part]``: the slots that later parts of a
-    microbatch read; ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
+    ``parameters``: the slots of those that it holds. ``sums[part]``: what a part adds to, what is added, how, and
+    whether the first that is added may be written to. ``kept[part]``: the slots that later parts of a microbatch read;
+    ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
     """
 
     def __init__(self, stages: Stages, index: int, comm: Starter, is_eager: bool = True) -> None:
@@ -35,7 +35,11 @@ class StageRunner:
         inputs = zip(program.inputs, program.placeholders, strict=True)
         named = {put.name: slots[node] for put, node in inputs if put.kind == "parameter"}
         self.parameters = {named[name] for name in self.stage.parameters}
-        self.sums = {part: [_sum(node, slots) for node in nodes] for part, nodes in self.stage.sums.items()}
+        self.sums = {
+            part: [_sum(node, slots, node in in_place) for node in nodes]
+            for part, nodes in self.stage.sums.items()
+            for in_place in [sums_in_place(stages, index, part)]
+        }
         calls = {
             part: with_waits(instructions(nodes, slots, comm.device, program, is_eager))
             for part, nodes in self.stage.parts.items()
@@ -57,5 +61,5 @@ class StageRunner:
                 env[slot] = None
 
 
-def _sum(node: fx.Node, slots: Mapping[fx.Node, int]) -> tuple[int, int, str]:
-    return slots[node], slots[operand(node)], str(node.args[2])
+def _sum(node: fx.Node, slots: Mapping[fx.Node, int], is_own: bool) -> tuple[int, int, str, bool]:
+    return slots[node], slots[operand(node)], str(node.args[2]), is_own

@@ -21,7 +21,7 @@ from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program, Value
 from shardc.stage import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.stage_blocks import Block, Blocks, Env, Memory
-from shardc.stage_lifetime import Dying, kept_after, read_beside, with_deaths
+from shardc.stage_lifetime import Dying, kept_after, read_beside, sums_in_place, with_deaths
 from shardc.stage_state import parameters_of
 from shardc.stage_turns import Turns, turns_of, ways_after
 
@@ -82,6 +82,7 @@ class _Replay:
     parameters: Mapping[fx.Node, str] = field(init=False)
     calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
     forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
+    in_place: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.stages.program
@@ -101,6 +102,7 @@ class _Replay:
         for stage in here:
             self.calls[stage], kept = with_deaths(self.stages, stage), kept_after(self.stages, stage)
             self.forgotten[stage] = {part: read_beside(self.stages, stage, part) - kept[part] for part in kept}
+            self.in_place[stage] = {part: sums_in_place(self.stages, stage, part) for part in kept}
             self._begin(stage)
         self.highs.append(("begin", self.memory.take_high()))
         for action in self.schedule.actions[self.rank]:
@@ -229,10 +231,12 @@ class _Replay:
     def _add(self, stage: int, part: Part, env: Env) -> None:
         """To the sums over microbatches: the first summand is kept, the second makes a sum that others are added to."""
         sums = self.sums[stage]
+        in_place = self.in_place[stage][part]
         for into in self.stages.stages[stage].sums[part]:
             before, added = sums.get(into), operand(into)
             if before is None:
                 self.memory.put(sums, into, self._find(stage, env, added))
+                self.own |= {(stage, into)} if into in in_place else set()
             elif (stage, into) not in self.own or into.args[2] != "sum":
                 self.own.add((stage, into))
                 self.memory.put(sums, into, (Block(nbytes(self.program.local_type(added))),))

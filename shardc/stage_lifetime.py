@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from shardc.node import operand
+from shardc.ownership import dies_at, maker
 from shardc.stage import PARTS, SCHEDULED, Part, Stages
 
 Dying = Sequence[tuple[fx.Node, tuple[fx.Node, ...]]]  # calls in order, each with the values that die after it
@@ -29,6 +30,19 @@ def kept_after(stages: Stages, index: int) -> dict[Part, set[fx.Node]]:
         read = {each for node in stages.stages[index].parts[part] for each in node.all_input_nodes}
         later = later | read | read_beside(stages, index, part)
     return kept
+
+
+def sums_in_place(stages: Stages, index: int, part: Part) -> set[fx.Node]:
+    """Of the sums that a part adds to, those that may be made in the memory of their first summand."""
+    program, calls = stages.program, stages.stages[index].parts[part]
+    places = {node: i for i, node in enumerate(calls)}
+    found: set[fx.Node] = set()
+    for into in stages.stages[index].sums[part]:
+        added = operand(into)
+        size, whole = (program.value_type(program.value(each)).numel for each in (added, maker(added)))
+        if size == whole and dies_at(added, into, places | {into: len(calls)}):
+            found.add(into)
+    return found
 
 
 def with_deaths(stages: Stages, index: int) -> Mapping[Part, Dying]:
