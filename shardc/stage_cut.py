@@ -137,6 +137,17 @@ class Places:
             if node not in self.stage:
                 read = [self.stage[user] for user in node.users if user in self.stage]
                 self.stage[node] = max(read, default=self._tag(node, last))
+            elif node in gradients and self._is_mask(node):
+                self.stage[node] = min(self.stage[node], max(self._readers(node), default=last))
+
+    def _is_mask(self, node: fx.Node) -> bool:
+        """Whether a call is a rank's own work that leaves a value as large as it is: done where it is read."""
+        is_local = any(member.kind in LOCAL_KINDS for member in members(node))
+        return is_local and self.program.local_type(node) == self.program.local_type(operand(node))
+
+    def _readers(self, node: fx.Node) -> list[int]:
+        """The stages that read a value; its own if it is among what microbatches add up."""
+        return [self.stage.get(user, self.stage[node]) for user in node.users]
 
     def _tag(self, node: fx.Node, default: int) -> int:
         source = self.program.source(operand(node) if is_getitem(node) else node)

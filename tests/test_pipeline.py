@@ -17,6 +17,8 @@ from shardc.error import ShardingError
 from shardc.options import Pipeline
 from shardc.program import Program
 from shardc.runtime import host
+from shardc.stage import Crossing
+from shardc.stage_cut import stages_of
 from shardc.stage_memory import memory_by_rank
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -113,6 +115,25 @@ def kept_at_most(program: Program) -> int:
     """The bytes that the fullest rank stores, and keeps of microbatches under way."""
     stored = ("parameters", "gradients", "optimizer", "saved")
     return max(sum(memory[name] for name in stored) for memory in memory_by_rank(program))
+
+
+class Lines(nn.Module):
+    """Linear layers alone: weights need a gradient whose padding reads zero, the layer before does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x).square().mean()
+        return result
+
+
+def test_a_gradient_of_uneven_microbatches_crosses_once_and_is_masked_where_it_is_read() -> None:
+    pipeline = Pipeline(microbatches=4, cuts=("layers.1", "layers.2"))
+    stages = stages_of(shardc.compile(Lines(), Mesh(pp=3), pipeline=pipeline, args=(torch.rand(10, 4),)).program)
+    sent = {way: len(nodes) for way, nodes in stages.crossings.items() if way.part == "input_gradient"}
+    assert sent == {Crossing(2, 1, "input_gradient"): 1, Crossing(1, 0, "input_gradient"): 1}
 
 
 REFUSED = {
