@@ -40,8 +40,14 @@ def _annotated_value(program: Program, node: fx.Node) -> Pin:
     assert program.mesh is not None
     sharding = spec.sharding(program.mesh, shape, who)
     opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
-    text = given["said"] or f"annotate({spec!r}) at {source.location}"
-    return Pin(node.name, "value", sharding, opened, text, spec.priority)
+    return Pin(node.name, "value", sharding, opened, annotation_text(program, node), spec.priority)
+
+
+def annotation_text(program: Program, node: fx.Node) -> str:
+    """What an annotated value's pin and origins name: the annotation of a module, or a call in the model."""
+    given = arguments(node)
+    spec = P.parse(given["spec"], given["priority"])
+    return str(given["said"]) or f"annotate({spec!r}) at {program.source(node).location}"
 
 
 def promotion(pins: tuple[Pin, Pin]) -> str:

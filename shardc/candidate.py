@@ -22,22 +22,23 @@ def candidates(
     """At most ``count`` changes, each different, the surest last."""
     found = [
         *_of_near_annotations(site, annotations),
+        *(Change(taken_out=(call,)) for call in site.calls),
         *_of_inputs(site, annotations, inputs),
         *_of_zero(site, zero),
         *_dropped_at(site, annotations, 2),
         *_additions(site, annotations),
         *_dropped_at(site, annotations, 3),
     ]
-    sure, first = nowhere(site.axes, annotations, zero), list(dict.fromkeys(found))[:count]
+    sure, first = nowhere(site, annotations, zero), list(dict.fromkeys(found))[:count]
     return first if sure in first else [*first[: count - 1], sure]
 
 
-def nowhere(axes: Iterable[str], annotations: Mapping[str, P], zero: Zero | None) -> Change:
+def nowhere(site: Site, annotations: Mapping[str, P], zero: Zero | None) -> Change:
     """The axes cut nothing: they are taken out of every annotation, and out of ``zero``."""
-    gone = set(axes)
+    gone = set(site.axes)
     edits = [Edit(pattern, spec, _dropped(spec, gone)) for pattern, spec in annotations.items()]
     changed = tuple(edit for edit in edits if edit.after != edit.before)
-    return Change(changed, None, True) if zero is not None and zero.axis in gone else Change(changed)
+    return Change(changed, is_zero=zero is not None and zero.axis in gone, taken_out=site.calls)
 
 
 def _dropped(spec: P, axes: set[str]) -> P | None:

@@ -29,11 +29,15 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Edits that go together, and the option ``zero`` where ``is_zero`` says that it changes."""
+    """Edits that go together, and the option ``zero`` where ``is_zero`` says that it changes.
+
+    ``taken_out``: calls of ``shardc.annotate`` in the model, as an origin names them.
+    """
 
     edits: tuple[Edit, ...] = ()
     zero: Zero | None = None
     is_zero: bool = False
+    taken_out: tuple[str, ...] = ()
 
     def applied(self, annotations: Mapping[str, P]) -> dict[str, P]:
         """The annotations after the change, those that are kept in their order."""
@@ -49,7 +53,10 @@ class Change:
     def text(self) -> str:
         """In words and Python."""
         option = [f"say zero={self.zero!r}" if self.zero else "leave zero= out"] if self.is_zero else []
-        return ", ".join([*(edit.text for edit in self.edits), *option])
+        calls = [
+            f"take out of the model shardc.{call.replace('annotate(', 'annotate(..., ')}" for call in self.taken_out
+        ]
+        return ", ".join([*(edit.text for edit in self.edits), *calls, *option])
 
     def flags(self, annotations: Mapping[str, P], is_whole: bool) -> str:
         """On the command line; ``is_whole``: ``--annotate`` stands in place of all that there is, as for an hf target.

@@ -16,7 +16,9 @@ from shardc.api import Compiled
 from shardc.change import Change, Figures
 from shardc.cost import flops_of, memory_of
 from shardc.error import CaptureError, ShardingError
+from shardc.node import is_annotation, operand
 from shardc.partition import P
+from shardc.passes.pins import annotation_text
 from shardc.passes.pipeline import PASSES
 from shardc.program import Program
 from shardc.request import Request
@@ -82,23 +84,24 @@ class Retry:
         """The plan after a change; None where it cannot be."""
         asked = change.applied(self.annotations)
         options = replace(self.request.options, zero=change.zero_after(self.request.options.zero))
-        key = (frozenset(asked.items()), options.zero)
+        key = (frozenset(asked.items()), options.zero, change.taken_out)
         if key not in self._tried:
             try:
-                self._tried[key] = self._attempt(replace(self.request, annotations=asked, options=options))
+                request = replace(self.request, annotations=asked, options=options)
+                self._tried[key] = self._attempt(request, change.taken_out)
             except (ShardingError, CaptureError, NotImplementedError):
                 self._tried[key] = None
         return self._tried[key]
 
-    def _attempt(self, request: Request) -> Attempt:
-        model, base = self.compiled.model, self.compiled.at("capture")
+    def _attempt(self, request: Request, taken_out: tuple[str, ...]) -> Attempt:
+        model, base = self.compiled.model, _without_calls(self.compiled.at("capture"), taken_out)
         before, matched = self.request.matched(model), request.matched(model)
         if matched.modules != before.modules:
-            captured = request.capture(model, matched).program
+            captured = _without_calls(request.capture(model, matched).program, taken_out)
             found = Attempt(request.program(captured, request.asked(captured, matched)), "")
         else:
             asked = request.asked(base, matched)
-            is_read = _outputs(asked) != _outputs(self.request.asked(base, before))
+            is_read = bool(taken_out) or _outputs(asked) != _outputs(self.request.asked(base, before))
             unread = base if is_read else self.compiled.at(UNREAD)
             found = Attempt(_with_pins(unread, request.program(base, asked)), "" if is_read else UNREAD)
         if found.transfers and request.options.pipeline:
@@ -119,3 +122,14 @@ def _outputs(asked: Any) -> list[Any]:
 
 def _with_pins(program: Program, other: Program) -> Program:
     return replace(program, pins=other.pins, options=other.options)
+
+
+def _without_calls(program: Program, taken_out: tuple[str, ...]) -> Program:
+    """A captured program without some calls of ``shardc.annotate``, and without those of their gradients."""
+    if not taken_out:
+        return program
+    program = program.copy()
+    for node in list(filter(is_annotation, program.calls)):
+        if annotation_text(program, node) in taken_out:
+            program.replace(node, operand(node))
+    return program

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import fx
 
 from shardc.cause import Moved
-from shardc.node import is_annotation, is_cast, is_getitem, is_view, operands
+from shardc.node import is_cast, is_getitem, is_view, operands
 from shardc.partition import P
+from shardc.pin import Pin
 from shardc.program import Program
 from shardc.transfer import Movement, axes_of, movements
 
@@ -30,25 +30,28 @@ class Site:
 
     ``distances``: 0 for one about a value that it moves, or that stands beside one; 1 for one that its cuts come from;
     2 for others that name one of its axes, and for inputs; 3 for all else. ``near``: values beside it that no pattern
-    is about. ``ranks``: of each pattern how many dims its values have.
+    is about. ``ranks``: of each pattern how many dims its values have. ``calls``: of ``shardc.annotate`` in the model
+    that name one of its axes, or that it is moved for.
     """
 
     axes: tuple[str, ...]
     distances: Mapping[str, int]
     near: tuple[Named, ...]
     ranks: Mapping[str, int]
+    calls: tuple[str, ...] = ()
 
 
 def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Site:
     """The site of a collective of a lowered program in global shapes."""
     axes, moved = axes_of(node), list(movements(program, node))
-    said = _patterns(program, annotations)
+    said = {f"{pattern}: {spec!r}": pattern for pattern, spec in annotations.items()}
     beside = dict.fromkeys(value for movement in moved for value in _beside(program, movement))
     pinned = {(pin.kind, pin.name): pin.text for pin in program.pins}
     needs = [need for cause in program.causes(node) if isinstance(cause, Moved) for need in cause.needs]
     direct = {said.get(pinned.get((value.kind, value.name), "")) for value in beside}
     direct |= {said.get(need.end) for need in needs if need.kind in ("placed", "end")}
-    came = {said.get(need.end) for need in needs} | {said.get(text) for text in _origins(program, node, moved, axes)}
+    origins = {*(need.end for need in needs), *_origins(program, node, moved, axes)}
+    came = {said.get(text) for text in origins}
     inputs = {said.get(pin.text) for pin in program.pins if pin.kind == "input"}
 
     def distance(pattern: str, spec: P) -> int:
@@ -60,7 +63,13 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
 
     distances = {pattern: distance(pattern, spec) for pattern, spec in annotations.items()}
     near = tuple(value for value in beside if (value.kind, value.name) not in pinned and value.kind != "output")
-    return Site(axes, distances, near, _ranks(program, said))
+    in_model = [pin for pin in program.pins if pin.kind == "value" and pin.text not in said]
+    calls = [pin.text for pin in in_model if pin.text in origins or set(axes) & set(_cut_by(pin))]
+    return Site(axes, distances, near, _ranks(program, said), tuple(dict.fromkeys(calls)))
+
+
+def _cut_by(pin: Pin) -> Iterator[str]:
+    yield from (part.name for part in pin.sharding.cut_axes)
 
 
 def axis_names(spec: P) -> Iterator[str]:
@@ -74,18 +83,6 @@ def entry_axes(entry: object) -> Iterator[str]:
     named = getattr(entry, "axes", entry)
     names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
     yield from (name.partition(":")[0] for name in names)
-
-
-def _patterns(program: Program, annotations: Mapping[str, P]) -> dict[str, str]:
-    """For the text of a pin, which origins name too, the pattern that it is of."""
-    found = {f"{pattern}: {spec!r}": pattern for pattern, spec in annotations.items()}
-    texts = {pin.name: pin.text for pin in program.pins if pin.kind == "value"}
-    for node in filter(is_annotation, program.calls):
-        for pattern, spec in annotations.items():
-            is_said = fnmatchcase(program.source(node).module, pattern.removeprefix("module:"))
-            if is_said and node.args[1] == str(spec) and node.name in texts:
-                found.setdefault(texts[node.name], pattern)
-    return found
 
 
 def _ranks(program: Program, said: Mapping[str, str]) -> dict[str, int]:
