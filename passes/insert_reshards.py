@@ -139,7 +139,7 @@ class _Rewriter:
         if (held, wanted) not in self.done:
             what = Place(f"the {output.kind} {output.name}")
             asked = next((pin.text for pin in self.program.pins if (pin.kind, pin.name) == ("output", output.name)), "")
-            came = self.program.origin(owner) if owner else self._wished(result)
+            came = self._of_owner(owner, what.name, held) if owner else self._wished(result)
             found = needs(
                 self.program.sharding(held), wanted,
                 lambda axis, dim: Need(axis, "sum" if dim is None else "end", dim, None, asked), came.get,
@@ -147,6 +147,12 @@ class _Rewriter:
             with self.program.graph.inserting_after(held):
                 self.done[held, wanted] = self._insert(held, wanted, what, found)
         return self.done[held, wanted]
+
+    def _of_owner(self, owner: fx.Node, what: str, node: fx.Node) -> Mapping[str, Origin]:
+        """Where the axes of a gradient or a buffer come from, which lies as what it belongs to."""
+        producer, index = self.program.value(node)
+        value = (producer.name, index)
+        return {axis: origin.through(what, value) for axis, origin in self.program.origin(owner).items()}
 
     def _wished(self, node: fx.Node) -> Mapping[str, Origin]:
         """Where propagate had the axes of a value come from."""

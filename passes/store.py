@@ -185,4 +185,5 @@ class _Storer:
     def _as_stored(self, name: str, node: fx.Node, gradient: fx.Node) -> Origin:
         """Why the gradient of a parameter is cut over the option's axis."""
         assert self.zero is not None
-        return self.program.origin(node)[self.zero.axis].through(f"the gradient {name}", (gradient.name, 0))
+        value = operand(gradient) if gradient.target is reshard else gradient
+        return self.program.origin(node)[self.zero.axis].through(f"the gradient {name}", (value.name, 0))

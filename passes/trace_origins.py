@@ -108,7 +108,14 @@ class OpOrigins:
         """Why an operand that lies as ``has`` is wanted otherwise, for each axis that changes."""
         wanted = self.plan.wanted[self.node][index]
         assert wanted is not None
-        return needs(has, wanted, lambda axis, dim: self._need(index, has, axis, dim), self.origin)
+        value = self.values[index]
+        assert value is not None
+
+        def come(axis: str) -> Origin | None:
+            origin = self.origin(axis)
+            return origin and origin.through(self.node.name, (value[0].name, value[1]))
+
+        return needs(has, wanted, lambda axis, dim: self._need(index, has, axis, dim), come)
 
     def _need(self, index: int, has: Sharding, axis: str, dim: int | None) -> Need:
         """Why an axis may not stay on a dim of an operand, or a sum open."""

@@ -7,7 +7,6 @@ from itertools import repeat
 
 from torch import fx
 
-from shardc.bucket import bucket
 from shardc.collective import COLLECTIVES
 from shardc.explanation import Chain, Role, Step
 from shardc.fact import Origin
@@ -17,12 +16,17 @@ from shardc.text import op_names, type_text, value_names
 
 
 class Chains:
-    """The chains of one program. ``names``: what nodes are called in print; ``nodes``: them by their own names."""
+    """The chains of one program. ``names``: what nodes are called in print; ``nodes``: them by their own names.
+
+    A chain that was recorded in an early pass may name a node in whose place another stands by now.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names = value_names(program)
         self.nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
+        former = ((name, node) for node in program.graph.nodes for name in program.former_names(node))
+        self._known = {**dict(reversed(list(former))), **self.nodes}
         self._called = op_names(program)
         self._steps: dict[tuple[int, str], Step] = {}
 
@@ -54,22 +58,27 @@ class Chains:
         return self._steps[key]
 
     def _made_step(self, origin: Origin, axis: str) -> Step:
-        holder, via = self._holder(*origin.value), self.nodes.get(origin.via)
+        holder, via = self._holder(*origin.value), self._known.get(origin.via)
         value = origin.value[0] if holder is None else self.names[holder]
         type_ = "" if holder is None else type_text(self.program, holder)
         if origin.before is None:
             return Step(value, type_, "annotated")
         if via is None:
             return Step(value, type_, "tied" if " " in origin.via else "read", origin.via)
-        role: Role = "read"
-        if origin.value[0] == via.name:
-            is_open = holder is not None and axis in {part.name for part in self.program.sharding(holder).partial_axes}
-            role = "summed" if is_open else "made"
-        return self._by(via, Step(value, type_, role))
+        return self._by(via, Step(value, type_, self._role(holder, axis, origin.value[0] == origin.via)))
+
+    def _role(self, holder: fx.Node | None, axis: str, is_result: bool) -> Role:
+        """What an op has to do with one of its tensors that an axis came to."""
+        sharding = None if holder is None or self.program.has_many(holder) else self.program.sharding(holder)
+        is_cut = sharding is None or axis in {part.name for part in sharding.cut_axes}
+        is_open = sharding is not None and axis in {part.name for part in sharding.partial_axes}
+        if is_result:
+            return "made" if is_cut else "summed" if is_open else "passed"
+        return "read" if is_cut else "wanted"
 
     def _last(self, node: fx.Node, origin: Origin) -> Step:
-        before, maker = self.nodes.get(origin.value[0]), self.program.value(node)[0]
-        is_sent = maker.target in COLLECTIVES or maker.target is bucket
+        before, maker = self._known.get(origin.value[0]), self.program.value(node)[0]
+        is_sent = maker.target in COLLECTIVES or bool(self.program.causes(maker))  # a view in a reshard has causes too
         is_same = before is not None and before.target == maker.target and maker.op == "call_function"
         role: Role = "moved" if is_sent else "repeated" if is_same else "made"
         return self._by(maker, Step(self.names[node], type_text(self.program, node), role))
@@ -85,7 +94,7 @@ class Chains:
 
     def _holder(self, name: str, index: int) -> fx.Node | None:
         """The node that the dump prints for a value."""
-        node = self.nodes.get(name)
+        node = self._known.get(name)
         if node is None or not self.program.has_many(node):
             return node
         return next((user for user in node.users if is_getitem(user) and user.args[1] == index), node)

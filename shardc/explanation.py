@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal["parameter", "buffer", "input", "value", "output", "module", "collective"]
-Role = Literal["annotated", "made", "summed", "read", "tied", "moved", "repeated"]
+Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
 REPLICATED = "default: replicated"
 
 
@@ -15,8 +15,9 @@ class Step:
     """A value that an axis came to cut, or over which a sum came to be open.
 
     ``value`` reads as in the dump, ``type`` with its sharding. ``role``: the user said so; or it is made by the op
-    ``via``, of what the axis cuts; or is a sum over that; or it is read by ``via`` beside it, so that both are cut
-    alike; or it is ``tied``, as a gradient is to its parameter; or it is the value before, ``moved`` or made again.
+    ``via``, of what the axis cuts; or is a sum over that; or the axis only ``passed``, since ``via`` is not computed in
+    pieces in the end; or it is read by ``via`` beside it, so that both are cut alike; or ``via`` wants it so, and it is
+    moved; or it is ``tied``, as a gradient is to its parameter; or it is the value before, ``moved`` or made again.
     ``call``: the op's node in the dump; ``module`` and ``location``: its place in the user's model.
     """
 

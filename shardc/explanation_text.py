@@ -25,6 +25,15 @@ REASONS = {
 }
 
 
+WORDS = {
+    "made": "made by",
+    "summed": "summed by",
+    "passed": "through",
+    "read": "read by",
+    "wanted": "wanted by",
+    "moved": "moved by",
+    "repeated": "again by",
+}
 SENT = ("it sends", "axes", "phase", "wire bytes", "of", "from", "time")
 
 
@@ -124,8 +133,7 @@ def _way(step: Step) -> str:
     if step.role == "tied":
         return f"since {step.via} lies so"
     op = step.via if step.call in ("", step.value) else _call(step)
-    words = {"made": "made by", "summed": "summed by", "read": "read by", "moved": "moved by", "repeated": "again by"}
-    return f"{words[step.role]} {op}{_place(step.module, step.location)}"
+    return f"{WORDS[step.role]} {op}{_place(step.module, step.location)}"
 
 
 def _call(step: Step) -> str:

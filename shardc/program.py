@@ -236,6 +236,11 @@ class Program:
         """Say why the node is there."""
         node.meta["causes"] = causes
 
+    def former_names(self, node: fx.Node) -> tuple[str, ...]:
+        """The names of the nodes in whose place it stands."""
+        found: tuple[str, ...] = node.meta.get("former_names", ())
+        return found
+
     # Rules.
 
     def call(self, node: fx.Node) -> Call:
@@ -320,6 +325,7 @@ class Program:
         """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""
         if isinstance(new, fx.Node):
             old.replace_all_uses_with(new)
+            new.meta["former_names"] = (*self.former_names(new), old.name, *self.former_names(old))
         else:
             for user in list(old.users):
                 result = new[self.value(user)[1]]
