@@ -49,7 +49,10 @@ class Cut:
 
     def text(self) -> str:
         """As one says it."""
-        return f"{'' if self.is_even else 'no '}{self.shards} divides {self.size}".replace("no ", "not ", 1)
+        import sympy
+
+        whole, parts = sympy.fraction(sympy.together(sympy.sympify(self.size) / self.shards))
+        return f"{whole} is {'' if self.is_even else 'no '}multiple of {parts}".replace("is m", "is a m")
 
 
 @dataclass(frozen=True)

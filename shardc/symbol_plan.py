@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from shardc.program import Program
 from shardc.step_cost import StepCost, step_cost
 from shardc.symbol_cost import along, expressed_cost
 from shardc.symbol_expression import Symbolic
-from shardc.symbol_form import Form, Point
+from shardc.symbol_form import Form, Point, constant
 from shardc.symbol_numbers import Key, numbers, outline
 from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, place_of, point_text
 from shardc.symbol_region import Region, probed, widest
@@ -93,13 +94,16 @@ class SymbolicPlan:
 
     def is_same(self, point: Point) -> bool:
         """Whether a fresh compile at a point has this plan, and its cost."""
+        logging.disable(logging.ERROR)  # torch's own, of tensors that no machine could address
         try:
             fresh = self.compile(point)
+            if any(outline(program) != self.learned.outlines[level] for level, program in levels_of(fresh).items()):
+                return False
+            return step_cost(fresh.program) == step_cost(self.substituted(point))
         except Exception:  # whatever a model says of sizes that it does not take
             return False
-        if any(outline(program) != self.learned.outlines[level] for level, program in levels_of(fresh).items()):
-            return False
-        return step_cost(fresh.program) == step_cost(self.substituted(point))
+        finally:
+            logging.disable(logging.NOTSET)
 
     def _expressed(self, point: Point) -> StepCost:
         symbolic = self._lowered(point)
@@ -123,13 +127,15 @@ class SymbolicPlan:
         return Symbolic(program, forms, point, self.axes)
 
     def _form(self, key: Key, size: int) -> Form:
-        """As it is in one of the few modules; else as any number of this value is."""
+        """As in one of the few modules; else as any number of this value is; what none has, as a seed, is fixed."""
         places = (place_of(key, self.repeated.path if self.repeated else ""), None)
         found: set[Form] = set()
         for place in places:
             found = self.learned.forms.get((place, size), set())
             if len(found) == 1:
                 return next(iter(found))
+        if not found:
+            return constant(size)
         raise ShardingError(
             f"a number of {' '.join(key[:-2])}",
             f"it is {size}, which is {len(found)} different sizes at {point_text(self.reference)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from shardc.error import ShardingError
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 Compile = Callable[[Point], "Compiled"]
 LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
 FEW = 2  # repeated modules of the programs that are compiled at many points
-PRIMES = (2, 3, 5, 7, 11, 13)
+MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as another does, and one more
+    (2, 3, 5, 7, 11, 13),
+    (7, 5, 3, 2, 13, 11),
+    (3, 2, 7, 5, 17, 19),
+    (5, 11, 2, 3, 7, 17),
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def levels_of(compiled: Compiled) -> Levels:
 
 
 def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[list[Point], list[Levels]]:
-    """Three points where the plan is the same: the dims' multiples are primes, so that products tell them apart."""
+    """Three points where the plan is the same."""
     points, programs = [reference], [levels_of(compile_(reference))]
     problem: Exception | str = ""
     for point in _multiples(reference, dims):
@@ -111,7 +117,7 @@ def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[li
             problem = error
             continue
         problem = difference(programs[0], found) or problem
-        if not difference(programs[0], found):
+        if not difference(programs[0], found) and _tell_apart([*points, point], dims):
             points.append(point)
             programs.append(found)
     if len(points) == 3 or not dims:
@@ -125,11 +131,16 @@ def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[li
 
 
 def _multiples(reference: Point, dims: Sequence[str]) -> Iterator[Point]:
-    """Each dim times a prime: the primes go around."""
-    primes = PRIMES[: max(3, len(dims))]
-    for i in range(len(primes) if dims else 0):
-        factors = (*primes[i:], *primes[:i])
+    for factors in MULTIPLES if dims else ():
         yield {**reference, **{name: reference[name] * factor for name, factor in zip(dims, factors, strict=False)}}
+
+
+def _tell_apart(points: Sequence[Point], dims: Sequence[str]) -> bool:
+    """Whether no dim is a line of another at three points: what one makes of both could not be told."""
+    if len(points) < 3:
+        return True
+    steps = {name: [point[name] - points[0][name] for point in points[1:]] for name in dims}
+    return all(a[0] * b[1] != a[1] * b[0] for a, b in combinations(steps.values(), 2))
 
 
 def difference(ours: Levels, theirs: Levels) -> str:

@@ -51,20 +51,25 @@ class Region:
 
     @property
     def conditions(self) -> list[Cut]:
-        """The cuts that say something: what no other condition implies."""
-        from sympy import sympify
+        """What must divide what."""
+        return telling(self.cuts)
 
-        found = [cut for cut in _fewer(self.cuts) if not (sympify(cut.size) / cut.shards).is_integer]
-        symbols = {cut.size: cut.shards for cut in found if cut.is_even and getattr(cut.size, "is_Symbol", False)}
 
-        def is_implied(cut: Cut) -> bool:
-            rest = sympify(cut.size) / cut.shards
-            for symbol, shards in symbols.items():
-                if symbol != cut.size and rest.has(symbol):
-                    rest = rest.subs(symbol, symbol * shards)
-            return cut.is_even and bool(rest.is_integer) and bool(_names(cut.size))
+def telling(cuts: Sequence[Cut]) -> list[Cut]:
+    """The cuts that say something: what no other implies."""
+    from sympy import sympify
 
-        return [cut for cut in dict.fromkeys(found) if not is_implied(cut)]
+    found = [cut for cut in _fewer(cuts) if not (sympify(cut.size) / cut.shards).is_integer]
+    symbols = {cut.size: cut.shards for cut in found if cut.is_even and getattr(cut.size, "is_Symbol", False)}
+
+    def is_implied(cut: Cut) -> bool:
+        rest = sympify(cut.size) / cut.shards
+        for symbol, shards in symbols.items():
+            if symbol != cut.size and rest.has(symbol):
+                rest = rest.subs(symbol, symbol * shards)
+        return cut.is_even and bool(rest.is_integer) and bool(_names(cut.size))
+
+    return [cut for cut in dict.fromkeys(found) if not is_implied(cut)]
 
 
 def _fewer(cuts: Sequence[Cut]) -> list[Cut]:
@@ -80,14 +85,13 @@ def _fewer(cuts: Sequence[Cut]) -> list[Cut]:
 def widest(reference: Point, axes: Sequence[str], count: str, cuts: Sequence[Cut], probes: Sequence[Point]) -> Region:
     """What is tried first: as many ranks as there are, and batches as large as those need."""
     limits = {axis: _limit(axis, cuts) if reference[axis] > 1 else 1 for axis in axes}
-    low, high = {count: 1}, {count: MODULES}
+    low, high, said = {count: 1}, {count: MODULES}, telling(cuts)
     for name, size in reference.items():
         if name in axes:
             low[name], high[name] = min(size, 2), limits[name]
         elif name != count:
-            grows = any(
-                limits[axis] == RANKS and name in _names(cut.size) for cut in cuts for axis in _names(cut.shards)
-            )
+            axes_of = {axis for cut in said if name in _names(cut.size) for axis in _names(cut.shards)}
+            grows = any(limits[axis] == RANKS for axis in axes_of)
             low[name], high[name] = max(1, size // SHRINK), size * (RANKS if grows else GROWTH)
     low, high = ({name: end[name] for name in reference} for end in (low, high))
     return Region(reference, axes, low, high, cuts, tuple(probes), count)
@@ -174,11 +178,7 @@ def _with(region: Region, point: Point, name: str, size: int) -> Point | None:
         broken = next((cut for cut in region.cuts if not cut.holds(made)), None)
         if broken is None:
             return made if not region.why_not(made) else None
-        free = [
-            each.name
-            for each in getattr(broken.size, "free_symbols", ())
-            if each.name not in (name, region.count, *region.axes)
-        ]
+        free = _names(broken.size) - {name, region.count, *region.axes}
         if not free or not broken.is_even:
             return None
         dim, shards = min(free), value(broken.shards, made)

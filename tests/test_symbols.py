@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import Mesh, P, Zero
+from shardc.cli import main
 from shardc.symbol_expression import value
 from shardc.symbol_form import Fitter, Point
 from shardc.symbol_plan import Repeated, SymbolicPlan, symbolic_plan
@@ -115,7 +117,7 @@ def test_megatron_sends_its_activations_four_times_a_layer() -> None:
     dp, tp, layers, batch, time, width = (symbols[name] for name in ("dp", "tp", "L", "B", "T", "d"))
     assert (sent - 4 * layers * (4 * batch * time * width / dp) * 2 * (tp - 1) / tp).simplify() == 0
     assert plan.at({"dp": 16384, "tp": 4, "B": 32768}).traffic[0].wire_bytes > 0
-    with pytest.raises(shardc.ShardingError, match="dp divides B"):
+    with pytest.raises(shardc.ShardingError, match="B is a multiple of dp"):
         plan.at({"dp": 16})
     with pytest.raises(shardc.ShardingError, match="not known to be the plan there"):
         plan.at({"T": 512})  # as many positions as there are: the table is read whole
@@ -139,3 +141,56 @@ def test_a_number_is_a_product_of_sizes_or_next_to_one(values: tuple[int, ...], 
     if found is not None:
         assert [found.at(point) for point in where] == list(values)
         assert found.at({"B": 1000, "T": 1002}) == eval(form, {"B": 1000, "T": 1002})
+
+
+COST = ["cost", "targets:mlp", "--mesh", "dp=2,tp=2"]
+SYMBOLIC = [*COST, "--symbol", "B=x.0", "--at", "dp=64,B=512"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (COST, "cost.txt"),
+        ([*COST, "--format", "json"], "cost.json"),
+        (SYMBOLIC, "cost_symbolic.txt"),
+        ([*SYMBOLIC, "--format", "json"], "cost_symbolic.json"),
+    ],
+)
+def test_what_cost_prints_is_what_was_read(
+    command: list[str], name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    path = Path(__file__).parent / "golden" / name
+    if request.config.getoption("--write-golden"):
+        path.write_text(printed)
+    assert printed == path.read_text()
+
+
+def test_outside_of_its_region_a_plan_has_no_number_unless_it_is_compiled_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outside = [*COST, "--symbol", "B=x.0", "--at", "tp=64", "--at", "dp=4"]
+    assert main(outside) == 1
+    out, err = capsys.readouterr()
+    assert "at dp=4, tp=2, B=8" in out and "at dp=2, tp=64, B=8" not in out
+    assert "not known to be the plan there: tp=64 is not in 2 to 32" in err
+    assert main([*outside, "--recompile"]) == 0
+    out, err = capsys.readouterr()
+    assert "at dp=2, tp=64, B=8" in out and "compiled anew" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--symbol", "B=y.0"], "name one of x.0, target.0"),
+        (["--symbol", "dp=x.0"], "the name dp is taken"),
+        (["--symbol", "B=x.0", "--at", "b=8"], "did you mean B?"),
+        (["--symbolic", "--pipeline", "dp"], "leave one of them out"),
+    ],
+)
+def test_a_symbol_that_is_nothing_of_the_target_is_an_error(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COST, *arguments]) == 2
+    assert said in capsys.readouterr().err
