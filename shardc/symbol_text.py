@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.symbol_plan import SymbolicPlan
 
 POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ROOM = 4
+ROOM = 4  # letters that a product of what is sent may have more than a sum, for (n - 1)/n
 PEAK = "where most lives at these sizes, buckets apart"
 
 
@@ -39,7 +39,10 @@ def digest(plan: SymbolicPlan) -> str:
 def costs_text(plan: SymbolicPlan) -> str:
     """A line for each kind of collective, class of memory, and the operations."""
     cost = plan.cost
-    rows = [(*each.key, *map(expression_text, (each.count, each.bytes, each.wire_bytes))) for each in cost.traffic]
+    rows = [
+        (*each.key, *map(expression_text, (each.count, each.bytes)), expression_text(each.wire_bytes, ROOM))
+        for each in cost.traffic
+    ]
     header = ("phase", "kind", "axes", "values", "bytes", "bytes that a rank sends")
     memory = [
         (name, f"{expression_text(size)}{f'  ({PEAK})' * (name == 'peak')}") for name, size in cost.memory.items()
@@ -69,13 +72,13 @@ def region_text(plan: SymbolicPlan) -> str:
     return f"{table(('symbol', 'from', 'to'), ranges)}\n" + "".join(f"{line}\n" for line in lines)
 
 
-def expression_text(expression: Any) -> str:
-    """``16·B·L·T·d·(tp - 1)/(dp·tp)``: as a product where that is hardly longer than a sum."""
+def expression_text(expression: Any, room: int = 0) -> str:
+    """``16·B·L·T·d·(tp - 1)/(dp·tp)``: as a product where that is longer than a sum by no more than ``room``."""
     import sympy
 
     found = sympy.sympify(expression).replace(sympy.floor, lambda inside: -sympy.ceiling(-inside, evaluate=False))
     product, summands = _typed(str(sympy.factor(found))), _typed(str(sympy.expand(found)))
-    return product if len(product) <= len(summands) + ROOM else summands
+    return product if len(product) <= len(summands) + room else summands
 
 
 def _typed(text: str) -> str:

@@ -183,9 +183,9 @@ def test_outside_of_its_region_a_plan_has_no_number_unless_it_is_compiled_anew(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--symbol", "B=y.0"], "name one of x.0, target.0"),
+        (["--symbol", "B=y.0"], "did you mean x.0?"),
         (["--symbol", "dp=x.0"], "the name dp is taken"),
-        (["--symbol", "B=x.0", "--at", "b=8"], "did you mean B?"),
+        (["--symbol", "B=x.0", "--at", "b=8"], "name one of dp, tp, B"),
         (["--symbolic", "--pipeline", "dp"], "leave one of them out"),
     ],
 )
