@@ -124,7 +124,10 @@ class Compiled:
         return step_cost(self.program)
 
     def dump(self, format: str = "text", only: str = "") -> str:
-        """The program as text, json, dot or html; ``only`` its "collectives", or of a pipeline its "stages"."""
+        """The program as text, json, dot or html; ``only`` tables by name, or a glob of values and modules.
+
+        As ``--only`` has them: ``"collectives,memory"``, ``"blocks.0.*"``.
+        """
         from shardc.dump import dump
 
         return dump(self, format, only=only)

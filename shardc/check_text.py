@@ -17,6 +17,22 @@ def check_text(findings: Sequence[Finding]) -> str:
     return "\n".join(["\n".join(_broken(finding)) for finding in broken] + ["".join([*holding, count])])
 
 
+def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The JSON form, version 1: of each budget, in order, what was found, and what breaks it as in a dump."""
+    budgets = [
+        {
+            "budget": finding.budget.text,
+            "is_broken": finding.is_broken,
+            "found": finding.text,
+            "collectives": list(finding.collectives),
+            "fallbacks": list(finding.fallbacks),
+            "notes": list(finding.lines),
+        }
+        for finding in findings
+    ]
+    return {"version": 1, "is_broken": any(finding.is_broken for finding in findings), "budgets": budgets}
+
+
 def _broken(finding: Finding) -> Iterator[str]:
     yield f"broken  {finding.budget.text}: {finding.text}"
     if finding.collectives:

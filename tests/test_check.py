@@ -17,8 +17,10 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def entry(kind: str, wire_bytes: int, axes: tuple[str, ...] = ("tp",), phase: str = "forward", **more: Any) -> Any:
-    where = {"phase": phase, "source": "m.py:7", "cause": "so it is"}
-    return {"id": kind, "kind": kind, "axes": list(axes), "wire_bytes": wire_bytes, **where, **more}
+    where = {"phase": phase, "node": "dot", "source": "m.py:7", "cause": "so it is"}
+    shapes = {"dtype": "float32", "local_shape_in": [wire_bytes // 4], "local_shape_out": [wire_bytes // 4]}
+    counts = {"bytes": wire_bytes, "wire_bytes": wire_bytes, "wire_bytes_total": 8 * wire_bytes}
+    return {"id": kind, "kind": kind, "axes": list(axes), **shapes, **counts, **where, **more}
 
 
 RECORD: dict[str, Any] = {
@@ -30,7 +32,17 @@ RECORD: dict[str, Any] = {
         entry("all_gather", 500, ("tp:(2)2",), "backward", stage=0, times=4),
         entry("all_reduce", 1000, ("dp", "tp"), "backward"),
     ],
-    "fallbacks": [{"op": "places", "type": "f32[8]", "module": "", "source": "m.py:3"}],
+    "fallbacks": [
+        {
+            "name": "places",
+            "op": "places",
+            "type": "f32[8]",
+            "operands": ["x"],
+            "phase": "forward",
+            "module": "",
+            "source": "m.py:3",
+        }
+    ],
     "notes": [],
     "memory": {"parameters": 10, "gradients": 10, "optimizer": 20, "saved": 5, "gathered": 0, "peak": 40},
     "flops": {"per_rank": 2000, "whole": 8000},
@@ -152,7 +164,10 @@ def test_check_takes_a_dump_in_place_of_a_target(tmp_path: Path, capsys: pytest.
         "holds   memory>1kB: 60 bytes of one rank: 40 at the peak, 20 of the optimizer\n"
         "none of 2 budgets broken\n"
     )
-    assert main(["check", str(path), "--fail-on", "wire>1kB"]) == 1
+    assert main(["check", str(path), "--fail-on", "wire>1kB", "--fail-on", "note", "--format", "json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["is_broken"] and [each["is_broken"] for each in record["budgets"]] == [True, False]
+    assert record["budgets"][0]["collectives"] == RECORD["collectives"]
 
 
 @pytest.mark.parametrize(

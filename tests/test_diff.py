@@ -196,6 +196,11 @@ def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.
         ("{", "it is no JSON"),
         ("[]", "a list\n  it is no dump of a program"),
         ('{"version": 1, "before": "capture"}', "keys version, before\n  it is no dump of a program"),
+        (
+            '{"version": 1, "level": "lowered", "mesh": [2]}',
+            "mesh is [2], no object\n  it is not as shardc dump --schema",
+        ),
+        ('{"version": 1, "level": "lowered", "mesh": {}, "collectives": [{}]}', "collectives[0] has no 'id'"),
         ('{"version": 2, "level": "lowered", "mesh": {}}', "version 2\n  this shardc reads version 1"),
     ],
 )

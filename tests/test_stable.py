@@ -27,6 +27,7 @@ COMMAND_LINES = [
     ["diff", *MLP[1:], "targets:mlp@propagate", "targets:mlp"],
     ["diff", *MLP[1:], "targets:mlp@propagate", "targets:mlp", "--format", "json"],
     ["check", *WEIGHED, "--fail-on", "fallback", "--fail-on", "collectives>1", "--max-memory", "1GB"],
+    ["check", *WEIGHED, "--fail-on", "fallback", "--format", "json"],
     ["stages", "targets:mlp", "--stages", "2", "--format", "json"],
     ["stages", "targets:mlp", "--stages", "2"],
     ["explain", *MLP, "down.weight"],

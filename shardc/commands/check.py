@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardc.arguments import command, compiling
+from shardc.arguments import command, compiling, written
 from shardc.budget import Budget, held
-from shardc.check_text import check_text
+from shardc.check_text import check_record, check_text
 from shardc.dump_file import is_dump, read_dump
 from shardc.invocation import compiled, write
+from shardc.json_text import json_text
 from shardc.outcome import CHECK_FAILED, GOOD, UsageError
 from shardc.parser import unread
 
@@ -29,7 +30,7 @@ Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. >= is b
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
-    check = compiling(command(commands, "check", HELP), is_required=False)
+    check = written(compiling(command(commands, "check", HELP), is_required=False))
     check.epilog = BUDGETS + str(check.epilog)
     check.add_argument(
         "--fail-on",
@@ -48,6 +49,7 @@ def add(commands: Any) -> None:
         dest="budgets",
         help="what one rank may hold, with the optimizer's state: 8GB",
     )
+    check.add_argument("--format", choices=("text", "json"), default="text")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("shardc check", what, "there is no budget to hold", remedy)
     record = read_dump(options.target) if is_dump(options.target) else _record(options)
     findings = [held(budget, record) for budget in options.budgets]
-    write(check_text(findings), None)
+    text = json_text(check_record(findings)) if options.format == "json" else check_text(findings)
+    write(text, options.output)
     return CHECK_FAILED if any(finding.is_broken for finding in findings) else GOOD
 
 
