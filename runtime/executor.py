@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardc.deferral import deferrable
+from shardc.error import CaptureError, ShardingError, raised_by_model, second_backward
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
@@ -37,7 +38,7 @@ class Saved:
     def take(self, keep: bool) -> tuple[Env, ...]:
         """The envs, to be used up, or copies to ``keep`` what is saved. RuntimeError if that was freed before."""
         if not all(self.envs):
-            raise RuntimeError("a second backward through one forward: say retain_graph=True in the first")
+            raise second_backward()
         taken = tuple(list(env) for env in self.envs)
         if not keep:
             for env in self.envs:
@@ -88,13 +89,26 @@ def run(
                 started[each.result] = _start(each, envs, comm, kept or {}, into)
         else:
             call, result = each.call, each.result
-            for env in envs:
-                env[result] = call(env)
+            try:
+                for env in envs:
+                    env[result] = call(env)
+            except Exception as error:
+                _note_place(error, each)
+                raise
         for slot in each.dead:
             for env in envs:
                 env[slot] = None
     for left in started.values():
         left.finish(envs)
+
+
+def _note_place(error: Exception, each: Instruction) -> None:
+    """Say where in the model an op failed; an index that is out of bounds is in what the user gave."""
+    place = f"{each.line or 'the model'}, {each.name}"
+    if isinstance(error, IndexError) or "out of bounds" in str(error):
+        raised_by_model(error, place)
+    elif not isinstance(error, (CaptureError, ShardingError)):
+        error.add_note(f"in {place}")
 
 
 def _start(

@@ -43,7 +43,7 @@ class Instruction:
     ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
     ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
     no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
-    reads them. ``dead``: slots that no later instruction reads.
+    reads them. ``dead``: slots that no later instruction reads. ``line``: the user's, ``file.py:line``.
     """
 
     target: Callable[..., Any]
@@ -57,6 +57,7 @@ class Instruction:
     is_own: bool = False
     waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
+    line: str = ""
 
 
 def instructions(
@@ -78,7 +79,15 @@ def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], pro
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
     target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
     name = range_name(program, product)
-    return Instruction(target, args, tuple(_slots(args)), call_of(target, args, {}), slots[node], name)
+    return Instruction(
+        target,
+        args,
+        tuple(_slots(args)),
+        call_of(target, args, {}),
+        slots[node],
+        name,
+        line=program.source(node).location,
+    )
 
 
 def instruction(
@@ -109,6 +118,7 @@ def instruction(
         method,
         Flat.of(program, node) if method and node.target is bucket else None,
         node.target is bucket or (bool(members(node)) and dies_at(operand(node), node, here)),
+        line=program.source(node).location,
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
-from shardc.error import ShardingError
+from shardc.error import OrderError, ShardingError
 from shardc.model_state import State, Watched, tensors_of
 from shardc.pin import Pin
 from shardc.program import Program
@@ -95,7 +95,8 @@ class ParallelModule(nn.Module):
     def program(self) -> Any:
         """What the latest call was compiled to."""
         if self._latest is None:
-            raise RuntimeError("there is no program yet: call the model once, or give args= to parallelize")
+            what, problem = "of a module that was not called", "a call is compiled when it is made"
+            raise OrderError("program", what, problem, "call the module once, or give args= to parallelize")
         return self._latest.latest.compiled
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -114,6 +115,9 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and buffers, each as a DTensor or whole."""
+        if not isinstance(state_dict, Mapping):
+            what, problem = f"of type {type(state_dict).__name__}", "it maps names to tensors"
+            raise ShardingError("state_dict", what, problem, "give what model.state_dict() or torch.load returns")
         mine = self.state_dict()
         loaded = {name: self._like(mine.get(name), value, name) for name, value in state_dict.items()}
         return super().load_state_dict(loaded, strict, assign)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardc.error import second_backward
 from shardc.program import Program
 from shardc.stage import Stages, is_cut_in_time
 from shardc.stage_cut import stages_of
@@ -95,7 +96,7 @@ class PipelineRunner:
     def backward(self, saved: Gradients, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """The gradients, times what comes in; they are freed unless told to ``keep`` them."""
         if saved.rows is None:
-            raise RuntimeError("a second backward through one forward: say retain_graph=True in the first")
+            raise second_backward()
         rows = saved.rows
         if not keep:
             saved.rows = None

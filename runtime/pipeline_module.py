@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.error import ShardingError, raise_all
+from shardc.error import OrderError, ShardingError, raise_all
 from shardc.model_state import tensors_of
 
 from .module import ParallelModule, become
@@ -57,7 +57,8 @@ class PipelineModule(ParallelModule):
         result = super().load_state_dict(given, False, assign)
         missing = [name for name in result.missing_keys if name not in absent]
         if strict and (missing or result.unexpected_keys):
-            raise RuntimeError(f"load_state_dict: missing keys {missing}, unexpected keys {result.unexpected_keys}")
+            what = f"it lacks {missing}, and has {result.unexpected_keys} which the model has not"
+            raise OrderError("state_dict", what, "names are those of the model", "rename them, or say strict=False")
         return type(result)(missing, result.unexpected_keys)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

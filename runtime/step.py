@@ -13,7 +13,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
-from shardc.error import ShardingError
+from shardc.error import OrderError, ShardingError
 from shardc.fact import Input, Output
 from shardc.lifetime import is_row_of_kept
 from shardc.program import Program
@@ -259,10 +259,11 @@ def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
     for reference, version in watched:
         tensor = reference()
         if tensor is not None and tensor._version != version:
-            raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place after the "
-                "forward: call backward before the optimizer's step"
+            what, problem = (
+                f"it needs a tensor of shape {list(tensor.shape)}",
+                "that was changed in place after forward",
             )
+            raise OrderError("backward", what, problem, "call backward before the optimizer's step")
 
 
 class _Run(torch.autograd.Function):

@@ -12,6 +12,7 @@ offers to compilers (``torch.compiler.is_compiling()``) is tried.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,16 +39,17 @@ from shardc.convention import (
     rebuild_call,
 )
 from shardc.decomposition import decompositions, resampling_whole
-from shardc.error import CaptureError
+from shardc.error import CaptureError, ShardingError, raised_by_model
 from shardc.fact import Input, Output, Source, types_of
 from shardc.guard import DATA_DEPENDENT, Guards
 from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
+from shardc.location import failing_line
 from shardc.opaque import Opaque, hold_opaques
 from shardc.options import Precision
 from shardc.program import Program
 from shardc.recurrent import plain_cells
-from shardc.refusal import Refusals, capture_error, is_lookup_by_value, python_effects
+from shardc.refusal import Refusals, capture_error, is_collective, is_lookup_by_value, no_seeds, python_effects
 from shardc.sharding import TensorType
 from shardc.stage_mark import counting_marks
 from shardc.traced import PlainDropout
@@ -90,11 +92,13 @@ def capture(
     joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision)
     try:
         traced = joint.trace()
-    except CaptureError:
+    except (CaptureError, ShardingError):
         raise
     except Exception as error:
-        if isinstance(error, (RuntimeError, TypeError, ArithmeticError)) or is_lookup_by_value(error):
+        is_said = is_lookup_by_value(error) or is_collective(error)
+        if is_said or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
             raise capture_error(error) from error
+        raised_by_model(error, failing_line(error))
         raise
     return joint.captured(traced)
 
@@ -166,6 +170,8 @@ class _Joint:
                 counting_marks(),
                 resampling_whole(),
                 python_effects(self.model),
+                changed(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # our error says it
+                no_seeds(),
                 refusals,
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
 from shardc.commands import bench_links, check, cost, diff, dump, explain, stages, trace, verify
-from shardc.error import CaptureError, ShardingError
+from shardc.error import CaptureError, ShardingError, place_in_model
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
 from shardc.parser import Parser
 
@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
-    except Exception:
+    except Exception as error:
+        if place := place_in_model(error):
+            problem, remedy = f"{type(error).__name__}: {error}", "run the model eagerly on these inputs, and mend it"
+            return _complain(CaptureError(place, problem, remedy), CAPTURE_FAILED)
         traceback.print_exc()
         return INTERNAL
 

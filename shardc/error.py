@@ -51,6 +51,34 @@ class CaptureError(RuntimeError):
         super().__init__(f"{who}\n  {problem}\n  {remedy}")
 
 
+class OrderError(RuntimeError):
+    """Calls in an order in which they cannot be, in the four parts of a ``ShardingError``."""
+
+    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
+        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
+        super().__init__(f"{who}: {what}\n  {problem}\n  {remedy}")
+
+
+def second_backward() -> OrderError:
+    """The error for a backward through a forward whose values are freed, as torch's is a RuntimeError."""
+    what, problem = "a second one through one forward", "what the forward saved is freed by the first"
+    return OrderError("backward", what, problem, "say retain_graph=True in the first, or run the model once more")
+
+
+_RAISED = "raised by the model at "
+
+
+def raised_by_model(error: Exception, place: str) -> None:
+    """Note on an error of the user's own code, or of an op of it, where in the model it was raised."""
+    error.add_note(_RAISED + place)
+
+
+def place_in_model(error: Exception) -> str:
+    """Where in the model an error was raised, if it is noted."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_RAISED) for note in notes if note.startswith(_RAISED)), "")
+
+
 def did_you_mean(name: object, names: Iterable[str]) -> str:
     """A sentence with the near matches of a name, or the empty string."""
     near = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.5)

@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
+from shardc.borrow import changed
 from shardc.error import CaptureError
 from shardc.guard import DATA_DEPENDENT, NoValueError
 from shardc.location import failing_line, is_users_line
@@ -72,6 +73,14 @@ _GENERATOR = (
     "a generator of the model's own would draw the same numbers in every step, on every rank",
     "leave generator= out: what is drawn depends on seed, step and the index of the element alone",
 )
+_SEED = (
+    "the model itself seeds torch's generator: it would draw the same numbers in every step",
+    "leave it out: what is drawn depends on seed and step, of the parallelized module or of simulate(seed=, step=)",
+)
+OWN_COLLECTIVE = (
+    "the model itself communicates: what it sends would be sent beside what annotations make necessary",
+    "take it out and write the model for one device: shardc sends what is missing; or communicate outside of it",
+)
 _NUMPY = (
     "NumPy reads the values of a tensor, which are unknown during capture",
     "compute it with torch, or outside of the model",
@@ -121,6 +130,20 @@ def python_effects(model: nn.Module) -> Iterator[None]:
         )  # fmt: skip
 
 
+@contextmanager
+def no_seeds() -> Iterator[None]:
+    """In the block a generator of torch's is not seeded: an Unfit."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Unfit(*_SEED)
+
+    with ExitStack() as stack:
+        for holder in (torch, torch.random):
+            for name in ("manual_seed", "seed"):
+                stack.enter_context(changed(holder, name, refuse))
+        yield
+
+
 def _random_states() -> dict[str, str]:
     numpy = sys.modules.get("numpy.random")
     numpy_state = {} if numpy is None else {"numpy.random": repr(numpy.get_state(legacy=False)["state"])}
@@ -142,7 +165,15 @@ def capture_error(error: Exception) -> CaptureError:
     where = failing_line(error)
     if isinstance(error, Unfit):
         return CaptureError(where, error.problem, error.remedy)
+    if is_collective(error):
+        return CaptureError(where, *OWN_COLLECTIVE)
     reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
+    if isinstance(error, DataDependentOutputException) and _is_check(where):
+        return CaptureError(
+            where,
+            f"the model checks the values of a tensor, which are unknown during capture{reason}",
+            "check outside of the model, or write torch._assert(condition, message), which is passed over",
+        )
     if isinstance(error, DataDependentOutputException):
         return CaptureError(
             where,
@@ -174,7 +205,18 @@ def capture_error(error: Exception) -> CaptureError:
     )
 
 
+def _is_check(where: str) -> bool:
+    """Whether a line, ``file.py:line: code``, looks at values only to complain of them."""
+    code = where.split(": ", 1)[-1]
+    return code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
+
+
 _NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid python storage")
+
+
+def is_collective(error: Exception) -> bool:
+    """Whether a collective of torch.distributed was called, for which torch has no better error while it is traced."""
+    return isinstance(error, AssertionError) and "the function c10d." in str(error)
 
 
 def is_lookup_by_value(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from shardc.fact import Phase, Source
 from shardc.guard import DATA_DEPENDENT, Guards, NoValueError
 from shardc.higher_order import REPLACED
 from shardc.location import user_location
-from shardc.refusal import Refusals, Unfit
+from shardc.refusal import OWN_COLLECTIVE, Refusals, Unfit
 from shardc.stage_mark import marks_passed
 
 
@@ -60,6 +60,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
             raise Unfit(f"{func} is called as an op", "call the function of torch of that name, which takes closures")
+        if getattr(func, "namespace", "").removeprefix("_").startswith("c10d"):
+            raise Unfit(*OWN_COLLECTIVE)
         mode = get_proxy_mode()
         assert mode is not None
         last = next(reversed(mode.tracer.graph.nodes))

@@ -77,6 +77,28 @@ def failing() -> tuple[Any, ...]:
     raise RuntimeError("no such data")
 
 
+class Demanding(nn.Module):
+    """Raises an error of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("labels are missing")
+
+
+def demanding() -> tuple[Any, ...]:
+    return Demanding(), (torch.ones(4),)
+
+
+class Looking(nn.Module):
+    """Looks up what is not there."""
+
+    def forward(self, table: Tensor, places: Tensor) -> Tensor:
+        return table[places].sum()
+
+
+def looking() -> tuple[Any, ...]:
+    return Looking(), (torch.ones(4, 2), torch.tensor([0, 1, 2, 9]))
+
+
 def convolution() -> tuple[Any, ...]:
     """A convolution over an image whose height, 9 rows, is cut unevenly."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Pipeline, Precision, Remat, ShardingError, Zero
-from shardc.error import CaptureError
+from shardc.error import CaptureError, OrderError
 
 MESH = Mesh(dp=2, tp=4)
 X = torch.zeros(4, 8)
@@ -290,6 +290,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "  a gradient is a tensor\n"
         "  give a tensor like the output",
     ),
+    "a state that is no dict": (
+        lambda: shardc.parallelize(Net(), MESH, {}).load_state_dict(None),  # type: ignore[arg-type]
+        "state_dict: of type NoneType\n"
+        "  it maps names to tensors\n"
+        "  give what model.state_dict() or torch.load returns",
+    ),
     "a seed that is none": (
         lambda: compile().simulate(X, seed="a"),
         "seed: 'a'\n"
@@ -307,6 +313,16 @@ def test_what_is_of_another_kind(name: str) -> None:
     error, lines = raised.value, expected.split("LINE")
     assert all((error.who, error.what, error.problem, error.remedy))
     assert str(error).startswith(lines[0]) and str(error).endswith(lines[-1]), error
+
+
+def test_a_program_before_any_call_is_an_error_of_order() -> None:
+    with pytest.raises(OrderError) as raised:
+        _ = shardc.parallelize(Net(), MESH, {}).program
+    assert str(raised.value) == (
+        "program: of a module that was not called\n"
+        "  a call is compiled when it is made\n"
+        "  call the module once, or give args= to parallelize"
+    )
 
 
 @pytest.mark.parametrize(

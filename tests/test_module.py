@@ -402,8 +402,8 @@ def refusal(loss):
 
 def test_gradients_are_apart_and_what_the_backward_needs_must_not_change(gloo):
     for output, parameter in gloo.run(run_shared):
-        assert "shape [4, 8] that the backward needs was changed in place" in output
-        assert "shape [8, 16] that the backward needs was changed in place" in parameter
+        assert "a tensor of shape [4, 8]\n  that was changed in place after forward" in output
+        assert "a tensor of shape [8, 16]\n  that was changed in place after forward" in parameter
 
 
 def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):

@@ -242,7 +242,7 @@ class TestPrograms:
         (first,) = executor.backward(saved, [[None, None, values[2]]], keep=True)
         (second,) = executor.backward(saved, [[None, None, torch.tensor(1.0)]])
         torch.testing.assert_close(first[2], 3 * second[2])
-        with pytest.raises(RuntimeError, match="a second backward"):
+        with pytest.raises(RuntimeError, match="backward: a second one through one forward"):
             executor.backward(saved, [[None, None, values[2]]])
 
     def test_only_what_the_backward_reads_is_saved(self):

@@ -105,13 +105,13 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "zero over no axis": (
         [*DUMP, "--zero", "dq"], 4,
-        "shardc: axis 'dq': the mesh is Mesh(dp=2, tp=2)\n"
+        "shardc: Zero('dq'): the mesh is Mesh(dp=2, tp=2)\n"
         "  it has no such axis\n"
         "  did you mean dp?",
     ),
     "no axis of the pipeline": (
         [*DUMP, "--pipeline", "pp"], 4,
-        "shardc: axis 'pp': the mesh is Mesh(dp=2, tp=2)\n"
+        "shardc: Pipeline('pp'): the mesh is Mesh(dp=2, tp=2)\n"
         "  it has no such axis\n"
         "  did you mean tp or dp?",
     ),
@@ -199,6 +199,18 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  that is no model with its inputs\n"
         "  return (model, args[, kwargs[, annotations]]): an nn.Module, a tuple and two dicts",
     ),
+    "a model that raises": (
+        ["dump", "DIR/targets.py:demanding", "--mesh", "dp=2"], 3,
+        "shardc: targets.py:...: raise KeyError(\"labels are missing\")\n"
+        "  KeyError: 'labels are missing'\n"
+        "  run the model eagerly on these inputs, and mend it",
+    ),
+    "an input that the model cannot take": (
+        ["verify", "DIR/targets.py:looking", "--mesh", "dp=2"], 3,
+        "...shardc: targets.py:..., forward/(model)/index\n"
+        "  ...out of bounds...\n"
+        "  run the model eagerly on these inputs, and mend it",
+    ),
     "a file that cannot be written": (
         [*DUMP, "-o", "/no/such/folder/x"], 2,
         "shardc: -o /no/such/folder/x: No such file or directory\n"
@@ -283,4 +295,4 @@ def test_a_command_line_that_cannot_be_followed(name: str, capsys: pytest.Captur
     argv, code, expected = MISTAKES[name]
     found = said(capsys, argv)
     assert found[0] == code
-    assert re.fullmatch(".*".join(map(re.escape, expected.split("..."))), found[1]), found[1]
+    assert re.fullmatch(".*".join(map(re.escape, expected.split("..."))), found[1], re.DOTALL), found[1]
