@@ -248,7 +248,7 @@ class TestOnVirtualRanks:
 
     def test_there_is_no_program_before_the_first_call(self):
         _, parallel = models()
-        with pytest.raises(RuntimeError, match="call the model once"):
+        with pytest.raises(RuntimeError, match="call the module once"):
             _ = parallel.program
 
     def test_an_unknown_runtime_is_refused(self):
