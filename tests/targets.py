@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from places import places
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,17 +104,6 @@ def convolution() -> tuple[Any, ...]:
     """A convolution over an image whose height, 9 rows, is cut unevenly."""
     torch.manual_seed(0)
     return nn.Conv2d(2, 4, 3, stride=2, padding=1), (torch.randn(2, 2, 9, 8),), {}, {"input": P(None, None, "x")}
-
-
-@torch.library.custom_op("targets::places", mutates_args=())
-def places(x: Tensor) -> Tensor:
-    """Of each entry its place in its column; shardc has no rule for it."""
-    return x.argsort(0).argsort(0).to(x.dtype)
-
-
-@places.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 class Weighed(nn.Module):
