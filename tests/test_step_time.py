@@ -110,7 +110,8 @@ def test_the_table_adds_up_to_the_step() -> None:
     entry = StepRecord(found.program).entry()
     waited = sum(each["waited"] for each in entry["collectives"])
     parts = entry["computing"] + entry["optimizer"] + entry["shared"] + waited
-    assert parts == pytest.approx(entry["step"], rel=1e-4) and entry["step"] == pytest.approx(found.timeline.makespan)
+    assert parts == pytest.approx(entry["step"], rel=1e-4)
+    assert entry["step"] == pytest.approx(found.timeline.makespan, rel=5e-6)  # it is told in six digits
 
 
 class Odd(nn.Module):
