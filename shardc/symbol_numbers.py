@@ -50,7 +50,12 @@ def _line(program: Program, node: fx.Node) -> str:
     source, args = program.source(node), map_aggregate((node.args, dict(node.kwargs)), blank)
     types = [None if each is None else (len(each.shape), str(each.dtype)) for each in program.types(node)]
     cuts = [each and _cuts(each) for each in program.shardings(node)]
-    return f"{source.phase} {source.module}: {node.name} {types} {cuts} = {node.target} {args}"
+    return f"{source.phase} {source.module}: {node.name} {types} {cuts} = {_name(node.target)} {args}"
+
+
+def _name(target: Any) -> str:
+    """Of an op, the same in every process."""
+    return str(target) if isinstance(target, str) or hasattr(target, "_schema") else str(target.__name__)
 
 
 def _cuts(sharding: Sharding) -> tuple[Any, ...]:
@@ -104,7 +109,7 @@ class _Rewrite:
         }
         for node in self.program.graph.nodes:
             source = self.program.source(node)
-            key = names.get(node) or (source.module, source.phase, str(node.target))
+            key = names.get(node) or (source.module, source.phase, _name(node.target))
             count[key] = count.get(key, -1) + 1
             yield (*key, str(count[key])), node
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.symbol_plan import SymbolicPlan
 
 POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ROOM = 4  # letters that a product of what is sent may have more than a sum, for (n - 1)/n
+ROOM = 6  # letters that a product of what is sent may have more than a sum, for (n - 1)/n
 PEAK = "where most lives at these sizes, buckets apart"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def tower(annotations: dict[str, P], **options: Any) -> Callable[[Point], shardc
 
 def gpt(point: Point) -> shardc.Compiled:
     with torch.device("meta"):
-        model = GPT(Config(layers=point["L"], vocab=96, context=512, width=point["d"], heads=4))
+        model = GPT(Config(layers=point["L"], vocab=96, context=CONTEXT, width=point["d"], heads=4))
         ids = torch.empty(point["B"], point["T"], dtype=torch.int64)
     return shardc.compile(model, Mesh(dp=point["dp"], tp=point["tp"]), DATA | MEGATRON, args=(ids, ids))
 
 
+CONTEXT = 8192
 ROWS = {"x": P("dp"), "*.2.weight": P(None, "tp")}
 TOWER = {"dp": 2, "tp": 2, "L": 3, "B": 16, "d": 12, "h": 40}
 CASES = {
@@ -119,8 +121,11 @@ def test_megatron_sends_its_activations_four_times_a_layer() -> None:
     assert plan.at({"dp": 16384, "tp": 4, "B": 32768}).traffic[0].wire_bytes > 0
     with pytest.raises(shardc.ShardingError, match="B is a multiple of dp"):
         plan.at({"dp": 16})
-    with pytest.raises(shardc.ShardingError, match="not known to be the plan there"):
-        plan.at({"T": 512})  # as many positions as there are: the table is read whole
+    with pytest.raises(shardc.ShardingError, match=f"T={CONTEXT} is not in"):
+        plan.at({"T": CONTEXT})
+    wide = replace(plan, region=replace(plan.region, high={**plan.region.high, "T": CONTEXT}))
+    assert wide.why_not({**plan.reference, "T": CONTEXT // 2}) == ""
+    assert "positions" in wide.why_not({**plan.reference, "T": CONTEXT})  # the table is read whole
 
 
 @pytest.mark.parametrize(
