@@ -23,7 +23,7 @@ from shardc.partition import P
 from shardc.retry import Attempt, Retry
 from shardc.site import site_of
 from shardc.text import bytes_text
-from shardc.transfer import is_removed, transfers
+from shardc.transfer import Transfer, instead, is_removed, transfers
 from shardc.why_needed import why_needed
 
 
@@ -33,7 +33,7 @@ class Suggestion:
 
     ``is_free``: less is sent, and neither memory nor operations grow. ``python`` and ``flags``: as one types it,
     the flags where ``--annotate`` adds to a target's own annotations; ``all_flags`` where it stands in their place, as
-    for ``hf:``.
+    for ``hf:``. ``instead``: the kinds of collectives that then move the same values.
     """
 
     change: Change
@@ -43,6 +43,7 @@ class Suggestion:
     python: str
     flags: str
     all_flags: str
+    instead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class Advice:
         else:
             yield f"every change that removes it costs something; of {_changes(self.tried)} this costs least:"
             yield f"  {found.change.text}"
+        if found.instead:
+            yield f"  what it moves then goes by {' and '.join(found.instead)}"
         yield from (f"  {line}" for line in _costs(found.before, found.after))
         yield f"  in Python        {found.python}"
         yield f"  on command line  {found.all_flags if is_whole else found.flags}"
@@ -137,12 +140,12 @@ class Advisor:
             if attempt is None or not is_removed(moved, attempt.transfers):
                 continue
             if attempt.figures.is_free_after(retry.figures):
-                return Advice(name, tried, "", self._suggestion(change, attempt))
+                return Advice(name, tried, "", self._suggestion(moved, change, attempt))
             if is_removed(moved, attempt.transfers, altogether=True):
                 removing.append((change, attempt))
         cheapest = min(removing, key=lambda pair: pair[1].figures.excess(retry.figures), default=None)
         why = why_needed(self.program, node)
-        return Advice(name, tried, why, None if cheapest is None else self._suggestion(*cheapest))
+        return Advice(name, tried, why, None if cheapest is None else self._suggestion(moved, *cheapest))
 
     def _of_stage(self, name: str) -> fx.Node | None:
         """Of a pipeline a collective of several stages has a name for each; None for a message."""
@@ -153,12 +156,13 @@ class Advisor:
             )
         return self._nodes.get(name.partition("_stage_")[0])
 
-    def _suggestion(self, change: Change, attempt: Attempt) -> Suggestion:
+    def _suggestion(self, moved: frozenset[Transfer], change: Change, attempt: Attempt) -> Suggestion:
         before, annotations = self._retry.figures, self._retry.annotations
         return Suggestion(
             change, before, attempt.figures, attempt.figures.is_free_after(before),
             _python(change, change.applied(annotations)),
             change.flags(annotations, is_whole=False), change.flags(annotations, is_whole=True),
+            instead(moved, attempt.transfers),
         )  # fmt: skip
 
 

@@ -59,6 +59,12 @@ class Movement:
     ends: tuple[int, ...]
 
 
+def instead(moved: frozenset[Transfer], left: frozenset[Transfer]) -> tuple[str, ...]:
+    """The kinds of collectives by which a plan that has the transfers ``left`` moves what was moved by another kind."""
+    known = {each.of_any_kind for each in moved}
+    return tuple(sorted({each.kind for each in left - moved if each.of_any_kind in known}))
+
+
 def transfers(program: Program) -> dict[str, frozenset[Transfer]]:
     """Those of each collective of a lowered program in global shapes, by the collective's name."""
     return {node.name: frozenset(transfers_of(program, node)) for node in program.calls if is_collective(node)}
