@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
+    from shardc.alternative import Alternative
     from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
     from shardc.step_cost import StepCost
@@ -140,6 +141,13 @@ class Compiled:
         from shardc.explain import explain
 
         return explain(self.whole, name)
+
+    def choices(self) -> dict[str, tuple[Alternative, ...]]:
+        """For each collective what the compiler chose among there."""
+        from shardc.alternatives import Chooser
+
+        chooser = Chooser(self)
+        return {found.name: chooser.alternatives(found.name) for found in self.collectives}
 
     def simulate(
         self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any

@@ -81,7 +81,7 @@ def _body(found: Explanation, most: int | None) -> Iterator[str]:
     ends = [(title, end) for title, end in (("has", found.has), ("wants", found.wants)) if end is not None]
     yield from _ends_text(ends)
     for reason in found.reasons:
-        yield f"because {_reason_text(reason, found.wants)}"
+        yield f"because {reason_text(reason, found.wants)}"
     if found.placed and not any(chain.end == found.placed for chain in found.chains):
         yield f"annotated {found.placed}"
     for chain in _merged(found.chains):
@@ -100,7 +100,8 @@ def _ends_text(ends: Sequence[tuple[str, End]]) -> Iterator[str]:
         yield f"{title:5}  {end.name:{names}}  {end.type:{types}}  {words}".rstrip()
 
 
-def _reason_text(reason: Reason, user: End | None) -> str:
+def reason_text(reason: Reason, user: End | None) -> str:
+    """Why a value may not stay as it is, for its ``user``."""
     name, op = (user.name, user.op or user.name) if user else ("what reads it", "what reads it")
     return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
 

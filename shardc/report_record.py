@@ -28,7 +28,7 @@ def report_record(compiled: Compiled, program: Program) -> dict[str, Any]:
     """``program_json``, and under ``report`` what else the page shows; a program in global shapes.
 
     ``inputs``: by node the user's name and kind. ``calls``: by node, as the text form prints them.
-    ``annotations``, ``origins``, ``why``, ``needs``: see ``why_record``.
+    ``annotations``, ``steps``, ``why``, ``because``: see ``why_record``.
     ``layouts``: see ``_layout``. ``curve``: see ``MemoryCurve``; of a pipeline instead ``ranks`` and ``timeline``.
     ``lanes``: see ``step_lanes``, where the machine is known.
     """
@@ -41,7 +41,7 @@ def report_record(compiled: Compiled, program: Program) -> dict[str, Any]:
             "calls": _calls(program),
             "pins": [{"kind": pin.kind, "name": pin.name, "text": pin.text} for pin in program.pins],
             "offences": _offences(compiled),
-            **why_record(program),
+            **why_record(program, compiled.choices() if program.level == "lowered" else {}),
             "layouts": dict(_layouts(program)),
             **_over_time(program),
         },

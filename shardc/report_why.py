@@ -1,64 +1,69 @@
-"""Why everything in a program is as it is, in the form in which the HTML report holds it: one table of origins."""
+"""Why everything in a program is as it is, in the form in which the HTML report holds it: what ``explain`` answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from shardc.announcement import collectives_of
-from shardc.cause import Cause, Moved
-from shardc.fact import Origin
-from shardc.node import is_getitem
+from shardc.alternative import Alternative
+from shardc.explain import Explainer
+from shardc.explain_chain import Chains
+from shardc.explanation import Chain, Explanation, Step
+from shardc.explanation_text import reason_text
 from shardc.program import Program
 
+Choices = Mapping[str, Sequence[Alternative]]
 
-def why_record(program: Program) -> dict[str, Any]:
-    """``why``: for each node by axis the place of its origin in ``origins``, in each of its results.
 
-    An origin is ``[annotation, value, via, before]``: a place in ``annotations``, the value that it is of, the call
-    that it came through, and the place of the origin before it, -1 on the annotated value itself. ``needs``: by
-    collective, for each axis over which a value may not stay as it is: who takes it, the axis, the kind of need (see
-    ``NeedKind``), the dim or None, what else than an annotation says so, and the place of its origin or -1.
+def why_record(program: Program, choices: Choices) -> dict[str, Any]:
+    """``why``: of each value its chains, each the axis and the place of its last step in ``steps``.
+
+    A step is ``[annotation, value, role, via, call, before]``: a place in ``annotations``, what ``Step`` has, and the
+    place of the step before it, -1 on the annotated value. ``because``: of each collective its parts, see ``_part``,
+    ``seconds`` as they are estimated, and ``choices`` as ``Alternative`` has them.
     """
-    table = _Origins(program)
-    why = {
-        node.name: [{axis: table.place(origin) for axis, origin in found.items()} for found in program.origins(node)]
-        for node in program.graph.nodes
-        if node.op != "output" and any(program.origins(node))
+    table, chains, explainer = _Steps(), Chains(program), Explainer(program)
+    nodes = [node for node in program.graph.nodes if node.op != "output" and any(program.origins(node))]
+    why = {node.name: table.chains(tuple(chains.of(node))) for node in nodes}
+    because = {}
+    for name in explainer.collectives:
+        found = explainer.explain(f"value:{name}")
+        because[name] = {
+            "seconds": found.sent and float(f"{found.sent.seconds:.3g}"),
+            "parts": [_part(part, table) for part in found.parts or (found,)],
+            "choices": list(map(asdict, choices.get(name, ()))),
+        }
+    return {"annotations": list(table.annotations), "steps": list(table.rows), "why": why, "because": because}
+
+
+def _part(found: Explanation, table: _Steps) -> dict[str, Any]:
+    """What is sent for one value: what it ``has``, who ``wants`` it how, sentences why, and the ``chains``."""
+    return {
+        "has": found.has and asdict(found.has),
+        "wants": found.wants and asdict(found.wants),
+        "reasons": [reason_text(reason, found.wants) for reason in found.reasons],
+        "chains": table.chains(found.chains),
     }
-    needs = {
-        found.name: [need for cause in found.causes for need in _needs(cause, table)]
-        for found in collectives_of(program)
-    }
-    return {"annotations": list(table.annotations), "origins": list(table.rows), "why": why, "needs": needs}
 
 
-class _Origins:
-    """Origins, each once: values share those that they come from, so that it is as long as the program is."""
+class _Steps:
+    """Steps, each once for what came before it: values share those that they come from."""
 
-    def __init__(self, program: Program) -> None:
-        picked = ((*program.value(node), node) for node in program.graph.nodes if is_getitem(node))
-        self._names = {(producer.name, index): node.name for producer, index, node in picked}
-        self._places: dict[int, int] = {}  # by the identity of an origin, all of which the program holds
+    def __init__(self) -> None:
         self.annotations: dict[str, int] = {}
-        self.rows: dict[tuple[int, str, str, int], int] = {}
+        self.rows: dict[tuple[int, str, str, str, str, int], int] = {}
 
-    def place(self, origin: Origin) -> int:
-        """Where it stands among the rows, and after those that it comes from."""
-        for each in origin.chain:
-            if id(each) not in self._places:
-                self._places[id(each)] = self.rows.setdefault(self._row(each), len(self.rows))
-        return self._places[id(origin)]
+    def chains(self, found: Sequence[Chain]) -> list[list[Any]]:
+        """The chains as the page has them."""
+        return [[chain.axis, self._last(chain)] for chain in found]
 
-    def _row(self, origin: Origin) -> tuple[int, str, str, int]:
-        """What the dump calls a result of a call that has several is the getitem that picks it."""
-        annotation = self.annotations.setdefault(origin.annotation, len(self.annotations))
-        before = -1 if origin.before is None else self._places[id(origin.before)]
-        return annotation, self._names.get(origin.value, origin.value[0]), origin.via, before
+    def _last(self, chain: Chain) -> int:
+        before = -1
+        for step in chain.steps:
+            before = self.rows.setdefault((*self._row(chain, step), before), len(self.rows))
+        return before
 
-
-def _needs(cause: Cause, table: _Origins) -> Iterator[list[Any]]:
-    if isinstance(cause, Moved):
-        for need in cause.needs:
-            place = -1 if need.by is None else table.place(need.by)
-            yield [cause.user.name, need.axis, need.kind, need.dim, need.said, place]
+    def _row(self, chain: Chain, step: Step) -> tuple[int, str, str, str, str]:
+        annotation = self.annotations.setdefault(chain.end, len(self.annotations))
+        return annotation, step.value, step.role, step.via, step.call

@@ -18,6 +18,7 @@ from shardc.api import Compiled
 from shardc.cost import memory_of
 from shardc.dump import dump
 from shardc.explain import Explainer
+from shardc.explanation import Explanation
 from shardc.memory_curve import memory_curve
 from shardc.report_record import report_record
 from shardc.target import Wish, load_target
@@ -153,9 +154,9 @@ def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotation
     [found] = [each for each in program.collectives if each.phase == "forward" and each.axes == ("tp",)]
     browser.run(f"document.querySelector('#collectives-table a[href$=\"collective:{found.name}\"]').click()")
     [shown] = browser.texts("#inspector")
-    assert found.name in shown and "f32[8@dp, 8]{sum tp}" in shown and "needs the sum itself" in shown
+    assert found.name in shown and "f32[8@dp, 8]{sum tp}" in shown and "needs it added up" in shown
     ends = set(browser.texts("#inspector a.annotation"))
-    assert ends == set(program.explain(found.node).ends) == {"down.weight: P(None, 'tp')", "target: P('dp')"}
+    assert ends == set(program.explain(found.name).ends) == {"down.weight: P(None, 'tp')"}
     browser.run("document.querySelector('#inspector .close').click()")
     assert browser.run("return document.getElementById('inspector').hidden && !location.hash")
 
@@ -297,27 +298,38 @@ def test_the_curve_of_each_rank_of_a_pipeline_is_highest_at_its_peak() -> None:
     assert [max(nbytes for _, nbytes in rank["curve"]) for rank in ranks] == [r["memory"]["peak"] for r in ranks]
 
 
-def test_the_page_knows_the_way_of_every_axis_as_explain_does(two_layers: tuple[Compiled, Path]) -> None:
+def test_the_page_knows_of_every_value_and_collective_what_explain_answers(two_layers: tuple[Compiled, Path]) -> None:
     program = two_layers[0].whole
     report, explainer = report_record(two_layers[0], program)["report"], Explainer(program)
+    assert list(report["because"]) == [each.name for each in two_layers[0].collectives]
+    for name, because in report["because"].items():
+        found = explainer.explain(f"value:{name}")
+        for part, shown in zip(found.parts or (found,), because["parts"], strict=True):
+            assert ways(report, shown["chains"]) == answered(part) and len(shown["reasons"]) == len(part.reasons) > 0
+        assert [each["is_chosen"] for each in because["choices"]].count(True) >= 1
     for node in program.graph.nodes:
-        if node.op != "output":
-            chains = {(c.axis, c.end, tuple((s.value, s.call) for s in c.steps)) for c in explainer.node(node).chains}
-            assert chains <= set(ways(report, node)), node
+        if node.op != "output" and explainer.node(node).kind != "collective":
+            assert ways(report, report["why"].get(node.name, [])) == answered(explainer.node(node)), node
 
 
-def ways(report: dict[str, Any], node: Any) -> Iterator[tuple[Any, ...]]:
-    """The chains of a node and, since those of a collective are told too, of what it is given."""
-    calls = report["calls"]
-    for name in (node.name, *(operand.name for operand in node.all_input_nodes)):
-        for result in report["why"].get(name, ()):
-            for axis, place in result.items():
-                steps: list[tuple[str, str]] = []
-                end = report["annotations"][report["origins"][place][0]]
-                while place >= 0:
-                    _, value, via, place = report["origins"][place]
-                    steps.append((report["inputs"].get(value, {}).get("name", value), via if via in calls else ""))
-                yield axis, end, tuple(reversed(steps))
+def answered(found: Explanation) -> list[tuple[Any, ...]]:
+    return [
+        (chain.axis, chain.end, [(step.value, step.role, step.via, step.call) for step in chain.steps])
+        for chain in found.chains
+    ]
+
+
+def ways(report: dict[str, Any], chains: list[Any]) -> list[tuple[Any, ...]]:
+    """The chains as a reader of the page puts them together."""
+    found = []
+    for axis, place in chains:
+        steps: list[tuple[str, ...]] = []
+        end = report["annotations"][report["steps"][place][0]]
+        while place >= 0:
+            _, *step, place = report["steps"][place]
+            steps.insert(0, tuple(step))
+        found.append((axis, end, steps))
+    return found
 
 
 def test_two_reports_of_one_model_are_the_same_to_the_byte(two_layers: tuple[Compiled, Path]) -> None:

@@ -1,15 +1,14 @@
 // What the inspector shows of each kind of thing.
 
+const MOST_PARTS = 2; // of a bucket that are shown at once
+
 function showCollective(id) {
   const each = collectives.get(id);
   if (!each) return null;
-  const said = saidOf(each.cause),
-    moved = each.node.split(', ').filter(name => values.has(name)),
-    wanted = needs(id);
-  const size = each.axes.reduce(
-    (product, part) => product * (Number((/:\(\d+\)(\d+)/.exec(part) || [])[1]) || axes[part] || 1),
-    1,
-  );
+  const found = because.get(id),
+    size = each.axes.reduce((product, part) => product * rankCount(part), 1);
+  const parts = found.parts.map(partOf),
+    rest = parts.splice(MOST_PARTS);
   return [
     heading(each.kind, each.id),
     element('p', {}, axisTags(each.axes), ` ${each.phase}, groups of ${counted(size, 'rank')}`),
@@ -17,14 +16,13 @@ function showCollective(id) {
       'p',
       { class: 'figure' },
       element('b', {}, bytes(each.wire_bytes)),
-      ` sent by a rank${each.count > 1 ? `, ${each.count} times` : ''}`,
+      ` sent by a rank${each.count > 1 ? `, ${each.count} times` : ''}, in about ${seconds(found.seconds)}`,
     ),
-    element('h3', {}, 'What was there, what was wanted'),
-    element(
-      'ul',
-      { class: 'plain said' },
-      said.map(sentence => element('li', {}, rich(sentence))),
-    ),
+    element('h3', {}, 'Why'),
+    parts,
+    rest.length ? folded(`and ${rest.length} more that go with them`, rest) : '',
+    found.choices.length ? [element('h3', {}, 'What it was chosen among'), choices(found.choices)] : '',
+    element('h3', {}, 'What is sent'),
     facts([
       ['in', code(`${each.dtype}${shapeText(each.local_shape_in)}`)],
       ['out', code(`${each.dtype}${shapeText(each.local_shape_out)}`)],
@@ -32,26 +30,21 @@ function showCollective(id) {
       ['wire bytes', grouped(each.wire_bytes)],
       ['stage', each.stage ?? ''],
       ['source', each.source],
-      [
-        'of',
-        element(
-          'span',
-          {},
-          moved.slice(0, 12).flatMap((name, i) => [i ? ', ' : '', toValue(name)]),
-          moved.length > 12 ? ` and ${moved.length - 12} more` : '',
-        ),
-      ],
       ['module', each.at && each.at.module ? link('module', each.at.module) : ''],
     ]),
-    ...reasons(moved.length ? moved.slice(0, 3) : [each.at && each.at.name].filter(Boolean), 'Why it was there so'),
-    wanted.length ? [element('h3', {}, 'Why it is wanted otherwise'), wanted] : '',
+    element(
+      'p',
+      { class: 'hint' },
+      'What would remove it: ',
+      element('code', {}, `shardc explain TARGET --mesh ${meshText().replaceAll(' ', '')} ${id}`),
+    ),
     each.at && values.has(each.at.name) ? inTree(each.at.module, each.at.name) : '',
   ];
 }
 
-// The sentences of a cause, without the annotations that it names at its end.
-function saidOf(cause) {
-  return cause.split('; ').filter(part => !/^\w+ from /.test(part));
+// The ranks along an axis, or along a part of one.
+function rankCount(part) {
+  return Number((/:\(\d+\)(\d+)/.exec(part) || [])[1]) || axes[part] || 1;
 }
 
 // A sentence with its values and types marked.
@@ -167,8 +160,8 @@ function showAnnotation(text) {
   const pins = report.pins.filter(pin => pin.text === text),
     at = report.annotations.indexOf(text);
   if (!pins.length && at < 0) return null;
-  const reached = [...origins]
-    .filter(([, found]) => found.some(result => Object.values(result).some(origin => report.origins[origin][0] === at)))
+  const reached = [...chains]
+    .filter(([, found]) => found.some(([, step]) => report.steps[step][0] === at))
     .map(([name]) => name);
   const named = pins.map(pin =>
     stored.has(pin.name) ? link('parameter', pin.name) : element('span', {}, `${pin.kind} ${pin.name}`),

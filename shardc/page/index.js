@@ -5,7 +5,8 @@ const report = data.report;
 const inputs = byName(report.inputs),
   calls = byName(report.calls),
   layouts = byName(report.layouts),
-  origins = byName(report.why);
+  chains = byName(report.why),
+  because = byName(report.because);
 const axes = data.mesh;
 const ranks = Object.values(axes).reduce((product, size) => product * size, 1);
 
@@ -52,6 +53,9 @@ function byName(record) {
 function typeOf(entry) {
   return entry.sharding || values.get(entry.node).type;
 }
+
+// By the name that a value is called by: of an input the user's.
+const byCalled = new Map([...values.values()].map(value => [called(value), value]));
 
 // What a value is called: an input by the user's name.
 function called(value) {

@@ -67,37 +67,30 @@ function inTree(module, name) {
 
 // Why.
 
+const ROLES = {
+  made: 'made by',
+  summed: 'summed by',
+  read: 'read by',
+  moved: 'moved by',
+  repeated: 'made again by',
+};
+
 // For each axis the way from the annotation to the value.
 function why(name) {
-  const found = origins.get(name) || [],
-    seen = new Set(),
-    made = [];
-  for (const result of found) {
-    for (const [axis, at] of Object.entries(result)) {
-      if (seen.has(`${axis} ${at}`)) continue;
-      seen.add(`${axis} ${at}`);
-      made.push(chain(axis, at));
-    }
-  }
-  return made;
+  return (chains.get(name) || []).map(([axis, at]) => chain(axis, at));
 }
 
 function chain(axis, at) {
   const way = [];
-  const end = report.annotations[report.origins[at][0]];
-  for (let here = at; here >= 0; here = report.origins[here][3]) way.unshift(report.origins[here]);
-  const [first, ...rest] = way.map(wayStep);
+  for (let here = at; here >= 0; here = report.steps[here][5]) way.unshift(report.steps[here]);
+  const [first, ...rest] = way.map(wayStep),
+    end = report.annotations[way[0][0]];
   const hidden = rest.length > 5 ? rest.splice(0, rest.length - 4) : [];
   const fold = hidden.length
     ? element(
         'li',
         { class: 'fold' },
-        element(
-          'details',
-          {},
-          element('summary', {}, `${hidden.length} steps`),
-          element('ol', { class: 'plain chain' }, hidden),
-        ),
+        folded(`${hidden.length} steps`, element('ol', { class: 'plain chain' }, hidden)),
       )
     : null;
   return element(
@@ -108,61 +101,76 @@ function chain(axis, at) {
   );
 }
 
-function wayStep([, name, via]) {
-  const value = values.get(name),
-    call = values.get(via);
-  const place = call ? [call.module, call.source].filter(Boolean).join(', ') : '';
+function folded(title, ...children) {
+  return element('details', {}, element('summary', {}, title), ...children);
+}
+
+function wayStep([, name, role, via, call]) {
+  const value = byCalled.get(name),
+    by = values.get(call);
+  const place = by ? [by.module, by.source].filter(Boolean).join(', ') : '';
+  const words = role === 'annotated' ? 'annotated' : role === 'tied' ? `since ${via} lies so` : `${ROLES[role]} ${via}`;
   return element(
     'li',
     {},
-    value ? [toValue(name), ' ', typeText(value.type)] : name,
-    via
-      ? element('small', {}, ` by ${call ? call.op : via}${place ? ` · ${place}` : ''}`)
-      : element('small', {}, ' annotated'),
+    value ? [toValue(value.name), ' ', typeText(value.type)] : name,
+    element('small', {}, ` ${words}${place && role !== 'annotated' ? ` · ${place}` : ''}`),
   );
 }
 
-// Why what a collective moves may not stay as it is: who takes it, over which axis, and through which annotation.
-const NEEDS = {
-  sum: 'needs the sum itself',
-  readers: 'is one of several that read it: it is reduced once for all of them',
-  whole: 'needs this dim whole',
-  fallback: 'has no rule, and runs whole on every rank',
-  taken: 'has another of its dims cut by the axis',
-  unfit: 'cannot be computed on pieces that are cut so',
-  fewest: 'sends the fewest bytes this way, of all ways to compute it',
-  placed: 'is annotated to lie so',
-  end: 'lies as what it belongs to',
-  cut: 'is cut by the axis',
-};
-
-function needs(id) {
-  const groups = new Map();
-  for (const [user, ...need] of report.needs[id] || []) {
-    const key = JSON.stringify(need);
-    groups.set(key, [...(groups.get(key) || []), user]);
-  }
-  return [...groups].map(([key, users]) => {
-    const [axis, kind, dim, said, at] = JSON.parse(key);
-    const more = users.length > 1 ? ` and ${users.length - 1} more` : '';
-    const where = dim === null ? '' : `, dim ${dim}`;
-    const sentence = [
-      axisTag(axis),
-      where,
-      ': ',
-      rich(users[0]),
-      `${more} ${NEEDS[kind]}`,
-      said ? ` (${said})` : '',
-      '.',
-    ];
-    return element('div', { class: 'why' }, element('p', {}, sentence), at < 0 ? '' : chain(axis, at));
-  });
-}
-
-function reasons(names, title = 'Why') {
+function reasons(names) {
   const found = names.flatMap(why);
   return [
-    element('h3', {}, title),
+    element('h3', {}, 'Why'),
     ...(found.length ? found : [element('p', { class: 'hint' }, 'default: replicated. No annotation reaches it.')]),
   ];
+}
+
+// What is sent for one value: what it has, who wants it how, and why.
+function partOf({ has, wants, reasons: sentences, chains: found }) {
+  const end = (title, { name, type, module, location, operand, op }) => [
+    element('dt', {}, title),
+    element(
+      'dd',
+      {},
+      rich(name),
+      ' ',
+      type ? typeText(type) : '',
+      element(
+        'small',
+        {},
+        [operand === null ? '' : `as operand ${operand} of ${op}`, module, location].filter(Boolean).join(' · '),
+      ),
+    ),
+  ];
+  return element(
+    'div',
+    { class: 'part' },
+    element('dl', { class: 'facts ends' }, has ? end('has', has) : '', wants ? end('wants', wants) : ''),
+    sentences.map(text => element('p', { class: 'reason' }, 'because ', rich(text))),
+    found.map(([axis, at]) => chain(axis, at)),
+  );
+}
+
+// What the compiler chose among, a list for each question.
+function choices(found) {
+  const questions = [...new Set(found.map(each => each.question))];
+  return questions.map(question => [
+    element('p', { class: 'hint' }, 'ways ', rich(question)),
+    element(
+      'ul',
+      { class: 'plain choices' },
+      found
+        .filter(each => each.question === question)
+        .map(each =>
+          element(
+            'li',
+            { class: each.is_chosen ? 'fine' : '' },
+            element('span', { class: 'sign' }, each.is_chosen ? '✓' : ''),
+            element('span', {}, each.way, each.note ? element('small', {}, ` ${each.note}`) : ''),
+            element('span', { class: 'amount' }, bytes(each.wire_bytes)),
+          ),
+        ),
+    ),
+  ]);
 }
