@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.error import CaptureError
 from shardc.node import arguments, is_random
 from shardc.ops.random import seeded
 from shardc.program import Program
@@ -47,10 +48,9 @@ def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
     given = [None if isinstance(value, torch.Generator) else value for value in arguments(node).values()]
     if any(isinstance(value, fx.Node) for entry in given if isinstance(entry, (list, tuple)) for value in entry):
         source = program.source(node)
-        raise NotImplementedError(
-            f"{node.target} in {source.module or 'the model'} ({source.location}): this random op takes a list of "
-            "tensors, so it cannot be given a generator that does not depend on the mesh"
-        )
+        place = f"{node.target} in {source.module or 'the model'} ({source.location})"
+        problem = "a random op of a list of tensors cannot be drawn alike on every mesh"
+        raise CaptureError(place, problem, "draw for each tensor by itself, or outside of the model")
     node.args = (draw.random, draw.key(), str(node.target), *_plain(given))
     node.kwargs = {}
     node.target = seeded

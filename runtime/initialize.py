@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.borrow import state_names
-from shardc.error import ShardingError
+from shardc.error import ShardingError, said
 from shardc.initializer import Initialized, set_tensors
 from shardc.sharding import Sharding
 
@@ -85,5 +85,10 @@ def _check_written(unwritten: list[str]) -> None:
 
 def _report_whole(whole: Mapping[str, set[str]]) -> None:
     if whole:
-        listed = ", ".join(f"{name} ({', '.join(sorted(ops))})" for name, ops in whole.items())
-        warnings.warn(f"made whole on every rank before it was cut, as its initialiser needs: {listed}", stacklevel=4)
+        who, what = (
+            f"initial value of {', '.join(whole)}",
+            f"{', '.join(sorted(set().union(*whole.values())))} makes it",
+        )
+        problem = "it is made whole on every rank before it is cut, in memory for all of it"
+        remedy = "draw each element by itself, as normal_ and uniform_ do, or say initialize="
+        warnings.warn(said(who, what, problem, remedy), stacklevel=4)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from shardc.error import said
+
 from .wire import loopback, private_loopback
 
 
@@ -103,7 +105,11 @@ class Workers:
             waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
             ready = wait(waiting, timeout)
             if not ready:
-                raise TimeoutError(f"ranks {sorted(set(range(len(self._connections))) - set(results))} did not end")
+                late = sorted(set(range(len(self._connections))) - set(results))
+                problem = "one may wait for a collective that another does not make"
+                raise TimeoutError(
+                    said(f"ranks {late}", f"not done after {timeout} s", problem, "say a longer timeout=")
+                )
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 results[rank] = self._reply(rank)

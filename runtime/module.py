@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
 from shardc.convention import Signature, call_leaves, call_signature
-from shardc.error import OrderError, ShardingError
+from shardc.error import OrderError, ShardingError, said
 from shardc.model_state import State, Watched, tensors_of
 from shardc.pin import Pin
 from shardc.program import Program
@@ -183,11 +183,11 @@ class ParallelModule(nn.Module):
     def _forget_oldest(self) -> None:
         if len(self._variants) > MAX_PROGRAMS:
             one, other = (signature for signature, *_ in list(self._variants)[-2:])
-            warnings.warn(
-                f"a {type(self._model).__name__} was compiled for more than {MAX_PROGRAMS} signatures: the oldest is "
-                "forgotten. Give it inputs of fewer shapes, or pad them. The last two differ in "
-                f"{', '.join(one.differences(other)[:4])}.", stacklevel=4,
-            )  # fmt: skip
+            differences = ", ".join(one.differences(other)[:4])
+            what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
+            problem = "the oldest is forgotten, and compiled again when it comes back"
+            remedy = "give it inputs of fewer shapes, or pad them"
+            warnings.warn(said(f"a {type(self._model).__name__}", what, problem, remedy), stacklevel=4)
             self._variants.popitem(last=False)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:

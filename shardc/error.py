@@ -6,6 +6,11 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
+def said(who: str, what: str, problem: str, remedy: str) -> str:
+    """The four parts of an error or a warning, as one reads them."""
+    return f"{who}: {what}\n  {problem}\n  {remedy}"
+
+
 class ShardingError(ValueError):
     """A mistake in an annotation, a mesh or an input.
 
@@ -15,7 +20,7 @@ class ShardingError(ValueError):
 
     def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
         self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(f"{who}: {what}\n  {problem}\n  {remedy}")
+        super().__init__(said(who, what, problem, remedy))
 
     @staticmethod
     def all_of(errors: Sequence[ShardingError]) -> ShardingError:
@@ -56,7 +61,7 @@ class OrderError(RuntimeError):
 
     def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
         self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(f"{who}: {what}\n  {problem}\n  {remedy}")
+        super().__init__(said(who, what, problem, remedy))
 
 
 def second_backward() -> OrderError:

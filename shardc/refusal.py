@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from shardc.borrow import changed
-from shardc.error import CaptureError
+from shardc.error import CaptureError, said
 from shardc.guard import DATA_DEPENDENT, NoValueError
 from shardc.location import failing_line, is_users_line
 
@@ -124,10 +124,10 @@ def python_effects(model: nn.Module) -> Iterator[None]:
             )
     changed = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
     if changed:
-        warnings.warn(
-            f"forward of {type(model).__name__} changes {', '.join(changed[:4])}: that happens while it is captured, "
-            "and in no step after. Hold what changes from step to step in a buffer.", stacklevel=5,
-        )  # fmt: skip
+        who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changed[:4])}"
+        problem = "that happens while it is captured, and in no step after"
+        text = said(who, what, problem, "hold what changes from step to step in a buffer")
+        warnings.warn(text, stacklevel=5)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.ops.experts import grouped_mm
 from shardc.recurrent import LAYERED, LayeredCall
+from shardc.refusal import Unfit
 
 aten = torch.ops.aten
 
@@ -103,10 +104,8 @@ def _as_stored(x: Tensor) -> Tensor:
     """The elements as they lie, in one dim."""
     order = _order(x.stride(), x.shape)
     if not _is_dense(x.shape, x.stride(), order):
-        raise NotImplementedError(
-            f"as_strided of a tensor that has gaps: shape {tuple(x.shape)}, strides {x.stride()}; "
-            "take it of the whole tensor, or make it contiguous before"
-        )
+        problem = f"as_strided of a tensor that has gaps: shape {tuple(x.shape)}, strides {x.stride()}"
+        raise Unfit(problem, "take it of the whole tensor, or make it contiguous before")
     return x.permute(order).reshape(-1)
 
 

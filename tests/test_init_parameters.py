@@ -176,7 +176,7 @@ def test_every_initialiser_gives_the_same_bits_on_every_mesh_and_torchs_distribu
 
 
 def test_an_orthogonal_matrix_is_orthogonal_and_said_to_be_made_whole() -> None:
-    with pytest.warns(UserWarning, match=r"made whole on every rank .*: weight \(linalg_qr"):
+    with pytest.warns(UserWarning, match=r"initial value of weight: .*linalg_qr.*\n  it is made whole on every rank"):
         found = shardc.init_parameters(lambda: Weight(nn.init.orthogonal_), Mesh(a=2), {"weight": P("a")}).weight
     torch.testing.assert_close(found.T @ found, torch.eye(24), rtol=0, atol=1e-5)
 
