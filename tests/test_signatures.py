@@ -255,7 +255,7 @@ def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypat
     assert model.count == 4, "the one that was used longest ago is forgotten"
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 2 and len(model.parallel._variants) == 2
-    assert "The last two differ in input 'args.0' (f64[2, 8], f64[8, 8])." in texts[0]
+    assert "the last two differ in input 'args.0' (f64[2, 8], f64[8, 8])\n" in texts[0]
 
 
 def test_results_keep_their_containers_and_what_is_no_tensor() -> None:
