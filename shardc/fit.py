@@ -11,6 +11,7 @@ from shardc.device import Device
 from shardc.link import Link, num_steps
 
 LEAST = 1e-9  # seconds: nothing takes no time
+ITERATIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +51,35 @@ class Beside:
 
 
 def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
-    """The latency and the bandwidth of one axis that come nearest to the medians, all of them in proportion.
+    """The latency and the bandwidth of one axis that come nearest to the medians, and those of each kind by itself."""
+    kinds = dict.fromkeys(each.kind for each in sent)
+    by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
+    shares = [_overlap(each) for each in beside]
+    return Link(*_fitted(sent), median(shares) if shares else 1.0, "the measured link", by_kind)
 
-    The equations ``steps * latency + bytes / bandwidth = seconds`` are divided by their seconds, so that a short
-    collective counts as much as a long one.
+
+def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
+    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` is nearest to the seconds, in proportion.
+
+    The squared differences are of equations divided by what the fit before gave, so that a short collective counts as
+    much as a long one; divided by what was measured, one that took too long would count for less.
     """
     rows = [(num_steps(each.kind, each.num_ranks), each.wire_bytes, _median(each.seconds)) for each in sent]
-    scaled = [(steps / seconds, nbytes / seconds) for steps, nbytes, seconds in rows]
-    latency, inverse = _least_squares(scaled)
-    shares = [_overlap(each) for each in beside]
-    return Link(latency, 1 / inverse, median(shares) if shares else 1.0, "the measured link")
+    scales = [seconds for *_, seconds in rows]
+    for _ in range(ITERATIONS):
+        x, y = _least_squares([(a / s, b / s, t / s) for (a, b, t), s in zip(rows, scales, strict=True)])
+        scales = [max(LEAST, a * x + b * y) for a, b, _ in rows]
+    return x, 1 / y
 
 
-def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The ``x, y`` for which ``a x + b y`` is nearest to 1 in all rows ``(a, b)``, neither of them negative."""
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The ``x, y`` for which ``a x + b y`` is nearest to ``t`` in all rows ``(a, b, t)``, neither of them negative."""
+    aa, ab, bb, at, bt = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = aa * bb - ab * ab
-    x, y = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    x, y = (at * bb - bt * ab) / determinant, (aa * bt - ab * at) / determinant
     if x < 0:
-        return 0.0, b / bb
-    return (x, y) if y > 0 else (a / aa, LEAST / max(row[1] / row[0] for row in rows))
+        return 0.0, bt / bb
+    return (x, y) if y > 0 else (at / aa, LEAST / max(row[1] for row in rows))
 
 
 def _overlap(found: Beside) -> float:

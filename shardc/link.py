@@ -15,13 +15,15 @@ class Link:
     """``latency``: seconds of one step of a ring. ``bandwidth``: bytes a second that one rank sends.
 
     ``overlap``: for which part of a collective's time its rank computes on as if nothing were sent, from 0 to 1: all of
-    it where the network works by itself, less where the ranks' own processors do its work. ``name`` is for messages.
+    it where the network works by itself, less where the ranks' own processors do its work. ``kinds``: latency and
+    bandwidth of kinds of collectives that were measured by themselves. ``name`` is for messages.
     """
 
     latency: float
     bandwidth: float
     overlap: float = 1.0
     name: str = "a link"
+    kinds: tuple[tuple[str, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         problems = {
@@ -35,7 +37,12 @@ class Link:
 
     def seconds(self, kind: Kind, wire_bytes: int, num_ranks: int) -> float:
         """Of a collective over so many ranks, each of which sends so many bytes."""
-        return num_steps(kind, num_ranks) * self.latency + wire_bytes / self.bandwidth
+        latency, bandwidth = self.of_kind(kind)
+        return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
+
+    def of_kind(self, kind: str) -> tuple[float, float]:
+        """Latency and bandwidth of one kind of collective."""
+        return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
 
 
 def num_steps(kind: Kind, num_ranks: int) -> int:
@@ -52,8 +59,18 @@ def slowest(links: Iterable[Link]) -> Link:
     found = tuple(dict.fromkeys(links))
     if len(found) == 1:
         return found[0]
-    latency, bandwidth = max(link.latency for link in found), min(link.bandwidth for link in found)
-    return Link(latency, bandwidth, min(link.overlap for link in found), " and ".join(link.name for link in found))
+    names = dict.fromkeys(kind for link in found for kind, *_ in link.kinds)
+    worst = {kind: _worst([link.of_kind(kind) for link in found]) for kind in ("", *names)}
+    return Link(
+        *worst[""],
+        overlap=min(link.overlap for link in found),
+        name=" and ".join(link.name for link in found),
+        kinds=tuple((kind, *worst[kind]) for kind in names),
+    )
+
+
+def _worst(found: list[tuple[float, float]]) -> tuple[float, float]:
+    return max(latency for latency, _ in found), min(bandwidth for _, bandwidth in found)
 
 
 # What a rank reaches in one direction, not what the data sheet says. Latencies are those of a step in NCCL's own cost

@@ -17,6 +17,7 @@ from shardc.text import table
 
 ANY = "*"  # every axis that is not named
 VERSION = 1
+ALL = "all"  # kinds of collectives
 DEFAULT_LINK = Link(1e-5, 6.25e10, name="a link of 62.5 GB/s")
 DEFAULT_DEVICE = Device({"float32": 1e14}, 1e12, 5e-6, name="a GPU of 2020")
 
@@ -56,15 +57,18 @@ class Machine:
     def text(self) -> str:
         """Two tables: the links, and the device."""
         links = [
-            (axis, f"{1e6 * link.latency:.1f}", f"{link.bandwidth / 1e9:.2f}", f"{link.overlap:.0%}")
+            (axis if kind == ALL else "", kind, f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.2f}", overlap)
             for axis, link in self.links.items()
-        ]
+            for kind, latency, bandwidth, overlap in (
+                (ALL, link.latency, link.bandwidth, f"{link.overlap:.0%}"), *((*each, "") for each in link.kinds)
+            )
+        ]  # fmt: skip
         device = self.device
         rates = [(f"{dtype} products, GFLOP/s", f"{rate / 1e9:.1f}") for dtype, rate in device.flops.items()]
         rates += [("attention, of that", f"{device.attention:.0%}"), ("memory, GB/s", f"{device.memory / 1e9:.2f}")]
         rates += [("optimizer, GB/s", f"{device.update / 1e9:.2f}")] if device.update else []
         rates += [("shortest call, us", f"{1e6 * device.call:.1f}")]
-        header = ("axis", "latency us", "bandwidth GB/s", "computes beside")
+        header = ("axis", "collectives", "latency us", "bandwidth GB/s", "computes beside")
         return f"{table(header, links)}\n{table((device.name, 'rate'), rates)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -102,13 +106,17 @@ def load(path: str | Path) -> Machine:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         assert found["version"] == VERSION, found["version"]
-        return Machine({axis: Link(**each) for axis, each in found["links"].items()}, Device(**found["device"]))
+        return Machine({axis: _link_of(**each) for axis, each in found["links"].items()}, Device(**found["device"]))
     except OSError as error:
         raise _unreadable(path, str(error.strerror)) from None
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         if isinstance(error, ShardingError):
             raise
         raise _unreadable(path, f"it is no file of shardc bench-links, version {VERSION}") from None
+
+
+def _link_of(kinds: Iterable[Iterable[Any]] = (), **given: Any) -> Link:
+    return Link(**given, kinds=tuple((str(kind), float(latency), float(rate)) for kind, latency, rate in kinds))
 
 
 def _unreadable(path: str | Path, problem: str) -> ShardingError:
