@@ -26,7 +26,7 @@ class Work:
     flops: int = 0
     nbytes: int = 0
     dtype: str = "float32"
-    repeat: int = 2
+    repeat: int = 4
 
     def computed(self, seconds: tuple[float, ...]) -> Computed:
         """With how long it took."""

@@ -53,7 +53,8 @@ class Case:
 class Bench:
     """What is measured, in rounds, so that a change of the machine's speed meets all of it.
 
-    A case starts on all ranks at once, since ranks of one host share its memory and its processors.
+    All ranks begin at once, since those of one host share its memory and its processors; they compute without a pause,
+    as in a step.
     """
 
     def __init__(self, comm: TorchComm) -> None:
@@ -66,7 +67,11 @@ class Bench:
 
     def round(self) -> None:
         """Time every case once."""
-        for case in self._cases:
+        dist.barrier()
+        for case in self.computing:
+            self._time(case)
+        for case in self._cases[len(self.computing) :]:
+            dist.barrier()
             self._time(case)
 
     def machine(self) -> Machine:
@@ -126,7 +131,6 @@ class Bench:
             case.run()
 
     def _time(self, case: Case) -> None:
-        dist.barrier()
         self._synchronize()
         start = time.perf_counter()
         for _ in range(case.repeat):

@@ -106,9 +106,13 @@ def fitted_device(computed: Sequence[Computed], name: str) -> Device:
 
 
 def _rate(found: Iterable[Computed]) -> float:
-    """Operations a second, or bytes where there are none."""
+    """Operations a second, or bytes where there are none: of all calls of a round, which take as long as a step's.
+
+    A short call is either held up by others or is not, and its median tells of neither.
+    """
     calls = list(found)
-    return sum(each.flops or each.nbytes for each in calls) / sum(_median(each.seconds) for each in calls)
+    rounds = list(map(sum, zip(*(each.seconds for each in calls), strict=True)))
+    return sum(each.flops or each.nbytes for each in calls) / _median(rounds)
 
 
 def _median(seconds: Sequence[float]) -> float:
