@@ -8,7 +8,7 @@ A budget reads WHAT[@AXIS][/WHICH]... [> AMOUNT], and is broken where there is m
 - ``@tp`` counts what goes over this axis; ``/backward`` that of a phase, ``/all_gather`` that of a kind
 - ``fallback``, ``note``: an op without a rule; a remark of the compiler. ``fallback>2``: more of them
 - ``peak>8GB``, or another class of memory; ``memory>8GB``: the peak and the optimizer's state
-- ``flops>1e12``: floating-point operations of one rank
+- ``flops>1e12``: floating-point operations of one rank; ``step>50ms``: its predicted time, for a machine that is named
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ KINDS = tuple(kind for kind in get_args(Kind) if kind not in (*LOCAL_KINDS, "rec
 PHASES = ("forward", "backward", "update")
 MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")
 LISTED = {"fallback": "fallbacks", "note": "notes"}
-SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops")
+SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops", "step")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 BYTES = {unit.lower(): count for unit, count in UNITS.items()}  # no one means bits
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BUDGET = re.compile(r"\s*([^@/<>=\s]*)((?:\s*[@/][^@/<>=\s]*)*)\s*(?:([<>=]+)\s*(.*?)\s*)?")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)")
 
@@ -82,7 +83,8 @@ def _amount(text: str, subject: str, operator: str | None, amount: str | None) -
     """The limit, and whether it is one of bytes."""
     if operator is None:
         if subject not in ("collectives", *KINDS, *LISTED):
-            raise _error(text, f"{subject} with no amount", "there is always some", f"write {subject}>8GB")
+            amount = {"flops": "1e12", "step": "50ms"}.get(subject, "8GB")
+            raise _error(text, f"{subject} with no amount", "there is always some", f"write {subject}>{amount}")
         return 0, False
     if operator not in (">", ">="):
         raise _error(text, repr(operator), "a budget is broken by more than an amount", "write > or >=")
@@ -90,8 +92,12 @@ def _amount(text: str, subject: str, operator: str | None, amount: str | None) -
     if found is None:
         raise _error(text, repr(amount), "it is no amount", "write a number and a unit, as 10MB, or a number alone")
     number, unit = found.groups()
-    if unit and unit.lower() not in BYTES:
-        raise _error(text, repr(unit), "it is no unit", did_you_mean(unit, UNITS) or f"say one of {', '.join(UNITS)}")
+    known: Mapping[str, float] = SECONDS if subject == "step" else UNITS
+    if unit and unit.lower() not in map(str.lower, known):
+        problem = f"it is no unit of {'time' if subject == 'step' else 'bytes'}"
+        raise _error(text, repr(unit), problem, did_you_mean(unit, known) or f"say one of {', '.join(known)}")
+    if subject == "step":
+        return float(number) * SECONDS.get(unit.lower(), 1), False
     if unit and subject in (*LISTED, "flops"):
         raise _error(text, f"{subject} in {unit}", "it is counted, and has no bytes", f"write {subject}>{number}")
     return float(number) * BYTES.get(unit.lower(), 1), bool(unit) or subject == "wire" or subject in MEMORY
@@ -136,6 +142,9 @@ def held(budget: Budget, record: Mapping[str, Any]) -> Finding:
         return _of_entries(budget, _table(budget, record, LISTED[budget.subject]))
     if budget.subject in MEMORY:
         return _of_memory(budget, _table(budget, record, "memory"))
+    if budget.subject == "step":
+        seconds = _table(budget, record, "time")["step"]
+        return Finding(budget, budget.is_broken(seconds), f"{1e3 * seconds:.3f} ms predicted")
     if budget.subject == "flops":
         count = _table(budget, record, "flops")["per_rank"]
         return Finding(budget, budget.is_broken(count), f"{count:,} floating-point operations of one rank")
@@ -148,6 +157,9 @@ def held(budget: Budget, record: Mapping[str, Any]) -> Finding:
 def _table(budget: Budget, record: Mapping[str, Any], name: str) -> Any:
     if name in record:
         return record[name]
+    if name == "time" and "only" not in record:
+        what, remedy = "a plan for no machine", "compile it with --links, as --links nvlink, and --device"
+        raise _error(budget.text, what, "its time is not predicted", remedy)
     what = f"a dump of --only {record.get('only', '')}"
     raise _error(budget.text, what, f"it has no {name}", f"dump the whole program, or --only {name}")
 

@@ -45,6 +45,7 @@ RECORD: dict[str, Any] = {
     ],
     "notes": [],
     "memory": {"parameters": 10, "gradients": 10, "optimizer": 20, "saved": 5, "gathered": 0, "peak": 40},
+    "time": {"step": 0.05},
     "flops": {"per_rank": 2000, "whole": 8000},
 }
 
@@ -77,6 +78,9 @@ RECORD: dict[str, Any] = {
         ("memory>60B", False, 0),
         ("flops>1e3", True, 0),
         ("note", False, 0),
+        ("step>40ms", True, 0),
+        ("step>0.05s", False, 0),
+        ("step>=50000us", True, 0),
     ],
 )
 def test_a_budget_is_broken_by_more_than_it_allows(text: str, broken: bool, count: int) -> None:
@@ -94,12 +98,14 @@ def test_ops_without_a_rule_break_a_budget_of_them() -> None:
     ("text", "message"),
     [
         ("all_gahter>1MB", "'all_gahter'\n  there is no budget of this\n  did you mean all_gather"),
-        ("wire>5XB", "'XB'\n  it is no unit\n  did you mean"),
+        ("wire>5XB", "'XB'\n  it is no unit of bytes\n  did you mean"),
         ("wire>lots", "'lots'\n  it is no amount\n  write a number and a unit, as 10MB, or a number alone"),
         ("wire", "wire with no amount\n  there is always some\n  write wire>8GB"),
         ("fallback>3MB", "fallback in MB\n  it is counted, and has no bytes\n  write fallback>3"),
         ("collectives<3", "'<'\n  a budget is broken by more than an amount\n  write > or >="),
         ("all_gather/bckward", "it is no phase and no kind of collective\n  did you mean backward"),
+        ("step>50mss", "'mss'\n  it is no unit of time\n  did you mean ms"),
+        ("step", "step with no amount\n  there is always some\n  write step>50ms"),
         ("fallback@tp", "only collectives have an axis, a phase or a kind\n  write fallback alone"),
         ("wire@dp@tp>1", "a budget is of one axis\n  write a budget for each"),
         ("10MB", "there is no budget of this"),
@@ -117,6 +123,7 @@ def test_a_budget_that_a_dump_cannot_answer_says_why() -> None:
         ("wire@pp>1", RECORD, "mesh dp=2, tp=4\n  it has no axis 'pp'\n  did you mean"),
         ("fallback", {**RECORD, "fallbacks": []} | {"only": "memory"}, ""),
         ("peak>1", {key: RECORD[key] for key in ("version", "level", "mesh")} | {"only": "stages"}, "it has no memory"),
+        ("step>1s", {key: value for key, value in RECORD.items() if key != "time"}, "compile it with --links"),
         ("wire>1", {**RECORD, "level": "agreed"}, "a program that is agreed\n  it has no collectives yet"),
     ):
         if message:
@@ -133,6 +140,7 @@ def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -
         model, Mesh(dp=2, tp=2, pp=1), annotations, args=args, kwargs=kwargs, pipeline=Pipeline(microbatches=2)
     )
     record = program_json(compiled.whole)
+    record["time"] = {"step": 0.01}
     for subject in SUBJECTS:
         assert held(Budget.parse(f"{subject}>=0B" if subject in KINDS else f"{subject}>=0"), record).text
         assert not held(Budget.parse(f"{subject}>1e15"), record).is_broken

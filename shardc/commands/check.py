@@ -23,6 +23,7 @@ A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
   fallback, note       an op without a rule; a remark of the compiler; fallback>2: more of them
   memory>8GB           one rank's peak and its optimizer state; also peak, parameters, gradients, saved, ...
   flops>1e12           floating-point operations of one rank in a step
+  step>50ms            the predicted time of a step, on the machine of --links and --device
 Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. >= is broken by as much, too.
 
 """
