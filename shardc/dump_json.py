@@ -14,13 +14,12 @@ from shardc.collective import Collective
 from shardc.cost import flops_of, memory_of
 from shardc.fact import Input
 from shardc.fallback import fallbacks_of
-from shardc.mesh import MICROBATCH
 from shardc.only import Only
 from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.stage_record import StageRecord
 from shardc.step_record import StepRecord, has_machine
-from shardc.text import op_names, type_text
+from shardc.text import op_names, rank_axes, type_text
 
 COLLECTIVE_FIELDS = (
     "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "wire_bytes_total", "phase",
@@ -47,17 +46,7 @@ def only_json(program: Program, only: Only) -> dict[str, Any]:
 
 
 def _heading(program: Program) -> dict[str, Any]:
-    return {"version": 1, "level": program.level, "mesh": _mesh(program)}
-
-
-def _mesh(program: Program) -> dict[str, int]:
-    """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
-    mesh, pipeline = program.mesh, program.options.pipeline
-    axes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    if pipeline is None:
-        return axes
-    ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
-    return {**ranks, **{name: size for name, size in axes.items() if name not in (MICROBATCH, pipeline.axis)}}
+    return {"version": 1, "level": program.level, "mesh": rank_axes(program)}
 
 
 @dataclass(frozen=True)

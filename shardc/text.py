@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardc.announcement import collectives_of
 from shardc.cause import cause_text
 from shardc.collective import Collective
-from shardc.mesh import Mesh
+from shardc.mesh import MICROBATCH
 
 if TYPE_CHECKING:
     from torch import fx
@@ -40,7 +40,7 @@ def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str
     names = value_names(program)
     nodes = {None, *program.graph.nodes} if only is None else set(only)
     parts = [
-        f"program ({program.level}){mesh_text(program.mesh)}\n",
+        f"program ({program.level}){_mesh_text(program)}\n",
         _lines("inputs", _input_lines(program, nodes)),
         "\n".join([*_body_lines(program, names, nodes), ""])[1:],
         _lines("results", _result_lines(program, names, nodes)),
@@ -59,10 +59,21 @@ def _lines(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *found, ""]) if found else ""
 
 
-def mesh_text(mesh: Mesh | None) -> str:
+def rank_axes(program: Program) -> dict[str, int]:
+    """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
+    mesh, pipeline = program.mesh, program.options.pipeline
+    axes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if pipeline is None:
+        return axes
+    ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
+    return {**ranks, **{name: size for name, size in axes.items() if name not in (MICROBATCH, pipeline.axis)}}
+
+
+def _mesh_text(program: Program) -> str:
     """`` on dp=2, tp=4``, or nothing."""
-    axes = () if mesh is None else zip(mesh.axis_names, mesh.shape, strict=True)
-    return "".join(f"{', ' if i else ' on '}{name}={size}" for i, (name, size) in enumerate(axes))
+    axes, pipeline = rank_axes(program), program.options.pipeline
+    microbatches = f", {pipeline.microbatches} microbatches" if pipeline else ""
+    return f" on {', '.join(f'{name}={size}' for name, size in axes.items())}{microbatches}" if axes else ""
 
 
 def value_names(program: Program) -> dict[fx.Node, str]:
