@@ -266,6 +266,7 @@ def test_the_json_form_holds_what_the_contract_names() -> None:
         "local_shape_out": [8, 64],
         "bytes": 2048,
         "wire_bytes": 3072,
+        "wire_bytes_total": 3072 * MESH.size,
         "phase": "forward",
         "node": "dot_1",
         "source": "mlp.down.py:7",
