@@ -117,7 +117,7 @@ def _flops(record: dict[str, Any]) -> None:
         (_renamed, "collectives", "\n+           all_gather  tp    forward  all_reduce_tp  "),
         (_bigger, "collectives", "grew        all_reduce  tp    forward  all_reduce_tp  float32[4, 8]  128 -> 256  "),
         (_fewer_notes, "notes", "+  one"),
-        (_fallback, "fallbacks", "+  dot                        up      targets.py:21"),
+        (_fallback, "fallbacks", "+  dot                        up      targets.py:"),
         (_flops, "flops", "whole                       20480  none"),
     ],
 )
