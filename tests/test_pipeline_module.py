@@ -123,3 +123,35 @@ def run_overflow() -> tuple[float, bool]:
 
 def test_an_overflow_in_one_stage_makes_all_skip(gloo):
     assert gloo.run(run_overflow) == [(512.0, True)] * 4
+
+
+def run_frozen(has_overflow: bool) -> tuple[float, list[bool], float]:
+    """The scale after a step, which of this rank's parameters moved, and how far they are off one device."""
+    frozen, whole = model(), model()
+    for each in (frozen, whole):
+        for layer in each.layers[:3]:  # the first stage, but for the weight that the last one holds too
+            layer.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    pipeline = Pipeline(microbatches=4, cuts=("layers.3", "layers.5", "layers.7"), loss_scale=scaler)
+    piped = shardc.parallelize(frozen, mesh, pipeline=pipeline, args=(data(),))
+    before = {name: each.detach().to_local().clone() for name, each in piped.named_parameters()}
+    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
+    scaler.scale(piped(data())).backward()
+    if has_overflow and dist.get_rank() == 2:
+        next(each for each in piped.parameters() if each.grad is not None).grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    after = {name: each.detach().to_local() for name, each in piped.named_parameters()}
+    whole(data()).backward()
+    torch.optim.SGD([each for each in whole.parameters() if each.requires_grad], lr=0.1).step()
+    expected = dict(whole.named_parameters())
+    off = max(float((after[name] - expected[name].detach()).abs().max()) for name in after)
+    return scaler.get_scale(), [not torch.equal(before[name], after[name]) for name in after], off
+
+
+def test_a_scaler_steps_and_skips_with_a_stage_that_has_no_gradient(gloo):
+    results = gloo.run(run_frozen, False)
+    assert all(scale == 1024.0 and off < 1e-12 for scale, _, off in results)
+    assert not any(results[0][1]) and all(any(moved) for _, moved, _ in results[1:3])
+    assert [(scale, any(moved)) for scale, moved, _ in gloo.run(run_frozen, True)] == [(512.0, False)] * 4
