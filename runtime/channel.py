@@ -13,6 +13,9 @@ from torch import Tensor
 from shardc.sharding import TensorType
 from shardc.stage import Crossing
 
+from .host import bytes_of
+from .messages import SMALL
+
 Message = list[list[Tensor]]  # for each rank of a stage that lives in this process, the values of a crossing
 Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
 Types = Sequence[TensorType]
@@ -92,11 +95,9 @@ class RankChannel:
             return self.inside.send(key, message)
         self.sent = [(work, value) for work, value in self.sent if not work.is_completed()]
         group = self.groups[target > self.at]
-        for value in message[0]:
-            flat = _as_sent(value.contiguous())
+        for flat in _together([bytes_of(value.contiguous()) for value in message[0]]):
             self.sent_bytes += flat.nbytes
-            if flat.numel():
-                self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat))
+            self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat))
         return None
 
     def post(self, key: Key, types: Types) -> None:
@@ -105,9 +106,10 @@ class RankChannel:
         if source == self.at:
             return
         values = [torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in types]
-        group, rank = self.groups[self.at > source], self.line[source]
-        works = [dist.irecv(_as_sent(value), rank, group=group, tag=_tag(key)) for value in values if value.numel()]
-        self.posted[key] = works, values
+        group, rank, own = self.groups[self.at > source], self.line[source], list(map(bytes_of, values))
+        flats = _together(own)
+        works = [dist.irecv(flat, rank, group=group, tag=_tag(key)) for flat in flats]
+        self.posted[key] = works, values, own, flats
 
     def is_there(self, key: Key) -> bool:
         """A message from another rank is waited for."""
@@ -117,9 +119,10 @@ class RankChannel:
         """Wait for it."""
         if key not in self.posted:
             return self.inside.take(key)
-        works, values = self.posted.pop(key)
+        works, values, own, flats = self.posted.pop(key)
         for work in works:
             work.wait()
+        _apart(flats, own)
         return [values]
 
     def close(self) -> None:
@@ -135,6 +138,16 @@ def _tag(key: Key) -> int:
     return ((microbatch + 1) * 256 + crossing.source) * 256 + crossing.target
 
 
-def _as_sent(value: Tensor) -> Tensor:
-    """The same memory as torch.distributed takes it."""
-    return value.view(torch.uint8) if value.dtype == torch.bool else value
+def _together(values: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes that go as one: each large value by itself, those that are small joined, of none nothing."""
+    small = [value for value in values if 0 < value.nbytes <= SMALL]
+    large = [value for value in values if value.nbytes > SMALL]
+    return [*large, *(small if len(small) < 2 else [torch.cat(small)])]
+
+
+def _apart(flats: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give the values what came in buffers like those that ``_together`` makes of them."""
+    small = [value for value in values if 0 < value.nbytes <= SMALL]
+    if len(small) > 1:
+        for value, part in zip(small, flats[-1].split([value.nbytes for value in small]), strict=True):
+            value.copy_(part)

@@ -66,6 +66,43 @@ def run_sent() -> int:
     return sent[0]
 
 
+class Pair(nn.Module):
+    """Two values of unlike dtypes go from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STAGES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x, dtype=torch.float64)
+        for layer in self.layers:
+            x = layer(x).tanh()
+            y = y + x.double()
+        return y.square().mean()
+
+
+def run_pair() -> tuple[int, float]:
+    """How many messages this rank sends in a step, and how far its gradients are off one device."""
+    mesh = init_device_mesh("cpu", (STAGES,), mesh_dim_names=("pp",))
+    pipeline = Pipeline(microbatches=MICROBATCHES, cuts=("layers.1", "layers.2", "layers.3"))
+    piped, alone = shardc.parallelize(Pair(), mesh, pipeline=pipeline), shardc.parallelize(Pair(), Mesh(one=1))
+    with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
+        piped(data()).backward()
+    alone(data()).backward()
+    expected = {name: each.grad for name, each in alone.named_parameters()}
+    ours = [(each.grad.to_local(), expected[name]) for name, each in piped.named_parameters()]
+    return isend.call_count, max(float((one - other).abs().max()) for one, other in ours)
+
+
+def test_small_values_of_one_way_go_in_one_message(gloo: Any) -> None:
+    """For each microbatch two values down the chain, and a gradient up it; the other's goes straight to every stage."""
+    results = gloo.run(run_pair)
+    assert all(off < 1e-6 for _, off in results)
+    once_a_step = 3  # the loss, from the last stage to the others
+    assert [count / MICROBATCHES for count, _ in results] == [1, 2, 2, 3 + once_a_step / MICROBATCHES]
+
+
 def test_what_stages_send_is_announced(gloo: Any) -> None:
     """Activations down the chain and gradients up it; and once a step the loss, to every stage."""
     sends = [each for each in compiled("1f1b").collectives if each.kind == "send"]
