@@ -41,11 +41,15 @@ class Request:
         pipeline = self.options.pipeline
         return pipeline.compute_mesh(self.mesh) if pipeline else self.mesh
 
+    @property
+    def annotated(self) -> Mesh:
+        """The mesh that annotations speak of: of a pipeline that of the ranks of one stage."""
+        pipeline = self.options.pipeline
+        return pipeline.stage_mesh(self.mesh) if pipeline else self.mesh
+
     def matched(self, model: nn.Module) -> Matched:
         """What is annotated. Raises a ShardingError for a pattern that means nothing, or too much."""
-        pipeline = self.options.pipeline
-        within = pipeline.stage_mesh(self.mesh) if pipeline else self.mesh
-        return match(self.annotations, model, self.args, self.kwargs, within)
+        return match(self.annotations, model, self.args, self.kwargs, self.annotated)
 
     def capture(self, model: nn.Module, matched: Matched) -> Captured:
         """The model's graph, with what is annotated in it. Raises a CaptureError."""

@@ -113,7 +113,7 @@ def annotations_of(request: Request) -> dict[str, P]:
     """What was annotated, each as a P."""
     from shardc.annotations import spec_of
 
-    return {name: spec_of(given, request.mesh, name) for name, given in request.annotations.items()}
+    return {name: spec_of(given, request.annotated, name) for name, given in request.annotations.items()}
 
 
 def _outputs(asked: Any) -> list[Any]:
