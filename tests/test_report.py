@@ -128,6 +128,18 @@ def test_the_table_of_collectives_is_that_of_the_json(plan: str, browser: Browse
         assert boxes == 2 * 2 * 4 and "Schedule" in browser.texts("nav a")
 
 
+@needs_browser
+def test_the_program_after_every_pass_has_a_report(
+    two_layers: tuple[Compiled, Path], browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    for name in two_layers[0].stages:
+        path.write_text(dump(two_layers[0], "html", name), encoding="utf-8")
+        browser.open(path)
+        browser.run("document.querySelector('.actions button').click()")
+        assert browser.texts(".leaf.value") and browser.complaints() == [], name
+
+
 # What a reader does.
 
 

@@ -17,7 +17,12 @@ from shardc.text import TABLES
 def add(commands: Any) -> None:
     """The arguments of the command."""
     dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")))
-    dump.add_argument("--format", choices=("text", "json", "dot", "html"), default="text")
+    dump.add_argument(
+        "--format",
+        choices=("text", "json", "dot", "html"),
+        default="text",
+        help="dot is for graphviz; html is one page for a browser, with pictures and why everything is as it is",
+    )
     which = dump.add_mutually_exclusive_group()
     which.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
     which.add_argument(
