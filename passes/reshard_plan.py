@@ -29,7 +29,7 @@ def reshard_plan(
     A Sharding may be on a mesh of the same axes with its devices in another order. Raises a ShardingError where a
     sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
     """
-    mesh, type_ = Mesh.of(mesh), TensorType(tuple(shape), dtype)
+    mesh, type_ = Mesh.of(mesh), _type(shape, dtype)
     before, after = _sharding(mesh, type_, src, "src"), _sharding(mesh, type_, dst, "dst")
     moved = replace(before, mesh=after.mesh)
     if not is_open(moved, after):
@@ -40,9 +40,20 @@ def reshard_plan(
     return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
 
 
+def _type(shape: object, dtype: object) -> TensorType:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (-1,)
+    if any(isinstance(size, (str, float)) or (isinstance(size, int) and size < 0) for size in sizes):
+        raise ShardingError("shape", repr(shape), "it holds the sizes of dims, 0 or more", "write for example (8, 64)")
+    if type(dtype).__name__ != "dtype":
+        raise ShardingError("dtype", repr(dtype), "it is no dtype of torch", "write for example torch.float32")
+    return TensorType(sizes, dtype)  # type: ignore[arg-type]
+
+
 def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
     if isinstance(said, P):
         return said.sharding(mesh, type.shape, who)
+    if not isinstance(said, Sharding):
+        raise ShardingError(who, repr(said), "it is no P and no Sharding", "write for example P('dp', None)")
     is_same = (said.mesh.axis_names, said.mesh.shape) == (mesh.axis_names, mesh.shape)
     if len(said.dims) != len(type.shape) or not is_same:
         raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",

@@ -236,6 +236,11 @@ class DistributedDoor:
 
 def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
     """A DTensor of the pieces that all ranks hold of a batch, of one shape: ``shard_batch(mine, mesh, P("dp"))``."""
+    if not isinstance(device_mesh, DeviceMesh):
+        problem, remedy = "ranks that hold pieces are those of a job", "give the DeviceMesh of init_device_mesh"
+        raise ShardingError("shard_batch", f"the mesh {device_mesh!r}", problem, remedy)
+    if not isinstance(spec, P):
+        raise ShardingError("shard_batch", repr(spec), "it is no P", "write for example P('dp')")
     mesh = Mesh.of(device_mesh)
     probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
     shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))

@@ -43,6 +43,13 @@ def _check_parts(model: nn.Module) -> None:
         )  # fmt: skip
 
 
+def check_maker(model: Any) -> None:
+    """A ShardingError for what ``init_parameters`` can make no model of."""
+    if not callable(model):
+        problem = "it takes a model on meta, or a function that makes one"
+        raise _no_kind("init_parameters", model, problem, "give init_parameters(lambda: Model(config), ...)")
+
+
 def check_call(args: Any, kwargs: Any, train: Any, differentiable: Any, strict: Any) -> None:
     """A ShardingError for every argument of ``compile`` beside model, mesh and options that is of another kind."""
     errors = [

@@ -90,6 +90,10 @@ def check_stages(num_units: int, num_stages: int, forced: Sequence[int] = ()) ->
         raise ShardingError(who, what, problem, "force fewer cuts, or say more stages")
 
 
-def _no_weight(weights: Sequence[Any], problem: str) -> ShardingError:
+def _no_weight(weights: Any, problem: str) -> ShardingError:
+    if not isinstance(weights, Sequence):
+        return ShardingError(
+            "balance", f"weights={weights!r}", "there is no list of weights", "write balance([3, 1], 2)"
+        )
     shown = ", ".join(map(repr, list(weights)[:8])) + (", ..." if len(weights) > 8 else "")
     return ShardingError("balance", f"weights=[{shown}]", problem, "give every unit a weight of 0 or more")

@@ -49,8 +49,8 @@ class Explainer:
         ``param:``, ``input:``, ``output:``, ``module:`` and ``value:`` before the name say which is meant where several
         have it. Raises a ShardingError for a name that nothing has, or several.
         """
-        prefix, colon, rest = name.partition(":")
-        kind, bare = (prefix, rest) if colon and prefix in PREFIXES else ("", name)
+        prefix, colon, rest = str(name).partition(":")
+        kind, bare = (prefix, rest) if colon and prefix in PREFIXES else ("", str(name))
         tables = {kind: self.tables[kind]} if kind else self.tables
         found = [each for each, table in tables.items() if bare in table]
         if len(found) == 1:

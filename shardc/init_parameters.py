@@ -38,11 +38,13 @@ def init_parameters(
     Numbers are drawn by a counter, keyed by seed, the parameter's name and the index in it. An initialiser that needs
     its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
     """
+    from shardc.admission import check_maker
     from shardc.initializer import record_initializers
     from shardc.passes.canonicalize import canonicalize
     from shardc.passes.name_draws import name_draws
     from shardc.runtime.initialize import initialize as place
 
+    check_maker(model)
     found = record_initializers(model, initialize)
     found = replace(found, program=canonicalize(name_draws(found.program)))
     if args is None and kwargs is None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.admission import check_model
 from shardc.borrow import borrowed, held, plain_tensors, state_names, swap
 from shardc.error import ShardingError
 from shardc.program import Program
@@ -80,6 +81,7 @@ def _of_function(
     """Run a constructor on fake tensors; the model, now on meta, and the recorded node of every tensor."""
     with record.recording():
         model = make()
+        check_model(model)
         if initialize is not None:
             initialize(model)
     parameters, buffers, _ = state_names(model)

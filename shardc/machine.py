@@ -98,6 +98,8 @@ def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
     if isinstance(links, str):
         pairs = [each.partition("=") for each in links.split(",")]
         return Machine({axis: _link(axis, name) for axis, _, name in pairs})
+    if links is not None and not isinstance(links, Mapping):
+        raise ShardingError("links", repr(links), "it maps axes to links", "say links={'tp': 'nvlink'}, or name a file")
     return Machine(dict(links or {}))  # type: ignore[arg-type]
 
 

@@ -187,8 +187,8 @@ def _check_counts(name: str, num_stages: int, num_microbatches: int, in_flight: 
         raise ShardingError("schedule", repr(name), "there is no such schedule", hint)
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "in_flight": in_flight}
     for what, count in counts.items():
-        if count is not None and count < 1:
-            raise ShardingError(f"schedule {name}", f"{what}={count}", "it counts from 1", f"say {what}=1 or more")
+        if count is not None and (type(count) is not int or count < 1):
+            raise ShardingError(f"schedule {name}", f"{what}={count!r}", "it counts from 1", f"say {what}=1 or more")
 
 
 def _check_ranks(name: str, num_stages: int, num_ranks: int) -> None:

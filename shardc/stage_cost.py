@@ -76,4 +76,7 @@ def costs_for(num_stages: int, costs: Costs | StageCost | None) -> Costs:
             what = f"costs of {len(costs.stages)} stages for a schedule of {num_stages}"
             raise ShardingError("costs", what, "every stage has one", f"give {num_stages} of them")
         return costs
+    if costs is not None and not isinstance(costs, StageCost):
+        problem, remedy = "it is no shardc.Costs and no shardc.StageCost", "say StageCost(...) for all stages alike"
+        raise ShardingError("costs", repr(costs), problem, remedy)
     return Costs((costs or StageCost(),) * num_stages)

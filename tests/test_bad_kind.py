@@ -296,6 +296,72 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "  it maps names to tensors\n"
         "  give what model.state_dict() or torch.load returns",
     ),
+    "shapes, dtypes and shardings to go between": (
+        lambda: shardc.reshard_plan(MESH, 8, torch.float32, P("dp"), P("tp")),  # type: ignore[arg-type]
+        "shape: 8\n"
+        "  it holds the sizes of dims, 0 or more\n"
+        "  write for example (8, 64)",
+    ),
+    "a dtype by name": (
+        lambda: shardc.reshard_plan(MESH, (8, 8), "float32", P("dp"), P("tp")),  # type: ignore[arg-type]
+        "dtype: 'float32'\n"
+        "  it is no dtype of torch\n"
+        "  write for example torch.float32",
+    ),
+    "an axis for a sharding": (
+        lambda: shardc.reshard_plan(MESH, (8, 8), torch.float32, "dp", P("tp")),  # type: ignore[arg-type]
+        "src: 'dp'\n"
+        "  it is no P and no Sharding\n"
+        "  write for example P('dp', None)",
+    ),
+    "no weights": (
+        lambda: shardc.balance(None, 2),  # type: ignore[arg-type]
+        "balance: weights=None\n"
+        "  there is no list of weights\n"
+        "  write balance([3, 1], 2)",
+    ),
+    "stages in words": (
+        lambda: shardc.schedule("1f1b", "2", 2),  # type: ignore[arg-type]
+        "schedule 1f1b: num_stages='2'\n"
+        "  it counts from 1\n"
+        "  say num_stages=1 or more",
+    ),
+    "times in words": (
+        lambda: shardc.schedule("1f1b", 2, 2).simulate("fast"),  # type: ignore[arg-type]
+        "costs: 'fast'\n"
+        "  it is no shardc.Costs and no shardc.StageCost\n"
+        "  say StageCost(...) for all stages alike",
+    ),
+    "a batch on no job": (
+        lambda: shardc.shard_batch(X, MESH, P("dp")),  # type: ignore[arg-type]
+        "shard_batch: the mesh Mesh(dp=2, tp=4)\n"
+        "  ranks that hold pieces are those of a job\n"
+        "  give the DeviceMesh of init_device_mesh",
+    ),
+    "a number to initialise": (
+        lambda: shardc.init_parameters(3, MESH, {}),  # type: ignore[arg-type]
+        "init_parameters: 3\n"
+        "  it takes a model on meta, or a function that makes one\n"
+        "  give init_parameters(lambda: Model(config), ...)",
+    ),
+    "a function that makes no model": (
+        lambda: shardc.init_parameters(lambda: 3, MESH, {}),  # type: ignore[arg-type, return-value]
+        "model: of type int\n"
+        "  shardc compiles an nn.Module\n"
+        "  give an nn.Module",
+    ),
+    "links of no axes": (
+        lambda: compile(links=3),
+        "links: 3\n"
+        "  it maps axes to links\n"
+        "  say links={'tp': 'nvlink'}, or name a file",
+    ),
+    "no name to explain": (
+        lambda: compile({"x": P("dp")}).explain(None),
+        "explain None: the program has LINE names\n"
+        "  no parameter, input, output, module, value or collective is named so\n"
+        "  did you mean down?",
+    ),
     "a seed that is none": (
         lambda: compile().simulate(X, seed="a"),
         "seed: 'a'\n"
