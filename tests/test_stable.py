@@ -32,6 +32,8 @@ COMMAND_LINES = [
     ["stages", "targets:mlp", "--stages", "2"],
     ["explain", *MLP, "down.weight"],
     ["trace", *MLP],
+    ["cost", *MLP, "--format", "json"],
+    ["cost", *MLP, "--symbolic"],
     ["verify", *MLP],
 ]
 RUN_ALL = f"""

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from shardc.arguments import mesh, written
+from shardc.arguments import EXIT_CODES, mesh, written
 from shardc.invocation import progress, write
 from shardc.mesh import Mesh
 from shardc.outcome import GOOD
@@ -22,7 +22,10 @@ starts local processes that talk gloo."""
 def add(commands: Any) -> None:
     """The arguments of the command."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "bench-links", help="measure the links between ranks, and how fast a rank computes", description=HELP
+        "bench-links",
+        help="measure the links between ranks, and how fast a rank computes",
+        description=HELP,
+        epilog=EXIT_CODES,
     )
     parser.add_argument(
         "--mesh", type=mesh, help="axes and sizes: dp=2,tp=2; without it one link is that of every axis"
