@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardc.announcement import collectives_of, moves_edges
 from shardc.bucket import members
+from shardc.collective import Collective
 from shardc.cost import alive, flops_of, held
 from shardc.error import ShardingError
 from shardc.lifetime import Storage, storages
+from shardc.mesh import Mesh
+from shardc.partition import parse_part
 from shardc.program import Program
-from shardc.step_cost import StepCost, Traffic, traffic_of
+from shardc.step_cost import StepCost, traffic_of
 from shardc.symbol_expression import Symbolic, named
 
 if TYPE_CHECKING:
     from torch import fx
+
+
+WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # is what a rank sends
 
 
 def expressed_cost(symbolic: Symbolic, localized: Program) -> StepCost:
@@ -31,7 +38,8 @@ def expressed_cost(symbolic: Symbolic, localized: Program) -> StepCost:
     live = list(storages(localized))
     if any(each.value[0].name not in by_name for each in live):  # made longer or cut short, where cuts are uneven
         live = list(storages(symbolic.reference))
-    traffic = tuple(_unrounded(each) for each in traffic_of(collectives_of(program)))
+    assert program.mesh is not None
+    traffic = tuple(traffic_of(_unrounded(each, program.mesh) for each in collectives_of(program)))
     memory: dict[str, Any] = {
         **held(program),
         "saved": sum(_nbytes(program, by_name, each) for each in live if each.is_saved),
@@ -67,18 +75,13 @@ def _fullest(live: Sequence[Storage]) -> list[Storage]:
     return [each for each in live if each.born <= place <= each.last]
 
 
-def _unrounded(traffic: Traffic) -> Traffic:
-    import sympy
-
-    wire = sympy.sympify(traffic.wire_bytes).replace(_is_whole_bytes, lambda found: found.args[0])
-    return replace(traffic, wire_bytes=wire)
-
-
-def _is_whole_bytes(expression: Any) -> bool:
-    """Whether it is what the ring algorithm rounds down; sizes of chunks, of negative numbers, are rounded up."""
-    import sympy
-
-    return isinstance(expression, sympy.floor) and not expression.args[0].could_extract_minus_sign()
+def _unrounded(found: Collective, mesh: Mesh) -> Collective:
+    """With its share of the payload on the wire as it is, not rounded down to whole bytes."""
+    if found.kind in WHOLE_PAYLOAD:
+        return found
+    ranks: Any = math.prod(parse_part(axis, mesh).size for axis in found.axes)
+    wire: Any = (2 if found.kind == "all_reduce" else 1) * found.bytes * (ranks - 1) / ranks
+    return replace(found, wire_bytes=wire)
 
 
 def along(name: str, start: int, several: Sequence[StepCost], here: StepCost) -> StepCost:

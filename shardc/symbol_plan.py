@@ -18,7 +18,7 @@ from shardc.symbol_cost import along, expressed_cost
 from shardc.symbol_expression import Symbolic
 from shardc.symbol_form import Form, Point, constant
 from shardc.symbol_numbers import Key, numbers, outline
-from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, place_of, point_text
+from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, places_of, point_text
 from shardc.symbol_region import Region, probed, widest
 
 
@@ -128,9 +128,8 @@ class SymbolicPlan:
 
     def _form(self, key: Key, size: int) -> Form:
         """As in one of the few modules; else as any number of this value is; what none has, as a seed, is fixed."""
-        places = (place_of(key, self.repeated.path if self.repeated else ""), None)
         found: set[Form] = set()
-        for place in places:
+        for place in places_of(key, self.repeated.path if self.repeated else ""):
             found = self.learned.forms.get((place, size), set())
             if len(found) == 1:
                 return next(iter(found))

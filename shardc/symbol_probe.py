@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -58,7 +59,7 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
             if values not in cache:
                 cache[values] = _fitted(fitter, key, values)
             found.append(cache[values])
-            for place in (place_of(key, repeated), None) if level == LEVELS[-1] else ():
+            for place in places_of(key, repeated) if level == LEVELS[-1] else ():
                 known.setdefault((place, values[0]), set()).add(cache[values])
         symbolic[level] = Symbolic(programs[0][level], found, reference, axes)
     outlines = {level: outline(programs[0][level]) for level in LEVELS}
@@ -80,6 +81,11 @@ def _fitted(fitter: Fitter, key: Key, values: tuple[int, ...]) -> Form:
 def point_text(point: Point) -> str:
     """``dp=2, B=8``."""
     return ", ".join(f"{name}={size}" for name, size in point.items())
+
+
+def places_of(key: Key, repeated: str) -> tuple[Key | None, ...]:
+    """Where to look for a number: in the same place of any repeated module, or of any list, or anywhere."""
+    return place_of(key, repeated), tuple(re.sub(r"\.\d+(?=\.|$)", ".*", part, count=1) for part in key), None
 
 
 def place_of(key: Key, repeated: str) -> Key:

@@ -110,7 +110,7 @@ def _names(expression: object) -> set[str]:
 def probed(region: Region, is_same: IsSame) -> Region:
     """The region made so small that the plan is the same at its ends; ``is_same`` compiles at a point and looks.
 
-    Ends: all dims as large as can be, all as small; all axes likewise, with dims no larger than they need. Where the
+    Ends: all dims as large as can be, all as small; all axes likewise, with what they cut as much larger. Where the
     plan is another there, each symbol alone, and all within what these leave.
     """
     for names in (_dims(region), list(region.axes)):
@@ -172,8 +172,14 @@ def _steps(size: int, bound: int) -> Iterator[int]:
 
 
 def _with(region: Region, point: Point, name: str, size: int) -> Point | None:
-    """The point with a symbol at a size, and dims made multiples of what cuts them; none where there is none."""
+    """The point with a symbol at a size, and what it cuts as much larger; none where there is none.
+
+    Dims are made multiples of what cuts them.
+    """
     made = {**point, name: size}
+    for cut in region.cuts:
+        if name in _names(cut.shards) and getattr(cut.size, "is_Symbol", False):
+            made[cut.size.name] = max(point[cut.size.name], point[cut.size.name] * size // point[name])
     for _ in range(2 * len(region.cuts) + 1):
         broken = next((cut for cut in region.cuts if not cut.holds(made)), None)
         if broken is None:

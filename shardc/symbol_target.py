@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,16 +158,19 @@ def _with_modules(target: Target, repeated: Repeated | None, point: Point, text:
     if repeated is None or len(target.model.get_submodule(repeated.path)) == point[repeated.symbol]:  # type: ignore[arg-type]
         return target
     count = point[repeated.symbol]
-    parent, _, name = repeated.path.rpartition(".")
-    owner = target.model.get_submodule(parent)
-    several: Sequence[nn.Module] = list(owner.get_submodule(name).children())
-    several = [*several[:count], *(copy.deepcopy(several[-1]) for _ in range(count - len(several)))]
-    setattr(owner, name, type(owner.get_submodule(name))(*([several] if _takes_list(owner, name) else several)))
+    owner = target.model.get_submodule(repeated.path.rpartition(".")[0])
+    length = len(target.model.get_submodule(repeated.path))  # type: ignore[arg-type]
+    for name, module in owner.named_children():  # lists that are walked side by side grow together
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) == length:
+            setattr(owner, name, _of_length(module, count))
     config = getattr(target.model, "config", None)
     if text.startswith("hf:") and hasattr(config, HF_LAYERS):
         setattr(config, HF_LAYERS, count)
     return target
 
 
-def _takes_list(owner: nn.Module, name: str) -> bool:
-    return isinstance(owner.get_submodule(name), nn.ModuleList)
+def _of_length(several: nn.ModuleList | nn.Sequential, count: int) -> nn.Module:
+    """The first of them, or copies of the last as well."""
+    found = [*several][:count]
+    found += [copy.deepcopy(found[-1]) for _ in range(count - len(found))]
+    return nn.ModuleList(found) if isinstance(several, nn.ModuleList) else type(several)(*found)
