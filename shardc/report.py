@@ -28,6 +28,7 @@ SCRIPTS = (
     "index.js",
     "layout.js",
     "overview.js",
+    "look.js",
     "step.js",
     "tree.js",
     "table.js",
