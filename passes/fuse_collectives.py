@@ -12,12 +12,17 @@ Invariant: every value that is left lies as before.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
+from shardc.cause import Cause, Moved
 from shardc.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
 from shardc.node import is_cast, operand
 from shardc.program import Program
+
+from .insert_reshards import place
 
 aten = torch.ops.aten
 
@@ -107,10 +112,18 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     if len(group) == 1:
         return first
     result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
+    others = tuple(cause for other in group[1:] for cause in program.causes(other))
     program.set_sharding(result, program.sharding(first))
-    program.set_causes(result, program.causes(first))
+    program.set_causes(result, tuple(_of(program, partial, cause, others) for cause in program.causes(first)))
     program.set_origins(result, program.origins(first))
     return result
+
+
+def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...] = ()) -> Cause:
+    """The cause of a reduction, once that is of another value."""
+    if not isinstance(cause, Moved):
+        return cause
+    return replace(cause, value=place(program, value), came=program.origin(value), added=cause.added + added)
 
 
 def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
@@ -137,11 +150,14 @@ def _reduce_before_dividing(program: Program, node: fx.Node) -> None:
     with program.graph.inserting_before(quotient):
         reduced = program.insert(all_reduce, (total, *node.args[1:]), program.type(total), node, name=node.name)
         result = program.insert(quotient.target, (reduced, divisor), program.type(node), quotient)
-    program.set_causes(reduced, program.causes(node))
+    why = (_of(program, total, cause) for cause in program.causes(node))
+    user = place(program, result)
+    program.set_causes(reduced, tuple(replace(each, user=user) if isinstance(each, Moved) else each for each in why))
     for new in (reduced, result):
         program.set_sharding(new, program.sharding(node))
         program.set_origins(new, program.origins(node))
     program.replace(node, result)
+    program.replace(quotient, result)
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:

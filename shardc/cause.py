@@ -81,6 +81,7 @@ class Moved:
 
     ``type`` is global. ``operand``: which one of ``user`` it is, if that is an op. ``came``: for each axis of ``has``,
     why. ``needs``: for each axis that changes, why. ``stored``: of a gradient that lies as its parameter is stored.
+    ``added``: of a sum of several values that would each have been moved so, why the others would have been.
     """
 
     value: Place
@@ -92,6 +93,7 @@ class Moved:
     came: Mapping[str, Origin] = field(default_factory=dict)
     needs: tuple[Need, ...] = ()
     stored: Stored | None = None
+    added: tuple[Cause, ...] = ()
 
     @property
     def text(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -12,6 +12,7 @@ from shardc.cause import Cause, Crossed, Moved, Place, Stored
 from shardc.collective import COLLECTIVES, Collective
 from shardc.explain_chain import Chains
 from shardc.explanation import Chain, End, Explanation, Reason, Sent
+from shardc.fact import Origin
 from shardc.node import is_cast, is_getitem, operands
 from shardc.program import Program
 from shardc.step_time import collective_seconds
@@ -80,10 +81,20 @@ class CollectiveExplainer:
         for axis in axes:
             if axis in known:
                 yield self.chains.chain(axis, known[axis], moved)
+            yield from self._added(cause, axis, known)
             if axis in wanted and wanted[axis] != known.get(axis):
                 yield self.chains.chain(axis, wanted[axis])
             elif isinstance(cause, Moved) and cause.stored and axis in _stored_axes(cause.stored):
                 yield self.chains.chain(axis, self.program.origin(made)[axis], made)
+
+    def _added(self, cause: Cause, axis: str, known: Mapping[str, Origin]) -> Iterator[Chain]:
+        """Of a sum of several values, where the axis came from to the others, if that is elsewhere."""
+        said = {known[axis].annotation} if axis in known else set[str]()
+        for other in cause.added if isinstance(cause, Moved) else ():
+            origin = other.came.get(axis)
+            if origin is not None and origin.annotation not in said:
+                said.add(origin.annotation)
+                yield self.chains.chain(axis, origin)
 
     def _has(self, moved: fx.Node) -> End:
         source = self.program.source(moved)

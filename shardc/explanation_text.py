@@ -80,7 +80,10 @@ def _seconds_text(seconds: float) -> str:
 def _body(found: Explanation, most: int | None) -> Iterator[str]:
     ends = [(title, end) for title, end in (("has", found.has), ("wants", found.wants)) if end is not None]
     yield from _ends_text(ends)
+    taken = {(reason.axis, reason.end) for reason in found.reasons if reason.kind == "taken"}
     for reason in found.reasons:
+        if reason.kind == "cut" and (reason.axis, reason.end) in taken:
+            continue  # said already
         yield f"because {reason_text(reason, found.wants)}"
     if found.placed and not any(chain.end == found.placed for chain in found.chains):
         yield f"annotated {found.placed}"

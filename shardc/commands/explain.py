@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
 def _of_collective(
     options: argparse.Namespace, program: Compiled, found: Explanation
 ) -> tuple[tuple[Alternative, ...], Advice | None]:
-    """What a collective was chosen among, and what would remove it; nothing of anything else."""
-    if found.kind != "collective":
+    """What a collective was chosen among, and what would remove it; nothing of else, nor of a member of a bucket."""
+    if found.sent is None:
         return (), None
     from shardc.advice import advise
     from shardc.alternatives import alternatives
