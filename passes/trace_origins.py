@@ -7,6 +7,7 @@ sum open: an axis then comes from whichever of the op's tensors had it on the fa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from torch import fx
@@ -63,11 +64,21 @@ class OpOrigins:
         return found
 
     def _came(self, axis: str, index: int, from_operands: bool = False) -> dict[str, Origin]:
-        origin = self.origin(axis, from_operands)
-        return {} if origin is None else {axis: origin.through(self.node.name, (self.node.name, index))}
+        claims = self._claims(axis, from_operands)
+        if not claims:
+            return {}
+        value = (self.node.name, index)
+        first = claims[0][0].through(self.node.name, value)
+        others = (origin.through(self.node.name, value) for origin, is_open in claims[1:] if from_operands and is_open)
+        beside = {each.annotation: each for each in others if each.annotation != first.annotation}
+        return {axis: replace(first, beside=tuple(beside.values()))}
 
-    def origin(self, axis: str, from_operands: bool = False) -> Origin | None:
-        """Where an axis came from to the factor that it cuts: the first tensor of those whose claim is heard first.
+    def origin(self, axis: str) -> Origin | None:
+        """Where an axis came from to the factor that it cuts."""
+        return next((origin for origin, _ in self._claims(axis)), None)
+
+    def _claims(self, axis: str, from_operands: bool = False) -> list[tuple[Origin, bool]]:
+        """Where an axis came from to the factor that it cuts, by who is heard first; and whether a sum is open there.
 
         A result's claim is what propagate wished of it. Where a sum only rides through, from what it is open on.
         """
@@ -75,12 +86,12 @@ class OpOrigins:
         taken = list(self._operands([None if value is None else lies(value) for value in self.values]))
         tensors = [*taken, *([] if from_operands else self._results(self.plan.wished[self.node]))]
         claims = [
-            origin
+            (origin, is_open)
             for (value, _, sharding), cuts in self._cuts(tensors)
             if (origin := self._of(value).get(axis)) is not None
-            and (self._cuts_alike(axis, cuts) or axis in {part.name for part in sharding.partial_axes})
+            and ((is_open := axis in {part.name for part in sharding.partial_axes}) or self._cuts_alike(axis, cuts))
         ]
-        return min(claims, key=lambda origin: origin.rank, default=None)
+        return sorted(claims, key=lambda claim: claim[0].rank)
 
     def _cuts_alike(self, axis: str, cuts: Mapping[str, DimSharding]) -> bool:
         """Whether a tensor has the axis on a factor that it cuts in the op."""

@@ -41,6 +41,8 @@ class Chains:
             for part in () if sharding is None else (*sharding.partial_axes, *sharding.cut_axes):
                 if part.name in origins[i]:
                     found.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
+                    for other in origins[i][part.name].others:
+                        found.setdefault(other.annotation, self.chain(part.name, other))
         yield from found.values()
 
     def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
@@ -65,15 +67,23 @@ class Chains:
             return Step(value, type_, "annotated")
         if via is None:
             return Step(value, type_, "tied" if " " in origin.via else "read", origin.via)
-        return self._by(via, Step(value, type_, self._role(holder, axis, origin.value[0] == origin.via)))
+        role = self._role(holder, axis, origin.value[0] == origin.via)
+        if role == "summed" and self._is_open(self._holder(*origin.before.value), axis):
+            role = "made"  # of a sum that was open already
+        return self._by(via, Step(value, type_, role))
+
+    def _is_open(self, node: fx.Node | None, axis: str) -> bool:
+        """Whether a sum over an axis is open in a value."""
+        if node is None or self.program.has_many(node):
+            return False
+        return axis in {part.name for part in self.program.sharding(node).partial_axes}
 
     def _role(self, holder: fx.Node | None, axis: str, is_result: bool) -> Role:
         """What an op has to do with one of its tensors that an axis came to."""
         sharding = None if holder is None or self.program.has_many(holder) else self.program.sharding(holder)
         is_cut = sharding is None or axis in {part.name for part in sharding.cut_axes}
-        is_open = sharding is not None and axis in {part.name for part in sharding.partial_axes}
         if is_result:
-            return "made" if is_cut else "summed" if is_open else "passed"
+            return "made" if is_cut else "summed" if self._is_open(holder, axis) else "passed"
         return "read" if is_cut else "wanted"
 
     def _last(self, node: fx.Node, origin: Origin) -> Step:

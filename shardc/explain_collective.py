@@ -89,12 +89,15 @@ class CollectiveExplainer:
 
     def _added(self, cause: Cause, axis: str, known: Mapping[str, Origin]) -> Iterator[Chain]:
         """Of a sum of several values, where the axis came from to the others, if that is elsewhere."""
-        said = {known[axis].annotation} if axis in known else set[str]()
+        first = known.get(axis)
+        found = {} if first is None else {each.annotation: each for each in first.others}
         for other in cause.added if isinstance(cause, Moved) else ():
             origin = other.came.get(axis)
-            if origin is not None and origin.annotation not in said:
-                said.add(origin.annotation)
-                yield self.chains.chain(axis, origin)
+            for each in () if origin is None else (origin, *origin.others):
+                found.setdefault(each.annotation, each)
+        yield from (
+            self.chains.chain(axis, each) for said, each in found.items() if not first or said != first.annotation
+        )
 
     def _has(self, moved: fx.Node) -> End:
         source = self.program.source(moved)

@@ -41,12 +41,29 @@ def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
     """The lines of an explanation, its parts indented."""
     yield _head(found)
     yield from (f"  {line}" for line in _body(found, most))
-    of_module = [part for part in found.parts if part.kind == "collective" and found.kind == "module"]
-    for part in found.parts:
-        if part not in of_module:
-            yield from (f"  {line}" for line in explanation_lines(part, most))
-    if of_module:
-        yield from (f"  {line}" for line in table(SENT, map(_row, of_module)).splitlines())
+    yield from (f"  {line}" for line in _parts(found, most))
+
+
+def _parts(found: Explanation, most: int | None) -> Iterator[str]:
+    """Of a module its results whole, and its collectives in a line each; of a long bucket the first member whole."""
+    if found.kind == "module":
+        whole, brief = [[p for p in found.parts if (p.kind == "collective") == is_sent] for is_sent in (False, True)]
+        header: tuple[str, ...] = SENT
+        rows = list(map(_row, brief))
+    else:
+        count = len(found.parts) if most is None or len(found.parts) <= 2 else 1
+        whole, rows = list(found.parts[:count]), [_member_row(part) for part in found.parts[count:]]
+        header = ("and likewise", "of", "for", "from")
+    for part in whole:
+        yield from explanation_lines(part, most)
+    if rows:
+        yield from table(header, rows).splitlines()
+
+
+def _member_row(part: Explanation) -> tuple[object, ...]:
+    """A member of a bucket in one line."""
+    ends = [end.name if end else "" for end in (part.has, part.wants)]
+    return part.name, *ends, "; ".join(part.ends)
 
 
 def _row(part: Explanation) -> tuple[object, ...]:

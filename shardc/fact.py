@@ -35,7 +35,8 @@ class Origin:
 
     ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
     ``value``: the one that it cuts, as the name of its node and which of the node's results it is. ``via``: the op's
-    node, or what must lie as that which it belongs to, such as ``the gradient w``.
+    node, or what must lie as that which it belongs to, such as ``the gradient w``. ``beside``: of a sum of several open
+    sums, where those of the others came from.
     """
 
     annotation: str
@@ -43,6 +44,7 @@ class Origin:
     value: tuple[str, int]
     via: str = ""
     before: Origin | None = None
+    beside: tuple[Origin, ...] = field(default=(), repr=False)
 
     def through(self, via: str, value: tuple[str, int]) -> Origin:
         """The origin of the axis on another value, which it came to through an op."""
@@ -56,6 +58,16 @@ class Origin:
             found.append(here)
             here = here.before
         return tuple(reversed(found))
+
+    @property
+    def others(self) -> tuple[Origin, ...]:
+        """Of the open sums that were added to this one on its way, one for each further annotation."""
+        found: dict[str, Origin] = {}
+        for here in self.chain:
+            for other in here.beside:
+                for each in (other, *other.others):
+                    found.setdefault(each.annotation, each)
+        return tuple(each for each in found.values() if each.annotation != self.annotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,3 +167,16 @@ def test_the_predicted_step_is_the_one_that_was_read(
     if request.config.getoption("--write-golden"):
         path.write_text(printed)
     assert printed == path.read_text()
+
+
+def test_explanations_are_those_that_were_read(request: pytest.FixtureRequest) -> None:
+    """A parameter, a value, a module, a collective, a bucket, and one of them as JSON."""
+    model, args, kwargs, annotations = mlp()
+    compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    names = ("up.bias", "gelu", "down", "all_reduce_tp", "all_reduce_dp_bucket")
+    as_json = json.dumps(compiled.explain("all_reduce_tp").record(), indent=1) + "\n"
+    texts = {"explain.txt": "\n".join(compiled.explain(name).text() for name in names), "explain.json": as_json}
+    for name, text in texts.items():
+        if request.config.getoption("--write-golden"):
+            (GOLDEN / name).write_text(text)
+        assert text == (GOLDEN / name).read_text()
