@@ -70,7 +70,9 @@ function inTree(module, name) {
 const ROLES = {
   made: 'made by',
   summed: 'summed by',
+  passed: 'through',
   read: 'read by',
+  wanted: 'wanted by',
   moved: 'moved by',
   repeated: 'made again by',
 };
