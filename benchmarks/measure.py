@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from trainer import Trainer
 
 from shardc.runtime.wire import sent_bytes
 
+T = TypeVar("T")
 SCENE = 2  # rounds of everyone; of those after them every sixth is, the others are of shardc and its fastest peer
 
 
@@ -162,7 +163,7 @@ def _take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
             break
 
 
-def everyone_first(runners: Sequence[Runner], i: int) -> list[Runner]:
+def everyone_first(runners: Sequence[T], i: int) -> list[T]:
     """In a round's order: everyone begins a round at times, and follows everyone."""
     first = i % len(runners)
     return [*runners[first:], *runners[:first]]

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model;
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch.distributed as dist
+from measure import everyone_first
 from row import ROWS, Row, is_ours
 from trainer import Job, Trainer
 from workload import SIZES
@@ -62,7 +63,7 @@ def compare(rows: list[Row], rounds: int) -> tuple[Machine, list[tuple[str, dict
     plans = [Plan(name, row, row.trainer(name)) for row in rows for name in row.names if is_ours(name)]
     for i in range(WARM + rounds):
         bench.round()
-        for plan in plans:
+        for plan in everyone_first(plans, i):
             seconds = plan.step(i)
             plan.seconds += [seconds] if i >= WARM else []
     machine, found = bench.machine(), []

@@ -75,11 +75,16 @@ class Bench:
             self._time(case)
 
     def machine(self) -> Machine:
-        """The machine, fitted to what the slowest rank saw of each case in each round."""
+        """Fitted to what the slowest rank saw in each round: of all that is computed, and of each collective."""
         rows: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(rows, [case.seconds for case in self._cases])
-        slowest = iter([tuple(map(max, zip(*each, strict=True))) for each in zip(*rows, strict=True)])
-        computed = [work.computed(next(slowest)) for work in self.works]
+        count = len(self.computing)
+        rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # of each, what each rank took
+        latest = zip(*(max(ranks, key=sum) for ranks in rounds), strict=True)
+        computed = [work.computed(seconds) for work, seconds in zip(self.works, latest, strict=True)]
+        slowest = iter(
+            [tuple(map(max, zip(*each, strict=True))) for each in zip(*(r[count:] for r in rows), strict=True)]
+        )
         sent = [replace(each, seconds=next(slowest)) for each, _ in self.sent]
         beside = [Beside(axis, *(next(slowest) for _ in range(3))) for axis, *_ in self.beside]
         links = {
