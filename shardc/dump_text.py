@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from torch import fx
 
 from shardc.announcement import collectives_of
 from shardc.cost import flops_of, memory_of
+from shardc.fact import Input, Output
 from shardc.fallback import fallbacks_of
 from shardc.only import Only
 from shardc.program import Program
@@ -14,13 +18,13 @@ from shardc.stage_record import StageRecord
 from shardc.step_record import StepRecord, has_machine
 from shardc.text import (
     collectives_text,
-    ends_text,
     fallbacks_text,
     memory_text,
     notes_text,
     parameters_text,
     program_text,
     table,
+    type_text,
 )
 
 
@@ -45,6 +49,19 @@ def _parameters(program: Program) -> str:
     return parameters_text(program, StageRecord(program).runs if has_stages(program) else None)
 
 
+def _ends(program: Program, title: Literal["inputs", "outputs"]) -> str:
+    """What goes into the model, or what it returns, with what one rank holds of it."""
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    outputs = zip(program.outputs, program.results, strict=True)
+    ends: Iterable[tuple[Input | Output, fx.Node | None]] = inputs if title == "inputs" else outputs
+    rows = []
+    for end, node in ends:
+        local = None if node is None else program.local_type(node)
+        if node is not None and local is not None and end.kind == title.removesuffix("s"):
+            rows.append((end.name, type_text(program, node), str(local), local.nbytes))
+    return table((title.removesuffix("s"), "sharding", "on one rank", "bytes"), rows) if rows else ""
+
+
 def _stages(program: Program) -> str:
     return StageRecord(program).text() if has_stages(program) else ""
 
@@ -61,8 +78,8 @@ def rank_flops(program: Program) -> int:
 
 TABLES_TEXT: dict[str, Callable[[Program], str]] = {
     "parameters": _parameters,
-    "inputs": lambda program: ends_text(program, "inputs"),
-    "outputs": lambda program: ends_text(program, "outputs"),
+    "inputs": lambda program: _ends(program, "inputs"),
+    "outputs": lambda program: _ends(program, "outputs"),
     "stages": _stages,
     "collectives": lambda program: collectives_text(collectives_of(program)),
     "fallbacks": lambda program: fallbacks_text(program, fallbacks_of(program)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shardc.announcement import collectives_of
 from shardc.cause import cause_text
@@ -275,19 +275,6 @@ def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[st
             stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
             rows.append((given.name, type_text(program, node), str(local), local.nbytes, stages))
     return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
-
-
-def ends_text(program: Program, title: Literal["inputs", "outputs"]) -> str:
-    """What goes into the model, or what it returns, with what one rank holds of it."""
-    inputs = zip(program.inputs, program.placeholders, strict=True)
-    outputs = zip(program.outputs, program.results, strict=True)
-    ends: Iterable[tuple[Input | Output, fx.Node | None]] = inputs if title == "inputs" else outputs
-    rows = []
-    for end, node in ends:
-        local = None if node is None else program.local_type(node)
-        if node is not None and local is not None and end.kind == title.removesuffix("s"):
-            rows.append((end.name, type_text(program, node), str(local), local.nbytes))
-    return table((title.removesuffix("s"), "sharding", "on one rank", "bytes"), rows) if rows else ""
 
 
 def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
