@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # is what a rank sends
 
 
-def expressed_cost(symbolic: Symbolic, localized: Program) -> StepCost:
-    """Of a plan before its collectives go in buckets; ``localized``: its program at its own point, in local shapes.
+def expressed_cost(symbolic: Symbolic, lowered: Program, localized: Program) -> StepCost:
+    """Of a plan before its collectives go in buckets; ``lowered``, ``localized``: its program at a point.
 
     Bytes on the wire are not rounded down to whole ones, as they are of each collective. ``peak`` is what lives where
     most does at that point.
@@ -37,7 +37,7 @@ def expressed_cost(symbolic: Symbolic, localized: Program) -> StepCost:
     by_name = {node.name: node for node in program.graph.nodes}
     live = list(storages(localized))
     if any(each.value[0].name not in by_name for each in live):  # made longer or cut short, where cuts are uneven
-        live = list(storages(symbolic.reference))
+        live = list(storages(lowered))
     assert program.mesh is not None
     traffic = tuple(traffic_of(_unrounded(each, program.mesh) for each in collectives_of(program)))
     memory: dict[str, Any] = {

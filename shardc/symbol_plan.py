@@ -12,6 +12,7 @@ from shardc.error import ShardingError
 from shardc.passes.localize import localize
 from shardc.passes.pipeline import run_passes
 from shardc.passes.rematerialize import rematerialize
+from shardc.passes.verify import verify
 from shardc.program import Program
 from shardc.step_cost import StepCost, step_cost
 from shardc.symbol_cost import along, expressed_cost
@@ -107,7 +108,9 @@ class SymbolicPlan:
 
     def _expressed(self, point: Point) -> StepCost:
         symbolic = self._lowered(point)
-        return expressed_cost(symbolic, localize(symbolic.reference))
+        lowered = symbolic.at(point)
+        verify(lowered)  # asks of each call in global types whether it has a rule, which localize relies on
+        return expressed_cost(symbolic, lowered, localize(lowered))
 
     def _lowered(self, point: Point) -> Symbolic:
         """The program with as many repeated modules; one compile for each such number."""
@@ -118,19 +121,27 @@ class SymbolicPlan:
         if count == few.point[self.repeated.symbol]:
             return few
         if count not in self.known:
-            self.known[count] = self._read({**self.reference, self.repeated.symbol: count})
+            self.known[count] = self._read(count)
         return self.known[count]
 
-    def _read(self, point: Point) -> Symbolic:
-        program = levels_of(self.compile(point))["rematerialize"]
-        forms = [self._form(key, size) for key, size in numbers(program)]
-        return Symbolic(program, forms, point, self.axes)
+    def _read(self, count: int) -> Symbolic:
+        """From a compile where the fewest sizes are alike: the first of the multiples, if that tells them apart."""
+        assert self.repeated is not None
+        for i, is_last in ((1, False), (2, False), (0, True)):
+            point = {**self.learned.points[i], self.repeated.symbol: count}
+            program = levels_of(self.compile(point))["rematerialize"]
+            try:
+                return Symbolic(program, [self._form(i, *each) for each in numbers(program)], point, self.axes)
+            except ShardingError:
+                if is_last:
+                    raise
+        raise AssertionError("the last one returns or raises")
 
-    def _form(self, key: Key, size: int) -> Form:
+    def _form(self, i: int, key: Key, size: int) -> Form:
         """As in one of the few modules; else as any number of this value is; what none has, as a seed, is fixed."""
         found: set[Form] = set()
         for place in places_of(key, self.repeated.path if self.repeated else ""):
-            found = self.learned.forms.get((place, size), set())
+            found = self.learned.forms.get((i, place, size), set())
             if len(found) == 1:
                 return next(iter(found))
         if not found:

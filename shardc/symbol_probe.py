@@ -32,13 +32,13 @@ MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as an
 class Learned:
     """``symbolic`` by level: the captured, the canonical and the lowered program, all of the first of ``points``.
 
-    ``forms``: those that numbers of one value, at the same place of repeated modules, have at the first point.
+    ``forms``: those that numbers have that are of one value at one of the points and stand at the same place.
     """
 
     points: Sequence[Point]
     symbolic: Mapping[str, Symbolic]
     outlines: Mapping[str, list[str]]
-    forms: Mapping[tuple[Key | None, int], set[Form]] = field(repr=False)
+    forms: Mapping[tuple[int, Key | None, int], set[Form]] = field(repr=False)
 
 
 def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str = "", repeated: str = "") -> Learned:
@@ -50,7 +50,7 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
     points, programs = _alike(compile_, reference, dims)
     fitter = Fitter([{name: point[name] for name in dims} for point in points])
     symbolic: dict[str, Symbolic] = {}
-    known: dict[tuple[Key | None, int], set[Form]] = {}
+    known: dict[tuple[int, Key | None, int], set[Form]] = {}
     cache: dict[tuple[int, ...], Form] = {}
     for level in LEVELS:
         found = []
@@ -60,7 +60,8 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
                 cache[values] = _fitted(fitter, key, values)
             found.append(cache[values])
             for place in places_of(key, repeated) if level == LEVELS[-1] else ():
-                known.setdefault((place, values[0]), set()).add(cache[values])
+                for i, value in enumerate(values):
+                    known.setdefault((i, place, value), set()).add(cache[values])
         symbolic[level] = Symbolic(programs[0][level], found, reference, axes)
     outlines = {level: outline(programs[0][level]) for level in LEVELS}
     return Learned(points, symbolic, outlines, known)
