@@ -11,19 +11,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.admission import check_call, check_draw, check_model, check_tangents, check_values
+from shardc.admission import check_call, check_draw, check_model, check_values
 from shardc.annotations import Spec, check_annotations
 from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.feed import fed, state_of
 from shardc.machine import Links, machine_of
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.request import Request
-from shardc.sharding import Sharding, TensorType
+from shardc.sharding import Sharding
 from shardc.slow_link import with_link_notes
 from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
@@ -173,74 +174,16 @@ class Compiled:
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
         given = {} if grad_outputs is None else grad_outputs
-        inputs = self._inputs(program, args, kwargs, given, seed, step)
-        results = runtime(program, inputs)
+        check_draw(seed, step)
+        tensors = self.convention.flatten(args, kwargs)
+        check_values(dict(zip(self.convention.names, tensors, strict=True)))
+        state = state_of(self.model, self.convention.constants)
+        results = runtime(program, list(fed(program, state, tensors, given, (seed, step))))
         outputs, gradients = (
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
             for kind in ("output", "gradient")
         )
         return self.convention.unflatten(outputs), dict(zip(program.gradient_names, gradients, strict=True))
-
-    def _inputs(
-        self,
-        program: Program,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        grad_outputs: Mapping[str, torch.Tensor],
-        seed: int,
-        step: int,
-    ) -> list[torch.Tensor]:
-        """The values of the program's inputs, whole, in order."""
-        import torch
-
-        check_draw(seed, step)
-        tensors = self.convention.flatten(args, kwargs)
-        check_values(dict(zip(self.convention.names, tensors, strict=True)))
-        given = iter(tensors)
-        _check_tangents(program, grad_outputs)
-        state = self._state(program)
-        values: list[torch.Tensor] = []
-        for put in program.inputs:
-            if put.kind in ("parameter", "buffer"):
-                values.append(state[put.name].detach())
-            elif put.kind == "input":
-                values.append(next(given))
-            elif put.kind == "tangent":
-                values.append(grad_outputs.get(put.name, torch.ones(put.type.shape, dtype=put.type.dtype)))
-            else:
-                values.append(torch.tensor([seed, step]))
-        return values
-
-    def _state(self, program: Program) -> dict[str, torch.Tensor]:
-        """The model's parameters, buffers and constants by name; all must have values."""
-        model = self.model
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        state = {**dict(named), **self.convention.constants}
-        on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
-        if on_meta:
-            raise ShardingError(
-                f"parameter {on_meta[0]!r}",
-                "it is on meta" + (f", as are {len(on_meta) - 1} others" if len(on_meta) > 1 else ""),
-                "a program can be compiled and dumped without values, but not run",
-                "give the model values: model.to_empty(device='cpu') and its initialisers",
-            )
-        return state
-
-
-def _check_tangents(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
-    """A ShardingError for every gradient of an output that has none, or of another type than the output."""
-    types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
-    check_tangents(grad_outputs, list(types))
-    errors: list[ShardingError] = []
-    for name, gradient in grad_outputs.items():
-        given = TensorType(tuple(gradient.shape), gradient.dtype)
-        who, what = f"grad_outputs[{name!r}]", f"given {given}"
-        if name not in types:
-            remedy = did_you_mean(name, types) or f"use one of {', '.join(types) or 'none'}"
-            errors.append(ShardingError(who, what, "no output of this name has a gradient", remedy))
-        elif given != types[name]:
-            errors.append(ShardingError(who, what, f"the output is {types[name]}", f"pass {types[name]}"))
-    raise_all(errors)
 
 
 def compile(
