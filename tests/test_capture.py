@@ -887,7 +887,7 @@ def test_what_a_graph_would_silently_leave_out_is_refused(model, problem):
 
 
 def test_a_number_that_forward_counts_is_warned_of():
-    with pytest.warns(UserWarning, match="forward of Counter changes calls: that happens while it is captured"):
+    with pytest.warns(UserWarning, match="forward of Counter: it changes calls\n  that happens while it is captured"):
         capture(Counter(), (torch.randn(3),), {})
 
 
