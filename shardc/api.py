@@ -173,17 +173,28 @@ class Compiled:
         step: int = 0,
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """Run a program of any level through ``runtime(program, inputs by kind and name) -> results``."""
-        given = {} if grad_outputs is None else grad_outputs
-        check_draw(seed, step)
-        tensors = self.convention.flatten(args, kwargs)
-        check_values(dict(zip(self.convention.names, tensors, strict=True)))
-        state = state_of(self.model, self.convention.constants)
-        results = runtime(program, list(fed(program, state, tensors, given, (seed, step))))
+        results = runtime(program, self.inputs(program, args, kwargs, grad_outputs, seed, step))
         outputs, gradients = (
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
             for kind in ("output", "gradient")
         )
         return self.convention.unflatten(outputs), dict(zip(program.gradient_names, gradients, strict=True))
+
+    def inputs(
+        self,
+        program: Program,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        grad_outputs: Mapping[str, torch.Tensor] | None = None,
+        seed: int = 0,
+        step: int = 0,
+    ) -> list[torch.Tensor]:
+        """What a program of any level is run on: the whole values of its inputs, in order."""
+        check_draw(seed, step)
+        tensors = self.convention.flatten(args, kwargs or {})
+        check_values(dict(zip(self.convention.names, tensors, strict=True)))
+        state = state_of(self.model, self.convention.constants)
+        return list(fed(program, state, tensors, grad_outputs or {}, (seed, step)))
 
 
 def compile(

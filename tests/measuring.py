@@ -18,7 +18,7 @@ from shardc.runtime.simulator import cut_inputs
 def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
     """``saved`` and ``peak`` of a step on virtual ranks, of the rank where they are most."""
     program = compiled.program
-    inputs = cut_inputs(program, compiled._inputs(program, args, kwargs, {}, 0, 0))
+    inputs = cut_inputs(program, compiled.inputs(program, args, kwargs))
     return MeasuringExecutor(program, SimulatedComm(compiled.mesh), is_eager=False).measure(inputs)
 
 

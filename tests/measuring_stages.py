@@ -30,7 +30,7 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     comm = SimulatedComm(_stage_mesh(program.mesh))
     runner = pipeline.PipelineRunner(program, comm, channel=Posted())
     runner.channel.place = runner.schedule.place
-    inputs = cut_inputs(program, compiled._inputs(program, args, {}, {}, 0, 0))
+    inputs = cut_inputs(program, compiled.inputs(program, args))
     step = MeasuringRun(runner, runner._with_tangents(inputs, 1.0))
     runner.runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.runners}
     with mock.patch.object(pipeline_step, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):

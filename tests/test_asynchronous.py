@@ -72,7 +72,7 @@ def run_noting(mesh: Mesh, annotations: dict[str, P]) -> tuple[list[str], bool]:
     torch.manual_seed(0)
     x = torch.randn(4, 8)
     compiled = shardc.compile(Layers(), mesh, annotations, args=(x,))
-    program, values = compiled.program, compiled._inputs(compiled.program, (x,), {}, {}, 0, 0)
+    program, values = compiled.program, compiled.inputs(compiled.program, (x,))
     comm = NotingComm(make_device_mesh(mesh))
     comm.notes = []
     call = BoundDot.__call__

@@ -54,7 +54,7 @@ class Chain(nn.Module):
 def run(program: shardc.Compiled, args: tuple[Tensor, ...], is_eager: bool, repeats: int) -> list[list[Tensor | None]]:
     """What a program gives forward, and backward again and again."""
     executor = Executor(program.program, SimulatedComm(program.mesh), is_eager=is_eager)
-    pieces = cut_inputs(program.program, program._inputs(program.program, args, {}, {}, 0, 0))
+    pieces = cut_inputs(program.program, program.inputs(program.program, args))
     outputs, saved = executor.forward(pieces)
     return [*outputs, *(row for _ in range(repeats) for row in executor.backward(saved, pieces, keep=True))]
 
