@@ -28,7 +28,7 @@ from shardc.rule import Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
-from .assign_cuts import Cuts, assign, claims_on
+from .assign_cuts import Cuts, assign, claims_on, num_pieces
 from .choose_ends import cheapest_ends
 from .decompose_index import INDEXING, lookup_moves
 from .decompose_norm import NORMS
@@ -95,7 +95,7 @@ def _windowed(program: Program, node: fx.Node) -> Form | None:
         for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
             along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
             moved = WINDOWED[node.target].moved(along)
-            if moved is not None and moved < (along.count - 1) * _gathered(program, node, rule, {factor}):
+            if moved is not None and moved < (along.count - 1) * _gathered(program, node, rule, {factor}, {}):
                 return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
     return None
 
@@ -144,18 +144,27 @@ def _pays(program: Program, node: fx.Node) -> bool:
         cuts[factor].minor for factor in cut_whole if factor.startswith("v")
     ):
         return False  # a rank's positions follow one another, so that the first tells all
-    return bool(cut_whole) and DECOMPOSITIONS[node.target].moved(program, node, cut_whole) < _gathered(
-        program, node, rule, cut_whole
-    )
+    return bool(cut_whole) and _apart(program, node, cuts, cut_whole) < _gathered(program, node, rule, cut_whole, cuts)
 
 
 def apart_or_gathered(program: Program, node: fx.Node) -> tuple[int, int] | None:
-    """Of an op that may be taken apart, the bytes that move so, and those that gathering would; None of any other."""
+    """Of an op that may be taken apart, the bytes that a rank sends so, and where it gathers; None of any other."""
     if node.target not in DECOMPOSITIONS:
         return None
     rule = program.rule(node)
-    whole = set(rule.whole)
-    return DECOMPOSITIONS[node.target].moved(program, node, whole), _gathered(program, node, rule, whole)
+    cuts, whole = _arriving(program, node, rule), set(rule.whole)
+    count = num_pieces({factor: cut for factor, cut in cuts.items() if factor in whole})
+    apart, gathered = _apart(program, node, cuts, whole), _gathered(program, node, rule, whole, cuts)
+    return apart * (count - 1) // count, gathered * (count - 1) // count
+
+
+def _apart(program: Program, node: fx.Node, cuts: Cuts, factors: set[str]) -> int:
+    """Bytes of one rank's tensors that move where an op is taken apart along ``factors``, as all others are cut."""
+    return ceil_div(DECOMPOSITIONS[node.target].moved(program, node, factors), _num_others(cuts, factors))
+
+
+def _num_others(cuts: Cuts, factors: set[str]) -> int:
+    return num_pieces({factor: cut for factor, cut in cuts.items() if factor not in factors})
 
 
 def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
@@ -170,14 +179,19 @@ def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     return assign(loose, claims_on(program, node, loose, lies))
 
 
-def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str]) -> int:
-    """Bytes of the tensors that would be gathered."""
+def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
+    """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
     values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
     return sum(
-        program.value_type(value).nbytes
+        ceil_div(program.value_type(value).nbytes, _num_others(_of_dims(rule, cuts, dims), factors))
         for value, dims in zip(values, rule.operands + rule.results, strict=True)
         if value is not None and any(rule.has(factor, dims) for factor in factors)
     )
+
+
+def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:
+    """The cuts of the factors that a tensor has."""
+    return {factor: cut for factor, cut in cuts.items() if rule.has(factor, dims)}
 
 
 # The ops.

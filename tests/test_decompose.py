@@ -153,3 +153,20 @@ def test_a_lookup_in_a_dim_that_is_cut_in_blocks_equals_the_whole(mesh: Mesh, wi
     model = Function(lambda x, places: x.reshape(-1)[places], inputs)
     program = shardc.compile(model, mesh, {"x": P(None, mesh.axis_names)}, kwargs=inputs)
     assert torch.equal(program.simulate(**inputs)[0], model(**inputs))
+
+
+def test_a_table_is_looked_up_where_it_lies_if_one_ranks_rows_are_fewer_bytes_than_it() -> None:
+    """What all ranks look up together is more than the table, what one rank does less."""
+
+    class Lookup(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(400, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids).square().mean()
+
+    ids = torch.zeros(64, 16, dtype=torch.int64)
+    compiled = shardc.compile(Lookup(), Mesh(dp=16, tp=2), {"ids": P("dp"), "table.weight": P("tp")}, args=(ids,))
+    moved = [each for each in compiled.collectives if each.axes == ("tp",)]
+    assert {each.kind for each in moved} == {"all_reduce"} and sum(each.wire_bytes for each in moved) == 4 * 16 * 8 * 4
