@@ -27,9 +27,9 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     from shardc.stage import has_stages
 
     if has_stages(program):
-        from shardc.stage_traffic import traffic_of
+        from shardc.stage_traffic import collectives_of_stages
 
-        return tuple(traffic_of(program))
+        return tuple(collectives_of_stages(program))
     return tuple(collective_at(program, node) for node in program.calls if is_collective(node))
 
 

@@ -18,7 +18,7 @@ from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
 
 
-def traffic_of(program: Program) -> Iterator[Collective]:
+def collectives_of_stages(program: Program) -> Iterator[Collective]:
     """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
     stages = stages_of(program)
     assert program.options.pipeline is not None

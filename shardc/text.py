@@ -1,14 +1,12 @@
-"""How a program, its collectives and its other facts print: stable text, as one would type it."""
+"""How a program and its facts print: stable text, as one would type it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardc.announcement import collectives_of
 from shardc.cause import cause_text
-from shardc.collective import Collective
 from shardc.mesh import MICROBATCH
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ TABLES = (
     "nodes",
     "notes",
 )
-_IS_ORIGIN = re.compile(r"\S+ from ").match
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
 
 
@@ -215,57 +212,6 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def collectives_text(collectives: Sequence[Collective]) -> str:
-    """How many of each kind, over which axes, and their bytes on one rank; then each with its cause."""
-    if not collectives:
-        return "no collectives\n"
-    listed = [
-        (
-            c.name,
-            "+".join(c.axes),
-            c.phase,
-            f"{c.dtype}{list(c.local_shape_in)}",
-            f"{c.dtype}{list(c.local_shape_out)}",
-            c.wire_bytes,
-            shortened(c.source),
-            cause_text(c.causes, most=2),
-        )
-        for c in collectives
-    ]
-    header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
-    if any(c.stage is not None for c in collectives):
-        header = ("stage", "times", *header)  # type: ignore[assignment]
-        listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
-    return f"{_by_kind(collectives)}\n{table(header, listed)}"
-
-
-def shortened(text: str, separator: str = ", ") -> str:
-    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
-    parts = text.split(separator)
-    origins = [part for part in parts if _IS_ORIGIN(part)]
-    others = len(parts) - len(origins) - 1
-    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
-
-
-def _by_kind(collectives: Sequence[Collective]) -> str:
-    def key(found: Collective) -> tuple[str, str, str]:
-        return found.phase, found.kind, "+".join(found.axes)
-
-    rows = []
-    for phase, kind, axes in dict.fromkeys(map(key, collectives)):
-        same = [found for found in collectives if key(found) == (phase, kind, axes)]
-        rows.append((phase, kind, axes, *_totals(same)))
-    rows.append(("total", "", "", *_totals(collectives)))
-    return table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), rows)
-
-
-def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
-    counts = [found.times for found in collectives]
-    moved = sum(found.bytes * times for found, times in zip(collectives, counts, strict=True))
-    sent = sum(found.wire_bytes * times for found, times in zip(collectives, counts, strict=True))
-    return sum(counts), moved, sent
-
-
 def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
     """Each parameter and buffer with its sharding, what one rank holds of it, and the stages that hold it."""
     rows = []
@@ -290,3 +236,8 @@ def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
 def memory_text(memory: Mapping[str, int]) -> str:
     """Bytes on one rank by class."""
     return table(("memory of one rank", "bytes"), memory.items())
+
+
+def flops_text(counts: Mapping[str, int]) -> str:
+    """Floating-point operations by who does them."""
+    return table(("floating-point operations", "count"), counts.items())
