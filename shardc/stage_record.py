@@ -20,7 +20,7 @@ from shardc.stage import TIMED, Crossing, Part, Stage, Stages
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
 from shardc.text import table
-from shardc.timeline import Timeline
+from shardc.timeline import Timeline, rounded
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class StageRecord:
             "microbatches": self.schedule.num_microbatches,
             "place": list(self.schedule.place),
             "rows": self.schedule.to_csv().splitlines(),
-            "makespan": float(f"{self.timeline.makespan:g}"),
-            "bubble": float(f"{self.timeline.bubble:g}"),
+            "makespan": rounded(self.timeline.makespan),
+            "bubble": rounded(self.timeline.bubble),
         }
 
     @cached_property
