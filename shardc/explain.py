@@ -32,13 +32,13 @@ class Explainer:
     """Explains what is in one program; for many names of it make one of these.
 
     The program is one in global shapes, as the dump prints it: after propagate it explains shardings, and after
-    lower_reshards collectives too.
+    lower_reshards collectives too. ``chains``: those of its values.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._chains = Chains(program)
-        self._sent = CollectiveExplainer(program, self._chains)
+        self.chains = Chains(program)
+        self._sent = CollectiveExplainer(program, self.chains)
         self._pins = {(pin.kind, pin.name): pin.text for pin in program.pins}
         self._inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self._fallbacks = set(fallbacks_of(program))
@@ -60,7 +60,7 @@ class Explainer:
     @cached_property
     def tables(self) -> Mapping[str, Table]:
         """What can be named: by its kind and its name, what explains it."""
-        nodes, names = self._chains.nodes, self._chains.names
+        nodes, names = self.chains.nodes, self.chains.names
         stored = {node for node, given in self._inputs.items() if given.kind in ("parameter", "buffer")}
         return {
             "param": {names[node]: partial(self.node, node) for node in self._inputs if node in stored},
@@ -111,8 +111,8 @@ class Explainer:
         source, given = self.program.source(node), self._inputs.get(node)
         placed = self._pins.get((given.kind, given.name) if given else ("value", node.name), "")
         return Explanation(
-            self._chains.names[node], self._kind(node), type_text(self.program, node), source.module, source.location,
-            tuple(self._chains.of(node)), placed, notes=tuple(self._notes(node)),
+            self.chains.names[node], self._kind(node), type_text(self.program, node), source.module, source.location,
+            tuple(self.chains.of(node)), placed, notes=tuple(self._notes(node)),
         )  # fmt: skip
 
     def _kind(self, node: fx.Node) -> Kind:
@@ -123,7 +123,7 @@ class Explainer:
 
     def _notes(self, node: fx.Node) -> Iterator[str]:
         if node in self._fallbacks:
-            yield f"{self._chains.op(node)} has no rule: its operands are gathered, and it runs whole on every rank"
+            yield f"{self.chains.op(node)} has no rule: its operands are gathered, and it runs whole on every rank"
         readers = (user for user in node.users if user.name in self.collectives)
         yield from (f"sent by {user.name}" for user in readers)
 

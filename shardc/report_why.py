@@ -8,7 +8,6 @@ from typing import Any
 
 from shardc.alternative import Alternative
 from shardc.explain import Explainer
-from shardc.explain_chain import Chains
 from shardc.explanation import Chain, Explanation, Step
 from shardc.explanation_text import reason_text
 from shardc.program import Program
@@ -23,9 +22,9 @@ def why_record(program: Program, choices: Choices) -> dict[str, Any]:
     place of the step before it, -1 on the annotated value. ``because``: of each collective its parts, see ``_part``,
     ``seconds`` as they are estimated, and ``choices`` as ``Alternative`` has them.
     """
-    table, chains, explainer = _Steps(), Chains(program), Explainer(program)
+    table, explainer = _Steps(), Explainer(program)
     nodes = [node for node in program.graph.nodes if node.op != "output" and any(program.origins(node))]
-    why = {node.name: table.chains(tuple(chains.of(node))) for node in nodes}
+    why = {node.name: table.chains(tuple(explainer.chains.of(node))) for node in nodes}
     because = {}
     for name in explainer.collectives:
         found = explainer.explain(f"value:{name}")
