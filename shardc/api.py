@@ -25,7 +25,7 @@ from shardc.pin import Pin
 from shardc.program import Program
 from shardc.request import Request
 from shardc.sharding import Sharding
-from shardc.slow_link import with_link_notes
+from shardc.slow_link import slow_link_note
 from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
 from shardc.unused import idle_error, note_of, unused_annotations
@@ -251,10 +251,11 @@ def compile(
     watch("capture", program, time.perf_counter() - start)
     run_passes(program, watch)
     unused += map(idle_error, idle_annotations(stages["keep_dims"], stages["propagate"]))
-    for name in list(stages)[-2:]:  # in global shapes, in local ones
-        noted = with_link_notes(stages[name])
-        stages[name] = replace(noted, notes=(*noted.notes, *map(note_of, unused)))
-    program = stages[next(reversed(stages))]
+    whole, local = list(stages)[-2:]  # in global shapes, in local ones
+    notes = [*filter(None, [slow_link_note(stages[whole])]), *map(note_of, unused)]
+    for name in (whole, local):
+        stages[name] = replace(stages[name], notes=(*stages[name].notes, *notes))
+    program = stages[local]
     if pipeline:
         schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
     if strict:
