@@ -69,12 +69,8 @@ class Compiled:
     def at(self, name: str) -> Program:
         """The program after the named pass; ``capture`` is the first."""
         if name not in self.stages:
-            raise ShardingError(
-                f"pass {name!r}",
-                f"the passes are {', '.join(self.stages)}",
-                "there is no such pass",
-                did_you_mean(name, self.stages) or "name one of them",
-            )
+            known, remedy = ", ".join(self.stages), did_you_mean(name, self.stages) or "name one of them"
+            raise ShardingError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
         return self.stages[name]
 
     @property
@@ -235,8 +231,7 @@ def compile(
     check_call(args, kwargs or {}, train, differentiable, strict)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
     matched = request.matched(model)
-    stages: dict[str, Program] = {}
-    seconds: dict[str, float] = {}
+    stages, seconds = dict[str, Program](), dict[str, float]()
 
     def watch(name: str, program: Program, took: float) -> None:
         stages[name], seconds[name] = program, took
@@ -261,6 +256,9 @@ def compile(
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
+
+
+_compile = compile  # under a name that ``parallelize`` has no argument of
 
 
 def parallelize(
@@ -292,31 +290,11 @@ def parallelize(
 
     check_model(model)
     check_annotations(annotations or {})
-    stated = {
-        "zero": zero,
-        "pipeline": pipeline,
-        "precision": precision,
-        "remat": remat,
-        "bucket": bucket,
-        "links": links,
-    }
-    options = {"differentiable": differentiable, **stated, "strict": strict}
-    call = partial(_compile_call, mesh, annotations, options)
-    module = parallel_module(model, mesh, call, runtime, compile, pipeline)
+    compile_fn = partial(
+        _compile, mesh=mesh, annotations=annotations, differentiable=differentiable, zero=zero, pipeline=pipeline,
+        precision=precision, remat=remat, bucket=bucket, links=links, strict=strict,
+    )  # fmt: skip
+    module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline)
     if args is not None or kwargs is not None:
         module.compile_for(args or (), kwargs or {})
     return module
-
-
-def _compile_call(
-    mesh: Any,
-    annotations: Mapping[str, Spec] | None,
-    options: Mapping[str, Any],
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    train: bool,
-    fixed: tuple[Pin, ...],
-) -> Compiled:
-    return compile(model, mesh, annotations, args=args, kwargs=kwargs, train=train, fixed=fixed, **options)
