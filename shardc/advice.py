@@ -22,6 +22,7 @@ from shardc.error import ShardingError, did_you_mean
 from shardc.partition import P
 from shardc.retry import Attempt, Retry
 from shardc.site import site_of
+from shardc.stage_traffic import sender
 from shardc.text import bytes_text
 from shardc.transfer import Transfer, instead, is_removed, transfers
 from shardc.why_needed import why_needed
@@ -154,7 +155,7 @@ class Advisor:
             raise ShardingError(
                 f"collective {name!r}", f"a program of {len(self._sent)}", "it has none of that name", remedy
             )
-        return self._nodes.get(name.partition("_stage_")[0])
+        return sender(self._nodes, name)
 
     def _suggestion(self, moved: frozenset[Transfer], change: Change, attempt: Attempt) -> Suggestion:
         before, annotations = self._retry.figures, self._retry.annotations

@@ -24,6 +24,7 @@ from shardc.passes.pins import Ranks
 from shardc.passes.propagate import propagate
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
+from shardc.stage_traffic import sender
 from shardc.transfer import Movement, axes_of, movements
 
 MOST = 4  # alternatives of a question
@@ -39,7 +40,7 @@ class Chooser:
 
     def alternatives(self, name: str) -> tuple[Alternative, ...]:
         """What was chosen among at a collective; nothing for a message of a pipeline."""
-        node = self._nodes.get(name) or self._nodes.get(name.partition("_stage_")[0])
+        node = sender(self._nodes, name)
         if node is None:
             return ()
         moved = list(movements(self.whole, node))

@@ -15,6 +15,7 @@ from shardc.explanation import Chain, End, Explanation, Reason, Sent
 from shardc.fact import Origin
 from shardc.node import is_cast, is_getitem, operands
 from shardc.program import Program
+from shardc.stage_traffic import sender
 from shardc.step_time import collective_seconds
 from shardc.text import type_text
 
@@ -50,7 +51,7 @@ class CollectiveExplainer:
 
     def node(self, found: Collective) -> fx.Node | None:
         """The node that sends; a message between stages has none. Of a pipeline several stages may run one node."""
-        return self.chains.nodes.get(found.name) or self.chains.nodes.get(found.name.rpartition("_stage_")[0])
+        return sender(self.chains.nodes, found.name)
 
     def _crossed(self, found: Collective, cause: Crossed) -> Explanation:
         values = [self.chains.nodes[name] for name in cause.values]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -16,6 +16,8 @@ from shardc.permutation import wire_bytes_total
 from shardc.program import Program
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
+
+OF_STAGE = "_stage_"  # and its number: after the name of a collective that an earlier stage has too
 
 
 def collectives_of_stages(program: Program) -> Iterator[Collective]:
@@ -32,9 +34,14 @@ def collectives_of_stages(program: Program) -> Iterator[Collective]:
                 if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
                     found.append(_message(program, way, nodes, pipeline))
             for each in found:
-                name = f"{each.name}_stage_{i}" if each.name in named else each.name
+                name = f"{each.name}{OF_STAGE}{i}" if each.name in named else each.name
                 named.add(name)
                 yield replace(each, name=name, stage=i, times=times)
+
+
+def sender(nodes: Mapping[str, fx.Node], name: str) -> fx.Node | None:
+    """Of ``nodes`` by name the one that sends a collective, which several stages may run; a message has none."""
+    return nodes.get(name) or nodes.get(name.rpartition(OF_STAGE)[0])
 
 
 def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], pipeline: Pipeline) -> Collective:
