@@ -39,8 +39,7 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
 
 def _stage_mesh(mesh: Mesh) -> Mesh:
     """The ranks of one stage of a pipeline: all axes of its program but that of microbatches."""
-    axes = zip(mesh.axis_names, mesh.shape, strict=True)
-    return Mesh(device_ids=None, **{name: size for name, size in axes if name != MICROBATCH})
+    return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name != MICROBATCH})
 
 
 def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[list[Tensor | None]]:

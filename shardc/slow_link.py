@@ -40,7 +40,7 @@ def _links(program: Program) -> dict[str, Link]:
     machine, mesh, pipeline = program.options.machine, program.mesh, program.options.pipeline
     if mesh is None or not machine.links:
         return {}
-    names = [name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1 and name != MICROBATCH]
+    names = [name for name, size in mesh.sizes.items() if size > 1 and name != MICROBATCH]
     names += [pipeline.axis] if pipeline and pipeline.axis not in names and program.num_stages > 1 else []
     return {name: machine.of_axis(name) for name in names}
 

@@ -59,7 +59,7 @@ def _lines(title: str, lines: Iterable[str]) -> str:
 def rank_axes(program: Program) -> dict[str, int]:
     """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
     mesh, pipeline = program.mesh, program.options.pipeline
-    axes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    axes = {} if mesh is None else mesh.sizes
     if pipeline is None:
         return axes
     ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
