@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gpt
@@ -275,14 +274,11 @@ def test_what_is_left_open_on_the_command_line_is_as_if_it_were_dropped(pattern:
 
 
 def test_what_is_said_of_a_collective_is_as_it_was_read(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["explain", "gpt:gpt", "--mesh", "tp=2", "--annotate", "*.mlp.up.bias=-", "all_gather_tp"]
     assert main(command) == 0
-    text, path = capsys.readouterr().out, Path(__file__).parent / "golden" / "advice.txt"
-    if request.config.getoption("--write-golden"):
-        path.write_text(text)
-    assert text == path.read_text()
+    as_read("advice.txt", capsys.readouterr().out)
     assert main([*command, "--no-advice", "--format", "json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["advice"], record["alternatives"][0]["way"]) == (None, "all_gather")
