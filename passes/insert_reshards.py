@@ -24,6 +24,7 @@ from torch import fx
 
 from shardc.cause import Cause, Edges, Moved, Need, NeedKind, Place
 from shardc.collective import EXCHANGES, reshard
+from shardc.ends import ends_of
 from shardc.fact import Origin, Output
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Program, Value
@@ -124,10 +125,9 @@ class _Rewriter:
         return inserted(self.program, node, wanted, node, why)
 
     def _output(self, node: fx.Node) -> None:
-        ends = zip(self.program.outputs, self.program.owners, self.program.results, self.plan.returned(), strict=True)
         results = [
             self._result(result, wanted, output, owner) if result and wanted else None
-            for output, owner, result, wanted in ends
+            for (output, owner, result), wanted in zip(ends_of(self.program), self.plan.returned(), strict=True)
         ]
         node.args = (tuple(results),)
 

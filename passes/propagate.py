@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardc.cut import dims_sharding, extends, factor_cuts
+from shardc.ends import ends_of
 from shardc.fact import Origin
 from shardc.mesh import MICROBATCH, Axes, Mesh
 from shardc.node import is_getitem
@@ -112,7 +113,7 @@ class _State:
     def _ties(self) -> Iterator[_Op]:
         """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
         inputs = self.program.named_inputs
-        for output, owner, node in zip(self.program.outputs, self.program.owners, self.program.results, strict=True):
+        for output, owner, node in ends_of(self.program):
             partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
             if node is not None and partner is not None:
                 ends = self.program.value(node), self.program.value(partner)

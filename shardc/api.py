@@ -16,6 +16,7 @@ from shardc.annotations import Spec, check_annotations
 from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
+from shardc.ends import gradient_names
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
 from shardc.machine import Links, machine_of
@@ -87,11 +88,8 @@ class Compiled:
     def shardings(self) -> dict[str, Sharding]:
         """The sharding of every parameter, buffer, input, output and node, by name."""
         program = self.program
-        found = {
-            node.name: program.sharding(node)
-            for node in program.graph.nodes
-            if node.op != "output" and not program.has_many(node)
-        }
+        nodes = (node for node in program.graph.nodes if node.op != "output" and not program.has_many(node))
+        found = {node.name: program.sharding(node) for node in nodes}
         for output, node in zip(program.outputs, program.results, strict=True):
             if node is not None and output.kind == "output":
                 found[output.name] = program.sharding(node)
@@ -174,7 +172,7 @@ class Compiled:
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
             for kind in ("output", "gradient")
         )
-        return self.convention.unflatten(outputs), dict(zip(program.gradient_names, gradients, strict=True))
+        return self.convention.unflatten(outputs), dict(zip(gradient_names(program), gradients, strict=True))
 
     def inputs(
         self,

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.cost import alive, is_gathered, stored
+from shardc.cost import alive, is_gathered
+from shardc.ends import parameters_of
 from shardc.lifetime import Storage, split, storages
 from shardc.program import Program
 
@@ -44,7 +45,7 @@ def memory_curve(program: Program) -> MemoryCurve:
     parts = split(program)
     places = (*parts.update, *parts.forward, *parts.backward)
     forward, backward = len(parts.update), len(parts.update) + len(parts.forward)
-    parameters = stored(program)
+    parameters = parameters_of(program)
     live: dict[str, list[Storage]] = {name: [] for name in CLASSES}
     for storage in storages(program):
         if storage.value[0] in parameters.values():

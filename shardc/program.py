@@ -76,38 +76,6 @@ class Program:
         return {(put.kind, put.name): node for put, node in zip(self.inputs, self.placeholders, strict=True)}
 
     @property
-    def owners(self) -> tuple[fx.Node | None, ...]:
-        """The placeholder that each output belongs to, parallel to ``outputs``; None for the model's own outputs.
-
-        Gradients follow the inputs that require them: a parameter and an input of the model may have one name.
-        """
-        stored = self.named_inputs
-        entries = zip(self.inputs, self.placeholders, strict=True)
-        wanting = ((put.name, node) for put, node in entries if put.requires_grad)
-        found: list[fx.Node | None] = []
-        for output in self.outputs:
-            if output.kind == "gradient":
-                found.append(next(node for name, node in wanting if name == output.name))
-            else:
-                kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
-                found.append(stored.get((kind, output.name)))
-        return tuple(found)
-
-    @property
-    def gradient_names(self) -> dict[str, tuple[str, str]]:
-        """For the name that each gradient goes by, in order, the kind and name of the input that it is of.
-
-        An input that shares its name with a parameter has ``input:NAME``.
-        """
-        keys = {node: key for key, node in self.named_inputs.items()}
-        found: dict[str, tuple[str, str]] = {}
-        for output, owner in zip(self.outputs, self.owners, strict=True):
-            if output.kind == "gradient" and owner is not None:
-                kind, name = keys[owner]
-                found[f"{kind}:{name}" if name in found else name] = kind, name
-        return found
-
-    @property
     def output_node(self) -> fx.Node:
         """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
         return next(reversed(self.graph.nodes))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.cause import Moved
+from shardc.ends import ends_of
 from shardc.node import is_cast, is_getitem, is_view, operands
 from shardc.partition import P
 from shardc.pin import Pin
@@ -106,8 +107,8 @@ def _origins(program: Program, node: fx.Node, moved: list[Movement], axes: tuple
 def _beside(program: Program, movement: Movement) -> Iterator[Named]:
     """What is moved, what it is the gradient of, and the parameters and inputs that its maker and readers take."""
     given = dict(zip(program.placeholders, program.inputs, strict=True))
-    for i in movement.ends:
-        owner, output = program.owners[i], program.outputs[i]
+    ends = list(ends_of(program))
+    for output, owner, _ in (ends[i] for i in movement.ends):
         if owner is not None:
             yield Named(given[owner].kind, given[owner].name, given[owner].type.shape)
         elif output.kind == "output":

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shardc.cost import is_gathered
+from shardc.ends import parameters_of
 from shardc.lifetime import Storage, storages
 from shardc.program import Program
 from shardc.stage import Stage
 from shardc.stage_cut import stages_of
 from shardc.stage_ledger import rank_bytes
 from shardc.stage_schedule import schedule_of
-from shardc.stage_state import parameters_of, stored_bytes
+from shardc.stage_state import stored_bytes
 
 
 def stage_memory(program: Program) -> dict[str, int]:

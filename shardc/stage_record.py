@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.action import Schedule
 from shardc.cost import flops_of_call
+from shardc.ends import parameters_of
 from shardc.pipeline_cost import costs_of
 from shardc.program import Program
 from shardc.schedule_picture import text as picture
@@ -162,7 +163,7 @@ class StageRecord:
 
     @cached_property
     def _parameters(self) -> dict[str, fx.Node]:
-        return {name: node for (kind, name), node in self.program.named_inputs.items() if kind == "parameter"}
+        return parameters_of(self.program)
 
     @cached_property
     def _modules(self) -> list[tuple[str, str]]:

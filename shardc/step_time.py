@@ -15,6 +15,7 @@ from torch import fx
 from shardc.announcement import collective_at, is_collective
 from shardc.collective import Collective
 from shardc.cost import ADAM_STATES, bytes_moved, flops_of_call, gradient_type, nbytes, of_parameters
+from shardc.ends import parameters_of
 from shardc.fact import Phase
 from shardc.lifetime import split
 from shardc.link import Link
@@ -89,7 +90,7 @@ def call_seconds(program: Program, node: fx.Node) -> float:
 def update_seconds(program: Program) -> float:
     """Adam's step: parameters and states are read and written, gradients read."""
     gradients = of_parameters(program, "gradient")
-    stored = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    stored = parameters_of(program)
     held = sum(nbytes(program.local_type(stored[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
     return program.options.machine.device.update_seconds(2 * (1 + ADAM_STATES) * held + read)

@@ -22,6 +22,7 @@ from torch import fx
 
 from shardc.announcement import collective_at, is_collective
 from shardc.collective import COLLECTIVES, Collective, reshard
+from shardc.ends import ends_of
 from shardc.error import ShardingError, raise_all
 from shardc.node import is_annotation, is_getitem, op_name, operand
 from shardc.pin import PARAMETER, PARAMETER_FIRST, YIELDING, Pin
@@ -119,7 +120,7 @@ class _Asked:
         }  # fmt: skip
         self.values = {node: placed["value", node.name] for node in program.calls if ("value", node.name) in placed}
         self.results: dict[Value, list[Pin | None]] = {}
-        for output, owner, result in zip(program.outputs, program.owners, program.results, strict=True):
+        for output, owner, result in ends_of(program):
             if result is not None:
                 pin = inputs.get(owner) if owner else placed.get((output.kind, output.name))
                 self.results.setdefault(program.value(result), []).append(pin)

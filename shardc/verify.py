@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.api import Compiled, compile
 from shardc.borrow import borrowed, computed_tensors
 from shardc.convention import call_leaves, output_leaves, rebuild_call
+from shardc.ends import gradient_names
 from shardc.mesh import Mesh
 from shardc.program import Program
 from shardc.runtime.simulator import interpret
@@ -169,7 +170,7 @@ class _Run:
             "parameter": dict(model.named_parameters(remove_duplicate=False)),
             "buffer": dict(model.named_buffers(remove_duplicate=False)),
         }
-        gradients = {f"gradient {name}": owned[kind][key].grad for name, (kind, key) in program.gradient_names.items()}
+        gradients = {f"gradient {name}": owned[kind][key].grad for name, (kind, key) in gradient_names(program).items()}
         return {**{f"output {name}": value.detach() for name, value in outputs.items()}, **gradients}
 
 
