@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
 from shardc.cause import Cause
-from shardc.fact import Input, Origin, Output, Source, Types, types_of
+from shardc.fact import Input, Origin, Output, Source, Types, types_made
 from shardc.mesh import Mesh
-from shardc.node import is_getitem, is_pointwise, op_name, operands, takes_device
+from shardc.node import is_getitem, is_pointwise, op_name, operands
 from shardc.options import Options
 from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
@@ -248,15 +247,8 @@ class Program:
 
     # Building.
 
-    def insert(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        type_: Types,
-        like: fx.Node,
-        kwargs: Mapping[str, Any] | None = None,
-        name: str | None = None,
-    ) -> fx.Node:
+    def insert(self, target: Any, args: tuple[Any, ...], type_: Types, like: fx.Node,
+               kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:  # fmt: skip
         """Insert a call at the graph's insertion point, with the source of ``like``."""
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
         self.set_type(node, type_)
@@ -275,19 +267,9 @@ class Program:
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
     def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-        """The type of a call whose arguments hold typed nodes; a few ops run on a real device only, on zeros."""
-
-        def value(node: fx.Node) -> torch.Tensor:
-            type_ = self.value_type(self.value(node))
-            return torch.zeros(type_.shape, dtype=type_.dtype, device=device)
-
-        with_device = {"device": device} if takes_device(target) else {}
-        try:
-            return types_of(target(*fx.map_arg(args, value), **(fx.map_arg(dict(kwargs), value) | with_device)))
-        except NotImplementedError:
-            if device == "cpu":
-                raise
-            return self.infer(target, args, kwargs, "cpu")
+        """The type of a call whose arguments hold typed nodes: see ``types_made``."""
+        typed, named = self._with_types((args, dict(kwargs)))
+        return types_made(target, typed, named, device)
 
     def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
         """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""

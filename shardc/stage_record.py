@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from shardc.action import Schedule
-from shardc.cost import flops_of_call
+from shardc.cost import flops_of_call, nbytes
 from shardc.ends import parameters_of
 from shardc.pipeline_cost import costs_of
 from shardc.program import Program
@@ -20,6 +20,7 @@ from shardc.schedule_time import simulate
 from shardc.stage import TIMED, Crossing, Part, Stage, Stages
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
+from shardc.stage_units import prefixes
 from shardc.text import table
 from shardc.timeline import Timeline, rounded
 
@@ -158,8 +159,7 @@ class StageRecord:
     # What a stage is.
 
     def _nbytes(self, node: fx.Node) -> int:
-        type_ = self.program.local_type(node)
-        return 0 if type_ is None else type_.nbytes
+        return nbytes(self.program.local_type(node))
 
     @cached_property
     def _parameters(self) -> dict[str, fx.Node]:
@@ -169,7 +169,7 @@ class StageRecord:
     def _modules(self) -> list[tuple[str, str]]:
         """For each stage the largest module that begins in it and the largest that ends in it."""
         paths = [list(self._paths(i, stage)) for i, stage in enumerate(self.stages.stages)]
-        above = [{prefix for path in its for prefix in _prefixes(path)} for its in paths]
+        above = [{prefix for path in its for prefix in prefixes(path)} for its in paths]
         return [(_largest(its[:1], above[:i]), _largest(its[-1:], above[i + 1 :])) for i, its in enumerate(paths)]
 
     def _paths(self, index: int, stage: Stage) -> Iterator[str]:
@@ -177,15 +177,10 @@ class StageRecord:
         return (source.module for source in sources if source.stage == index)
 
 
-def _prefixes(path: str) -> list[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    return [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."] if path else []
-
-
 def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
     """The shortest prefix of a path that no other stage has."""
-    prefixes = _prefixes(paths[0]) if paths else []
-    return next((each for each in prefixes if not any(each in other for other in others)), paths[0] if paths else "")
+    above = prefixes(paths[0]) if paths else []
+    return next((each for each in above if not any(each in other for other in others)), paths[0] if paths else "")
 
 
 def _counted(count: int, name: str) -> str:
