@@ -96,7 +96,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         seen: list[AxisPart] = []
-        for part in self.cut_axes + self.partial_axes:
+        for part in self.used_parts:
             size = self.mesh.axis_size(part.name)
             if size % (part.pre * part.size):
                 raise ShardingError(
@@ -129,6 +129,11 @@ class Sharding:
     def partial_axes(self) -> Axes:
         """Every part over which a reduction is open."""
         return tuple(part for part, _ in self.partial)
+
+    @property
+    def used_parts(self) -> Axes:
+        """Every part that cuts a dim, then every one over which a reduction is open."""
+        return self.cut_axes + self.partial_axes
 
     @property
     def is_replicated(self) -> bool:
