@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
-from shardc.convention import Signature, call_leaves, call_signature
+from shardc.call_leaves import call_leaves
+from shardc.convention import Signature, call_signature
 from shardc.error import OrderError, ShardingError, said
 from shardc.model_state import State, Watched, tensors_of
 from shardc.pin import Pin

@@ -26,17 +26,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.annotations import Match, annotating
 from shardc.borrow import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.call_leaves import call_leaves, rebuild_call
 from shardc.casting import Casting
 from shardc.convention import (
     CallingConvention,
     Leaves,
     TensorLeaf,
-    call_leaves,
     call_signature,
     differentiable_names,
     leaf_of,
     output_leaves,
-    rebuild_call,
 )
 from shardc.decomposition import decompositions, resampling_whole
 from shardc.error import CaptureError, ShardingError, raised_by_model

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
 from shardc.borrow import borrowed, computed_tensors
-from shardc.convention import call_leaves, output_leaves, rebuild_call
+from shardc.call_leaves import call_leaves, rebuild_call
+from shardc.convention import output_leaves
 from shardc.ends import gradient_names
 from shardc.mesh import Mesh
 from shardc.program import Program
