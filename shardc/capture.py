@@ -176,15 +176,14 @@ class _Joint:
             ):
                 stack.enter_context(context)
             stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
-            fakes = [
-                torch.empty(
-                    entry.type.shape, dtype=entry.type.dtype, device=self.device, requires_grad=entry.requires_grad
-                )
-                for entry in self.inputs
-            ]
+            fakes = map(self._empty, self.inputs)
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             return traced
+
+    def _empty(self, entry: Input) -> torch.Tensor:
+        shape, dtype = entry.type.shape, entry.type.dtype
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``Ends``."""
