@@ -14,6 +14,7 @@ from torch import fx
 
 from shardc.alternative import Alternative
 from shardc.api import Compiled
+from shardc.bucket import axes_of
 from shardc.node import op_name
 from shardc.passes.choose_cuts import Plan, choose_cuts
 from shardc.passes.choose_sides import cheapest_plan
@@ -25,7 +26,7 @@ from shardc.passes.propagate import propagate
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
 from shardc.stage_traffic import sender
-from shardc.transfer import Movement, axes_of, movements
+from shardc.transfer import Movement, movements
 
 MOST = 4  # alternatives of a question
 Pair = tuple[Sharding, Sharding, TensorType]

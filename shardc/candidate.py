@@ -11,6 +11,7 @@ from typing import cast
 
 from shardc.change import Change, Edit
 from shardc.fact import Input
+from shardc.mesh import axis_of
 from shardc.options import Zero
 from shardc.partition import Blocks, Entry, P
 from shardc.site import Named, Site, axis_names, entry_axes
@@ -188,7 +189,7 @@ def _entry_without(entry: Entry, axes: set[str]) -> Entry:
     if not set(entry_axes(entry)) & axes:
         return entry
     named = entry.axes if isinstance(entry, Blocks) else entry if isinstance(entry, tuple) else (str(entry),)
-    left = tuple(name for name in named if name.partition(":")[0] not in axes)
+    left = tuple(name for name in named if axis_of(name) not in axes)
     if isinstance(entry, Blocks):
         return replace(entry, axes=left) if left else None
     return (left if len(left) > 1 else left[0]) if left else None

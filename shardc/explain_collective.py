@@ -13,6 +13,7 @@ from shardc.collective import COLLECTIVES, Collective
 from shardc.explain_chain import Chains
 from shardc.explanation import Chain, End, Explanation, Reason, Sent
 from shardc.fact import Origin
+from shardc.mesh import axis_of
 from shardc.node import is_cast, is_getitem, operands
 from shardc.program import Program
 from shardc.stage_traffic import sender
@@ -64,7 +65,7 @@ class CollectiveExplainer:
 
     def _member(self, found: Collective, cause: Cause, moved: fx.Node, made: fx.Node) -> Explanation:
         """Why a value is sent: the node that has it, and the node that has what came of it."""
-        axes = [axis.partition(":")[0] for axis in found.axes]
+        axes = list(map(axis_of, found.axes))
         if found.kind == "collective_permute" and isinstance(cause, Moved):
             axes += [need.axis for need in cause.needs]
         axes = list(dict.fromkeys(axes))

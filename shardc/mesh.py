@@ -47,6 +47,11 @@ class AxisPart:
 Axes = tuple[AxisPart, ...]
 
 
+def axis_of(part: str) -> str:
+    """The axis of a part as it is printed: ``tp`` of ``tp:(2)2``."""
+    return part.partition(":")[0]
+
+
 def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
     """For each axis, where its parts begin and end, counted in ranks from the major end, in order."""
     ends: dict[str, set[int]] = {}

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.bucket import axes_of
 from shardc.cause import Moved
 from shardc.ends import ends_of
+from shardc.mesh import axis_of
 from shardc.node import is_cast, is_getitem, is_view, operands
 from shardc.partition import P
 from shardc.pin import Pin
 from shardc.program import Program
-from shardc.transfer import Movement, axes_of, movements
+from shardc.transfer import Movement, movements
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def entry_axes(entry: object) -> Iterator[str]:
     """Those of one entry, an axis for each part of one."""
     named = getattr(entry, "axes", entry)
     names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
-    yield from (name.partition(":")[0] for name in names)
+    yield from (axis_of(name) for name in names)
 
 
 def _ranks(program: Program, said: Mapping[str, str]) -> dict[str, int]:
