@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from shardc.fact import Input
 from shardc.forward_flow import Flow
@@ -106,7 +105,7 @@ class Loads:
 
     def elements(self, name: str) -> int:
         """The size of a parameter."""
-        return prod(self.parameters[name].type.shape)
+        return self.parameters[name].type.numel
 
     def held(self, stage: int) -> frozenset[str]:
         """The parameters that a stage reads, those too that others read."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from torch import fx
@@ -82,7 +81,7 @@ class StageRecord:
             "rank": rank,
             "modules": list(self._modules[index]),
             "parameters": list(stage.parameters),
-            "elements": sum(prod(self.program.global_type(self._parameters[name]).shape) for name in stage.parameters),
+            "elements": sum(self.program.global_type(self._parameters[name]).numel for name in stage.parameters),
             "parameter_bytes": sum(self._nbytes(self._parameters[name]) for name in stage.parameters),
             "flops": self.flops[index],
             "calls": {part: len(calls) for part, calls in stage.parts.items()},
