@@ -62,7 +62,7 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
             return 0
         if pattern in came:
             return 1
-        return 2 if pattern in inputs or set(axes) & set(axis_names(spec)) else 3
+        return 2 if pattern in inputs or axis_names(spec) & set(axes) else 3
 
     distances = {pattern: distance(pattern, spec) for pattern, spec in annotations.items()}
     near = tuple(value for value in beside if (value.kind, value.name) not in pinned and value.kind != "output")
@@ -75,17 +75,16 @@ def _cut_by(pin: Pin) -> Iterator[str]:
     yield from (part.name for part in pin.sharding.cut_axes)
 
 
-def axis_names(spec: P) -> Iterator[str]:
+def axis_names(spec: P) -> set[str]:
     """The mesh axes that a P names."""
-    for entry in spec.entries:
-        yield from entry_axes(entry)
+    return set[str]().union(*map(entry_axes, spec.entries))
 
 
-def entry_axes(entry: object) -> Iterator[str]:
+def entry_axes(entry: object) -> set[str]:
     """Those of one entry, an axis for each part of one."""
     named = getattr(entry, "axes", entry)
     names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
-    yield from (axis_of(name) for name in names)
+    return set(map(axis_of, names))
 
 
 def _ranks(program: Program, said: Mapping[str, str]) -> dict[str, int]:
