@@ -213,8 +213,7 @@ class _Joint:
             tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device)
                         for name in names]  # fmt: skip
         self.tangents = tuple(
-            Input(name, "tangent", TensorType(tuple(tangent.shape), tangent.dtype))
-            for name, tangent in zip(names, tangents, strict=True)
+            Input(name, "tangent", TensorType.of(tangent)) for name, tangent in zip(names, tangents, strict=True)
         )
         wanting = [entry for entry in self.inputs if entry.requires_grad]
         sources = [used[entry.kind, entry.name] for entry in wanting]
@@ -247,10 +246,7 @@ class _Joint:
 
 
 def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]:
-    return [
-        Input(name, kind, TensorType(tuple(tensor.shape), tensor.dtype), tensor.requires_grad)
-        for name, tensor in tensors.items()
-    ]
+    return [Input(name, kind, TensorType.of(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
 
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:

@@ -130,7 +130,7 @@ def call_signature(
 def leaf_of(value: Any) -> Leaf:
     """The description of a leaf."""
     if isinstance(value, torch.Tensor):
-        return TensorLeaf(TensorType(tuple(value.shape), value.dtype), value.requires_grad)
+        return TensorLeaf(TensorType.of(value), value.requires_grad)
     return Constant(value)
 
 

@@ -126,7 +126,7 @@ class _Assembly:
                 value = self._tensor(node)
                 name = self.constant_names.get(id(value), f"constant.{len(found)}")
                 self.constants[name] = value
-                found.append((Input(name, "buffer", TensorType(tuple(value.shape), value.dtype)), node))
+                found.append((Input(name, "buffer", TensorType.of(value)), node))
         return found
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:

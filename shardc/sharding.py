@@ -225,10 +225,15 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        """That of a tensor."""
+        return TensorType(tuple(tensor.shape), tensor.dtype)
+
     @property
     def short_dtype(self) -> str:
         """``f32``, ``bf16``, ``i64``, ``bool``."""
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             if name.startswith(long):
                 return short + name.removeprefix(long)
@@ -246,3 +251,8 @@ class TensorType:
 
     def __str__(self) -> str:
         return f"{self.short_dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")

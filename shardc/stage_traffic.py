@@ -14,6 +14,7 @@ from shardc.fact import Phase
 from shardc.options import Pipeline
 from shardc.permutation import wire_bytes_total
 from shardc.program import Program
+from shardc.sharding import dtype_name
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
 
@@ -55,7 +56,7 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
     assert program.mesh is not None
     total = wire_bytes_total(program.mesh, "send", (), nbytes)
     return Collective(
-        "send", (pipeline.axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes, total,
+        "send", (pipeline.axis,), dtype_name(joined.dtype), shape, shape, nbytes, nbytes, total,
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
         causes=(Crossed(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),

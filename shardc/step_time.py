@@ -26,6 +26,7 @@ from shardc.ops.attention import is_attention
 from shardc.partition import parse_part
 from shardc.program import Program
 from shardc.range_name import range_name
+from shardc.sharding import dtype_name
 from shardc.stage import has_stages
 from shardc.timeline import Task, Timeline, timeline
 
@@ -82,7 +83,7 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     if is_getitem(node) or is_view(node):
         return 0.0
     types = [type_ for type_ in program.types(node) if type_ is not None]
-    dtype = str(types[0].dtype).removeprefix("torch.") if types else "float32"
+    dtype = dtype_name(types[0].dtype) if types else "float32"
     flops = flops_of_call(program, node)
     return program.options.machine.device.seconds(flops, bytes_moved(program, node), dtype, is_attention(node.target))
 

@@ -28,6 +28,7 @@ from shardc.ends import gradient_names
 from shardc.mesh import Mesh
 from shardc.program import Program
 from shardc.runtime.simulator import interpret
+from shardc.sharding import dtype_name
 from shardc.text import table
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -130,12 +131,12 @@ class _Run:
         yield from self._between("single device against eager", single, eager)
 
     def _step(self, what: str) -> AbstractContextManager[None]:
-        return self.progress(f"{_name(self.dtype)}: {what}")
+        return self.progress(f"{dtype_name(self.dtype)}: {what}")
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
         for name in dict.fromkeys([*expected, *values]):
             apart = difference(values.get(name), expected.get(name))
-            yield Difference(check, _name(self.dtype), name, apart, self._tolerance(name, expected.get(name)))
+            yield Difference(check, dtype_name(self.dtype), name, apart, self._tolerance(name, expected.get(name)))
 
     def _tolerance(self, name: str, expected: Tensor | None) -> float:
         exact = self.exact.get(name)
@@ -245,10 +246,6 @@ def _without_random_ops(model: nn.Module) -> nn.Module:
     for module in quiet.modules():
         module.training = module.training and isinstance(module, BATCH_NORMS)
     return quiet
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def difference(value: Tensor | None, expected: Tensor | None) -> float:
