@@ -90,7 +90,7 @@ class _Replay:
 
     def run(self) -> None:
         """The whole step."""
-        here = [stage for stage, rank in enumerate(self.schedule.place) if rank == self.rank]
+        here = self.schedule.stages_on(self.rank)
         given = dict(self._inputs(here))
         for node, blocks in given.items():
             if self.turns is None or node not in self.parameters:

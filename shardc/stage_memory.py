@@ -31,7 +31,7 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
     schedule, live = schedule_of(program), list(storages(program))
     found = []
     for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
-        here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]
+        here = [stages.stages[stage] for stage in schedule.stages_on(rank)]
         of_rank = dict(_of_rank(program, here, live)) | {"saved": saved, "peak": peak}
         found.append({name: of_rank[name] for name in ORDER})
     return found
