@@ -24,7 +24,7 @@ from torch import fx
 from shardc.node import arguments
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
-from shardc.rule import Rule
+from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
@@ -104,11 +104,10 @@ def _cut_dims(
     program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
 ) -> Iterator[tuple[int, DimSharding]]:
     """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut."""
-    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
     tensors = [
         (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
-        for value, dims in zip(values, rule.operands + rule.results, strict=True)
-        if value is not None and dims is not None
+        for value, dims in _tensors(program, node, rule)
+        if dims is not None
     ]
     for dims, _, sharding in tensors:
         for dim, factors in enumerate(dims):
@@ -181,12 +180,18 @@ def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
 
 def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
     """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
-    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
     return sum(
         ceil_div(program.value_type(value).nbytes, _num_others(_of_dims(rule, cuts, dims), factors))
-        for value, dims in zip(values, rule.operands + rule.results, strict=True)
-        if value is not None and any(rule.has(factor, dims) for factor in factors)
+        for value, dims in _tensors(program, node, rule)
+        if any(rule.has(factor, dims) for factor in factors)
     )
+
+
+def _tensors(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[Value, Dims | None]]:
+    """An op's operands and results, each with its factors."""
+    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
+    pairs = zip(values, rule.operands + rule.results, strict=True)
+    return ((value, dims) for value, dims in pairs if value is not None)
 
 
 def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:
