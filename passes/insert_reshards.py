@@ -29,6 +29,7 @@ from shardc.fact import Origin, Output
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Program, Value
 from shardc.sharding import Sharding
+from shardc.text import value_name
 from shardc.window import moves_rows
 
 from .choose_cuts import Plan
@@ -177,6 +178,6 @@ def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, *
 
 
 def place(program: Program, node: fx.Node) -> Place:
-    """What a node is called, and where it is in the user's model."""
+    """What a node is called, an input by the user's name, and where it is in the user's model."""
     source = program.source(node)
-    return Place(node.name, source.module, source.location)
+    return Place(value_name(program, node), source.module, source.location)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
+    from shardc.advice import Advice
     from shardc.alternative import Alternative
     from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
@@ -135,7 +136,16 @@ class Compiled:
         """
         from shardc.explain import explain
 
-        return explain(self.whole, name)
+        return explain(self, name)
+
+    def advise(self, name: str, tries: int = 12) -> Advice:
+        """What would remove a collective, found by at most ``tries`` further compilations.
+
+        Raises a ShardingError, with near names, for a name that no collective has.
+        """
+        from shardc.advice import advise
+
+        return advise(self, name, tries)
 
     def choices(self) -> dict[str, tuple[Alternative, ...]]:
         """For each collective what the compiler chose among there."""

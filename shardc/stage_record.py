@@ -20,7 +20,7 @@ from shardc.stage import TIMED, Crossing, Part, Stage, Stages
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
 from shardc.stage_units import prefixes
-from shardc.text import table
+from shardc.text import table, value_names
 from shardc.timeline import Timeline, rounded
 
 
@@ -79,7 +79,7 @@ class StageRecord:
         return {
             "stage": index,
             "rank": rank,
-            "modules": list(self._modules[index]),
+            "modules": list(self.modules[index]),
             "parameters": list(stage.parameters),
             "elements": sum(self.program.global_type(self._parameters[name]).numel for name in stage.parameters),
             "parameter_bytes": sum(self._nbytes(self._parameters[name]) for name in stage.parameters),
@@ -147,9 +147,10 @@ class StageRecord:
         return table(header, [["" if i in empty else cell for i, cell in enumerate(row)] for row in rows])
 
     def _crossing_table(self) -> str:
+        names = {node.name: shown for node, shown in value_names(self.program).items()}
         rows = [
-            (entry["stage"], sent["to"], sent["after"], value["name"], value["type"], value["bytes"], sent["times"],
-             sent["over"] or "on one rank")
+            (entry["stage"], sent["to"], sent["after"], names[value["name"]], value["type"], value["bytes"],
+             sent["times"], sent["over"] or "on one rank")
             for entry in self.entries() for sent in entry["sent"] for value in sent["values"]
         ]  # fmt: skip
         header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
@@ -165,7 +166,7 @@ class StageRecord:
         return parameters_of(self.program)
 
     @cached_property
-    def _modules(self) -> list[tuple[str, str]]:
+    def modules(self) -> list[tuple[str, str]]:
         """For each stage the largest module that begins in it and the largest that ends in it."""
         paths = [list(self._paths(i, stage)) for i, stage in enumerate(self.stages.stages)]
         above = [{prefix for path in its for prefix in prefixes(path)} for its in paths]

@@ -75,10 +75,19 @@ def _mesh_text(program: Program) -> str:
 
 def value_names(program: Program) -> dict[fx.Node, str]:
     """What each node is called in print: an input by the user's name, all others by the node's."""
-    names = {node: node.name for node in program.graph.nodes}
-    for input_, node in zip(program.inputs, program.placeholders, strict=True):
-        names[node] = f"tangent({input_.name})" if input_.kind == "tangent" else input_.name
-    return names
+    names = (_input_name(given) for given in program.inputs)
+    return {node: node.name for node in program.graph.nodes} | dict(zip(program.placeholders, names, strict=True))
+
+
+def value_name(program: Program, node: fx.Node) -> str:
+    """What one node is called in print."""
+    if node.op != "placeholder":
+        return node.name
+    return next(_input_name(put) for put, its in zip(program.inputs, program.placeholders, strict=True) if its is node)
+
+
+def _input_name(given: Input) -> str:
+    return f"tangent({given.name})" if given.kind == "tangent" else given.name
 
 
 def type_text(program: Program, node: fx.Node) -> str:
