@@ -21,7 +21,7 @@ from torch import fx
 
 from shardc.collective import reshard
 from shardc.mesh import MICROBATCH
-from shardc.node import operand
+from shardc.node import is_cast, operand
 from shardc.program import Program
 
 from .fuse_collectives import sum_of
@@ -69,12 +69,29 @@ def _of_stages(program: Program, value: fx.Node) -> Iterator[fx.Node]:
 
 
 def _parts(program: Program, value: fx.Node) -> list[fx.Node]:
-    if value.target is not aten.add.Tensor or value.kwargs or len(value.users) > 1:
+    """The summands of a sum; of one that is cast to a wider dtype these are cast, before anything is rounded."""
+    if len(value.users) > 1:
+        return [value]
+    if is_cast(value) and _itemsize(program, value) > _itemsize(program, operand(value)):
+        parts = _parts(program, operand(value))
+        return [value] if len(parts) == 1 else [_cast(program, value, part) for part in parts]
+    if value.target is not aten.add.Tensor or value.kwargs:
         return [value]
     operands = list(value.args)
     if any(not isinstance(each, fx.Node) or program.sharding(each) != program.sharding(value) for each in operands):
         return [value]
     return [part for each in operands for part in _parts(program, each)]  # type: ignore[arg-type]
+
+
+def _cast(program: Program, cast: fx.Node, part: fx.Node) -> fx.Node:
+    """A part of what is cast, cast alike in the stage that makes it."""
+    made = program.repeat(cast, {operand(cast): part})
+    program.set_source(made, replace(program.source(made), stage=program.source(part).stage))
+    return made
+
+
+def _itemsize(program: Program, node: fx.Node) -> int:
+    return program.type(node).dtype.itemsize
 
 
 def _added(program: Program, values: Sequence[fx.Node]) -> fx.Node:

@@ -12,7 +12,8 @@ narrow place if the budget allows, else at every 2nd, 4th, ...
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import networkx as nx
@@ -37,48 +38,79 @@ HALVINGS = 12
 LUMPS = 3  # values that are tried to be held
 
 
-def within_budget(program: Program, parts: Parts, remat: Remat, twins: Collection[fx.Node]) -> set[Value]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is chosen at once: of a pipeline, for one of its ranks.
+
+    ``forward``: the calls whose results may be saved there; of those ``fixed`` nothing is made again. ``times``: how
+    many microbatches of a call's results are saved at a time, where it is not one.
+    """
+
+    forward: Sequence[fx.Node]
+    backward: Sequence[fx.Node]
+    fixed: Collection[fx.Node] = ()
+    times: Mapping[fx.Node, int] = field(default_factory=dict)
+
+
+def within_budget(program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat) -> set[Value]:
     """The values that backward makes again. ShardingError where the budget is below what must be saved."""
     assert remat.budget is not None
-    chooser = _Chooser(program, parts, remat, twins)
-    if chooser.bytes_of(chooser.read) <= remat.budget:
+    owners = owners_of(program, (*parts.update, *parts.forward))
+    chooser = Chooser(program, Share(parts.forward, parts.backward), remat, twins, owners)
+    whole, saved = chooser.bytes_of(chooser.read), chooser.within(remat.budget)
+    if whole <= remat.budget:
         return set()
-    least = []
-    for held in chooser.holdings():
-        chooser.held = held
-        least.append(chooser.bytes_of(chooser.saved(HIGH)))
-        if least[-1] <= remat.budget:
-            return chooser.forgotten(chooser.cheapest(remat.budget))
-    raise ShardingError(
+    if (least := chooser.bytes_of(saved)) > remat.budget:
+        raise too_little(remat, whole, least)
+    return chooser.forgotten(saved)
+
+
+def too_little(remat: Remat, whole: int, least: int) -> ShardingError:
+    """The error of a budget below the ``least`` bytes that can be saved; ``whole``: those without it."""
+    return ShardingError(
         f"Remat(budget={remat.budget})",
-        f"bytes that a rank may save; {chooser.bytes_of(chooser.read)} are saved without it",
-        f"at least {min(least)} must be saved" + ("" if remat.collectives else ": results of collectives are"),
-        f"say budget={min(least)} or more" + ("" if remat.collectives else ", or collectives=True"),
+        f"bytes that a rank may save; {whole} are saved without it",
+        f"at least {least} must be saved" + ("" if remat.collectives else ": results of collectives are"),
+        f"say budget={least} or more" + ("" if remat.collectives else ", or collectives=True"),
     )
 
 
-class _Chooser:
-    """The cut of one program, for any price.
+class Chooser:
+    """The cut of one share of a program, for any price.
 
-    Values are those that own their bytes; their views cost nothing. ``read``: what backward reads. ``made``: of each
-    call of forward that makes any, what it makes. ``held``: what is not made again.
+    Values are those that own their bytes (``owners``); their views cost nothing. ``read``: what backward reads.
+    ``made``: of each call of forward that makes any, what it makes. ``held``: what is not made again.
     """
 
-    def __init__(self, program: Program, parts: Parts, remat: Remat, twins: Collection[fx.Node]) -> None:
-        self.program, self.forward = program, parts.forward
-        self.owners = owners_of(program, (*parts.update, *parts.forward))
+    def __init__(
+        self, program: Program, share: Share, remat: Remat, twins: Collection[fx.Node], owners: Mapping[Value, Value]
+    ) -> None:
+        self.program, self.forward, self.owners, self.times = program, share.forward, owners, share.times
         own = [value for value, owner in self.owners.items() if value == owner]
-        forward = set(parts.forward)
+        forward = set(share.forward)
         self.made: dict[fx.Node, list[Value]] = {}
         for node, index in own:
             if node in forward:
                 self.made.setdefault(node, []).append((node, index))
-        self.read = {value for node in parts.backward for value in self._operands(node)}
+        self.read = {value for node in share.backward for value in self._operands(node)}
         self.free = {self.owners[program.value(node)] for node in program.results if node in forward}
-        self.place = {node: i for i, node in enumerate(parts.forward)}
+        self.place = {node: i for i, node in enumerate(share.forward)}
         self.lasting = {node for node in self.made if is_collective(node) and not remat.collectives} - set(twins)
+        self.lasting |= {node for node in self.made if node in share.fixed}
         self.costs = {node: 0 if node in twins else self._cost(node) for node in self.made}
         self.held: Collection[Value] = ()
+
+    def within(self, budget: int) -> set[Value]:
+        """What is saved, at the least cost within the budget; as little as can be where that is more."""
+        if self.bytes_of(self.read) <= budget:
+            return self.read
+        least = self.read
+        for held in self.holdings():
+            self.held = held
+            least = min(least, self.saved(HIGH), key=self.bytes_of)
+            if self.bytes_of(least) <= budget:
+                return self.cheapest(budget)
+        return least
 
     def bytes_of(self, values: Collection[Value]) -> int:
         """What values take on a rank; what the program returns is there anyway."""
@@ -158,7 +190,8 @@ class _Chooser:
 
     def forgotten(self, saved: Collection[Value]) -> set[Value]:
         """All values, views too, that are made again where backward wants them."""
-        return {value for value, owner in self.owners.items() if owner[0] in self.made and owner not in saved}
+        again = self._closed(saved)[1]
+        return {value for value, owner in self.owners.items() if owner[0] in again and owner not in saved}
 
     def _operands(self, node: fx.Node) -> set[Value]:
         """The values of forward that a call reads."""
@@ -169,7 +202,7 @@ class _Chooser:
 
     def _nbytes(self, value: Value) -> int:
         type_ = self.program.local_type(*value)
-        return 0 if type_ is None or value in self.free else type_.nbytes
+        return 0 if type_ is None or value in self.free else type_.nbytes * self.times.get(value[0], 1)
 
     def _cost(self, node: fx.Node) -> int:
         """What it costs to make a call's results, in bytes moved."""

@@ -28,6 +28,7 @@ def cut_stages(program: Program) -> Program:
         place=pipeline.place(program.num_stages),
         microbatches=pipeline.microbatches,
         max_memory=pipeline.max_memory,
+        homes={pin.name: pin.stages for pin in program.pins if pin.stages},
         pieces=max((num_shards(pin.sharding.cut_axes) for pin in program.pins if pin.kind == "input"), default=1),
     )
     by_ordinal = {program.source(node).ordinal: stage for node, stage in chosen.items()}

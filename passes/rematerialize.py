@@ -26,33 +26,42 @@ from shardc.options import Remat
 from shardc.program import Program, Value
 
 from .choose_saved import within_budget
+from .choose_saved_stages import Choose, within_budget_a_rank
 
 
 def rematerialize(program: Program) -> Program:
     """The program that saves what ``Remat`` says; the same without it."""
     remat = program.options.remat
-    if remat is None:
+    if remat is None or not split(program).backward:
         return program
+    if remat.blocks:
+        return _remade(program, lambda copied, parts, _: in_blocks(copied, parts, remat))
+    if program.options.pipeline is not None:
+        return within_budget_a_rank(program, remat, _remade)
+    return _remade(program, lambda copied, parts, twins: within_budget(copied, parts, twins, remat))
+
+
+def _remade(program: Program, choose: Choose) -> Program:
+    """A copy in which backward makes again what is chosen."""
     program = program.copy()
     parts = split(program)
-    if not parts.backward:
-        return program
     twins = _twins(parts)
-    forgotten = within_budget(program, parts, remat, twins) if remat.blocks == "" else in_blocks(program, parts, remat)
+    forgotten = choose(program, parts, twins)
     _Maker(program, parts, forgotten | {program.value(node) for node in twins}, twins).run(parts.backward)
     return program
 
 
 def in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
-    """The values that are made in the blocks and read in no other place of forward."""
+    """The values that are made in the blocks and read in no other place of forward, be it a block or a stage."""
     chosen = blocks_of(program, parts, remat)
     block = {node: _block(program.source(node).module, chosen) for node in parts.forward}
+    room = {node: (block[node], program.source(node).stage) for node in parts.forward}
     inside = {(node, i) for node in parts.forward if block[node] for i in range(len(program.types(node)))}
     kept = {(node, 0) for node in parts.forward if is_collective(node) and not remat.collectives}
     for reader in (*parts.forward, program.output_node):
         read = () if is_getitem(reader) else reader.all_input_nodes
         kept |= {
-            value for value in map(program.value, read) if block.get(value[0]) and block[value[0]] != block.get(reader)
+            value for value in map(program.value, read) if block.get(value[0]) and room[value[0]] != room.get(reader)
         }
     return inside - kept
 

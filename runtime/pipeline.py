@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardc.ends import ends_of, parameters_of
 from shardc.error import second_backward
 from shardc.program import Program
 from shardc.stage import Stages, is_cut_in_time
@@ -74,8 +73,8 @@ class PipelineRunner:
         ends = zip(program.outputs, program.results, strict=True)
         self.trained = {output.name for output, node in ends if output.kind == "gradient" and node is not None}
         self.results = StageResults(self.stages)
-        parameters = set(parameters_of(program).values())
-        self.of_parameter = [owner in parameters for _, owner, _ in ends_of(program)]
+        parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+        self.of_parameter = [owner in parameters for owner in program.owners]
         pipeline = program.options.pipeline
         self.host = Host(self.device) if pipeline is not None and pipeline.offload else None
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
@@ -144,10 +143,7 @@ class PipelineRunner:
 
 def _readers(stages: Stages, place: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """For each parameter that any stage reads the ranks that do, in order of stages."""
-    parameters = zip(stages.program.inputs, stages.program.placeholders, strict=True)
-    read = [put.name for put, node in parameters if put.kind == "parameter" and node.users]
-    holders = list(zip(stages.stages, place, strict=True))
-    return {name: tuple(dict.fromkeys(rank for stage, rank in holders if name in stage.parameters)) for name in read}
+    return {name: tuple(dict.fromkeys(place[i] for i in sorted(held))) for name, held in stages.holders.items()}
 
 
 def _scaled(rows: Sequence[Values], by: Tensor) -> list[list[Tensor | None]]:

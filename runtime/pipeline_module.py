@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.error import OrderError, ShardingError, raise_all
 from shardc.model_state import tensors_of
+from shardc.pin import Pin
 
+from .gradient_norm import norm_over_stages
 from .module import ParallelModule, become
 from .pipeline import PipelineRunner
 from .pipeline_border import PipelineBorder
@@ -25,8 +27,8 @@ class PipelineModule(ParallelModule):
     """A model of which this rank holds some stages: of the other parameters only names and shapes are left, on meta.
 
     State: ``_homes``, by name the pipeline's ranks that hold a parameter, the one that counts it as its own first:
-    those that read it in the first call that does, for good. Until then all ranks hold it. ``_elsewhere``, the ids of
-    those that this rank does not hold.
+    those that read it in the first call that does, for good; until then all ranks hold it. ``_stages``, by name the
+    stages that read it there. ``_elsewhere``, the ids of those that this rank does not hold.
     """
 
     _border: PipelineBorder
@@ -34,6 +36,7 @@ class PipelineModule(ParallelModule):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
+        self._stages: dict[str, frozenset[int]] = {}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -67,23 +70,18 @@ class PipelineModule(ParallelModule):
         Every rank of the pipeline calls it; torch's own function sees one rank's stages alone.
         """
         own = [parameter.grad for name, parameter in self.named_parameters() if self._owns(name)]
-        gradients = [gradient for gradient in own if gradient is not None]
-        total: Any = nn.utils.get_total_norm(gradients, norm_type)
-        total = (total.full_tensor() if isinstance(total, DTensor) else total).to(self._border.comm.device)
-        if math.isinf(norm_type):
-            dist.all_reduce(total, dist.ReduceOp.MAX, self._border.channel.groups[0])
-        else:
-            total = total**norm_type
-            dist.all_reduce(total, dist.ReduceOp.SUM, self._border.channel.groups[0])
-            total = total ** (1 / norm_type)
+        gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
+        total = norm_over_stages(gradients, norm_type, self._border.comm.device, self._border.channel.groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
-        return torch.as_tensor(total)
+        dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
+        return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
         step = super()._new_step(args, kwargs, train)
         assert isinstance(step.runner, PipelineRunner)
         readers = step.runner.readers
         raise_all(list(self._misplaced(readers, step.runner.trained)))
+        self._stages = step.runner.stages.holders | self._stages
         is_first, self._homes = not self._homes, readers | self._homes
         parameters = {name: each for (kind, name), each in tensors_of(self._model) if kind == "parameter"}
         absent = [parameters[name] for name, ranks in self._homes.items() if self._border.channel.at not in ranks]
@@ -91,6 +89,12 @@ class PipelineModule(ParallelModule):
         for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
             become(each, _on_meta(each))
         return step
+
+    def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
+        """Parameters stay in their stages too, whatever is even in a call of other shapes."""
+        pins = super()._fixed(args, kwargs)
+        held = (self._stages.get(pin.name, frozenset()) if pin.kind == "parameter" else frozenset() for pin in pins)
+        return tuple(replace(pin, stages=stages) for pin, stages in zip(pins, held, strict=True))
 
     def _misplaced(self, readers: Mapping[str, tuple[int, ...]], trained: set[str]) -> Iterator[ShardingError]:
         """An error for each parameter that a call reads where it is not, or does not train wherever it is."""
@@ -110,7 +114,7 @@ class PipelineModule(ParallelModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, PipelineModule)
-        absent, twin._homes = self._absent(), dict(self._homes)
+        absent, twin._homes, twin._stages = self._absent(), dict(self._homes), dict(self._stages)
         twin._elsewhere = {id(each) for (_, name), each in tensors_of(twin._model) if name in absent}
         return twin
 

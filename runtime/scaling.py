@@ -43,7 +43,7 @@ def _check_and_unscale(op_call: Any, args: Any, kwargs: Any) -> None:
             Replicate() if all(each.is_replicate() for each in axis) else Partial("max")
             for axis in zip(*lies, strict=True)
         ]
-        found.copy_(DTensor.from_local(found, mesh, asked, run_check=False).full_tensor())
+        found.copy_(DTensor.from_local(found.to(mesh.device_type), mesh, asked, run_check=False).full_tensor())
 
 
 def _unscale_in_all_stages(

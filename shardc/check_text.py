@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardc.budget import Finding
-from shardc.text import table
-from shardc.traffic import shortened
+from shardc.text import shortened, table
 
 
 def check_text(findings: Sequence[Finding]) -> str:

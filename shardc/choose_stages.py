@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import fx
 
 from shardc.chain import chain
-from shardc.dag import ideals, stages_after, walk
+from shardc.dag import ideals, stages_of, walk
 from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
 from shardc.min_max import Walk
@@ -20,8 +20,8 @@ from shardc.options import BALANCES
 from shardc.program import Program
 from shardc.ranks import MOST_LOOPED, Runs, balance_ranks
 from shardc.split import Split
-from shardc.stage_load import StageLoads, mask_of
-from shardc.stage_places import places_of_cuts
+from shardc.stage_load import Loads, mask_of
+from shardc.stage_places import places_of_cuts, places_of_homes
 from shardc.stage_units import units_of
 
 WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must save that much
@@ -30,6 +30,7 @@ WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must
 def choose_stages(
     program: Program, num_stages: int, *, balance: str = "params", cuts: Sequence[str] | None = None,
     place: Sequence[int] = (), microbatches: int | None = None, max_memory: int | None = None, pieces: int = 1,
+    homes: Mapping[str, frozenset[int]] | None = None,
 ) -> Mapping[fx.Node, int]:  # fmt: skip
     """The stage, from 0, of every forward call of a captured program; no less than that of any operand.
 
@@ -38,11 +39,12 @@ def choose_stages(
     at the first; with several stages a rank, and in memory, wherever it is held. ``place``: the rank of each stage, one
     each by default. ``max_memory``: bytes that a rank may hold of parameters, gradients, Adam's states and what is
     saved of the microbatches in flight under 1F1B. ``pieces``: in how many, over ranks and microbatches, the program's
-    batch is cut; by default it is one microbatch. Calls of inputs alone go where their first user is. Raises a
+    batch is cut; by default it is one microbatch. ``homes``: for parameters by name the stages that hold them already,
+    and read them where that can be. Calls of inputs alone go where their first user is. Raises a
     ShardingError for an unknown balance, a glob without a module, a model of fewer units than stages and for too little
     memory.
     """
-    wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory, pieces)
+    wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory, pieces, homes or {})
     return split_stages(program, wish).assignment
 
 
@@ -57,6 +59,7 @@ class Wish:
     microbatches: int | None = None
     max_memory: int | None = None
     pieces: int = 1
+    homes: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
@@ -71,14 +74,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class ChosenStages:
+class Stages:
     """A program's forward in stages, each a mask of units.
 
     ``heaviest``: what the heaviest stage or rank weighs, in what is even; no split that was looked for is below
     ``bound``.
     """
 
-    loads: StageLoads
+    loads: Loads
     wish: Wish
     masks: tuple[int, ...]
     assignment: Mapping[fx.Node, int] = field(repr=False)
@@ -94,54 +97,55 @@ class ChosenStages:
         return next(stage for stage, mask in enumerate(self.masks) if mask & units)
 
 
-def split_stages(program: Program, wish: Wish) -> ChosenStages:
+def split_stages(program: Program, wish: Wish) -> Stages:
     """As ``choose_stages``, with the units and where they were cut."""
     flow = flow_of(program)
     places = places_of_cuts(flow, wish.cuts, wish.num_stages)
+    starting = [*places, *places_of_homes(flow, wish.homes)]
     fine, whole = (
-        StageLoads(flow, units_of(flow, wish.num_stages, places, is_fine), wish.microbatches, wish.pieces)
+        Loads(flow, units_of(flow, wish.num_stages, starting, is_fine), wish.microbatches, wish.pieces)
         for is_fine in (True, False)
     )
     starts = [unit.start for unit in fine.units]
     loads, found = split_units(fine, whole, wish, [starts.index(at) for at in places])
     masks = tuple(mask_of({i for i, its in enumerate(found.stages) if its == s}) for s in range(wish.num_stages))
     ends = [unit.end for unit in loads.units]
-    return ChosenStages(loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
+    return Stages(loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
 
 
-def split_units(
-    fine: StageLoads, whole: StageLoads, wish: Wish, forced: Sequence[int] = ()
-) -> tuple[StageLoads, Split]:
+def split_units(fine: Loads, whole: Loads, wish: Wish, forced: Sequence[int] = ()) -> tuple[Loads, Split]:
     """The stages of units, and which units: those that are ``fine``, or the ``whole`` blocks where these are too many.
 
     ``forced``: the fine units with which a stage begins.
     """
     _check_stages(len(fine.units), wish)
-    if wish.num_ranks < wish.num_stages and not forced:
+    if wish.num_ranks < wish.num_stages and not forced and not wish.homes:
         loads = fine if len(fine.units) <= MOST_LOOPED else whole
         return loads, _on_ranks(loads, wish)
     walks = [in_order(fine, wish, forced)]
     walks += filter(None, [] if forced else [side_by_side(fine, wish) or side_by_side(whole, wish)])
     found = [(each.loads, best) for each in walks if (best := each.best()) is not None]
+    if not found and wish.homes:
+        return split_units(fine, whole, replace(wish, homes={}), forced)
     if not found:
         raise _too_little(wish, min(each.least_memory() for each in walks))
     loads, best = _lightest(found)
     return loads, best if forced or len(walks) > 1 else replace(best, bound=_bound(fine, wish))
 
 
-def in_order(loads: StageLoads, wish: Wish, forced: Sequence[int] = ()) -> Walks:
+def in_order(loads: Loads, wish: Wish, forced: Sequence[int] = ()) -> Walks:
     """The walks through the units in their order."""
     beginnings = [(1 << i) - 1 for i in range(len(loads.units) + 1)]
     return Walks(loads, wish, beginnings, forced, is_chain=True)
 
 
-def side_by_side(loads: StageLoads, wish: Wish) -> Walks | None:
+def side_by_side(loads: Loads, wish: Wish) -> Walks | None:
     """The walks through all that may be done before the rest, if that can be counted."""
     masks = ideals(len(loads.units), loads.edges)
     return None if masks is None else Walks(loads, wish, masks, (), is_chain=False)
 
 
-def _lightest(found: Sequence[tuple[StageLoads, Split]]) -> tuple[StageLoads, Split]:
+def _lightest(found: Sequence[tuple[Loads, Split]]) -> tuple[Loads, Split]:
     """Units in their order, unless the heaviest stage is lighter by enough where towers go side by side."""
     (_, first), (_, last) = found[0], found[-1]
     if last.heaviest <= WORTH * first.heaviest:
@@ -149,7 +153,7 @@ def _lightest(found: Sequence[tuple[StageLoads, Split]]) -> tuple[StageLoads, Sp
     return found[0][0], replace(first, bound=min(first.bound, last.bound))
 
 
-def _bound(loads: StageLoads, wish: Wish) -> float:
+def _bound(loads: Loads, wish: Wish) -> float:
     """The mean or the heaviest unit; of memory the heaviest unit alone."""
     if wish.balance == "memory":
         return max(loads.memory(1 << i, 1) for i in range(len(loads.units)))
@@ -161,7 +165,7 @@ def _bound(loads: StageLoads, wish: Wish) -> float:
 class Walks:
     """Walks through what may be done after some stages: through ``masks``, which for a chain are its beginnings."""
 
-    loads: StageLoads
+    loads: Loads
     wish: Wish
     masks: Sequence[int]
     forced: Sequence[int]
@@ -188,7 +192,7 @@ class Walks:
         states = (0, *found, len(self.masks) - 1)
         weights = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(states))]
         heaviest = max(weight for weight in weights if weight is not None)
-        return Split(stages_after([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
+        return Split(stages_of([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
 
     def least_memory(self) -> int:
         """What the fullest stage holds at least."""
@@ -197,12 +201,24 @@ class Walks:
         return least
 
     def load(self, stage: int, start: int, end: int) -> int | None:
-        """What a stage weighs; None where it does not fit."""
+        """What a stage weighs; None where it does not fit, or where another stage holds what it reads."""
+        if self.barred[stage] & self.masks[end] & ~self.masks[start]:
+            return None
         is_memory, most = self.wish.balance == "memory", self.wish.max_memory
         held = self.memory(stage, start, end) if is_memory or most is not None else 0
         if most is not None and held > most:
             return None
         return held if is_memory else self.behind[end] - self.behind[start]
+
+    @cached_property
+    def barred(self) -> list[int]:
+        """For each stage the units that read what only others hold."""
+        known = self.wish.homes
+        held = [[known[name] for name in unit.parameters if name in known] for unit in self.loads.units]
+        return [
+            mask_of({i for i, homes in enumerate(held) if any(stage not in home for home in homes)})
+            for stage in range(self.wish.num_stages)
+        ]
 
     def memory(self, stage: int, start: int, end: int) -> int:
         """The bytes that a stage holds under 1F1B."""
@@ -213,7 +229,7 @@ class Walks:
         return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
 
 
-def _on_ranks(loads: StageLoads, wish: Wish) -> Split:
+def _on_ranks(loads: Loads, wish: Wish) -> Split:
     """Several stages a rank; of every rank as many microbatches are in flight as there are ranks."""
     readers: dict[str, list[int]] = {}
     for i, unit in enumerate(loads.units):
@@ -238,7 +254,7 @@ def _on_ranks(loads: StageLoads, wish: Wish) -> Split:
     return found
 
 
-def _check_memory(loads: StageLoads, wish: Wish, stages: Sequence[int]) -> None:
+def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:
     """A ShardingError where a rank with several stages holds more than is allowed."""
     ranks = [wish.place[stage] for stage in stages]
     held = [

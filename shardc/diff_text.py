@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardc.diff import NUMBERS, STORED, is_same
-from shardc.text import table
-from shardc.traffic import shortened
+from shardc.text import shortened, table
 
 Record = Mapping[str, Any]
 TITLES = {

@@ -94,8 +94,9 @@ class Remat:
 
     ``blocks``: a glob over module paths, ``h.*``. Of the outermost modules that it matches the first and every
     ``every``-th after it keep nothing but what comes in; every 2nd halves both what is gained and what is done again.
-    ``budget``: the bytes that a rank may save; what is made again is what costs least, by a minimum cut. It lives
-    until its last reader, so that far below the inputs of all blocks the peak rises again.
+    ``budget``: the bytes that a rank may save, of a pipeline those of all microbatches that it has under way; what is
+    made again is what costs least, by a minimum cut. It lives until its last reader, so that far below the inputs of
+    all blocks the peak rises again.
     The result of a collective is saved and never asked for twice, unless ``collectives``: less memory, more wire.
     Sources: Chen et al. 2016; Korthikanti et al. 2022.
     """
@@ -229,7 +230,7 @@ class Pipeline:
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
-        rest = {name: size for name, size in mesh.sizes.items() if name != self.axis}
+        rest = {name: size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name != self.axis}
         found = Mesh(device_ids=None, **(rest or {self.axis: 1}))
         found.stage_axis = self.axis
         return found
@@ -237,7 +238,8 @@ class Pipeline:
     def compute_mesh(self, mesh: Mesh) -> Mesh:
         """That of the program: a stage's ranks, at the time of each microbatch."""
         stage = self.stage_mesh(mesh)
-        found = Mesh(device_ids=None, **{MICROBATCH: self.microbatches, **stage.sizes})
+        axes = {MICROBATCH: self.microbatches, **dict(zip(stage.axis_names, stage.shape, strict=True))}
+        found = Mesh(device_ids=None, **axes)
         found.stage_axis = self.axis
         return found
 

@@ -15,7 +15,8 @@ class Pin:
 
     ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
     annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
-    ``is_asked``: an output that is to come back whole, and is computed as it comes.
+    ``is_asked``: an output that is to come back whole, and is computed as it comes. ``stages``: of a pipeline, those
+    that hold a parameter already.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Pin:
     text: str
     priority: int = 0
     is_asked: bool = False
+    stages: frozenset[int] = frozenset()
 
     @property
     def is_said(self) -> bool:

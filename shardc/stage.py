@@ -73,6 +73,13 @@ class Stages:
     crossings: Mapping[Crossing, tuple[fx.Node, ...]]
     home: Mapping[int, int]
 
+    @property
+    def holders(self) -> dict[str, frozenset[int]]:
+        """For each parameter that is read the stages that hold it."""
+        inputs = zip(self.program.inputs, self.program.placeholders, strict=True)
+        read = [put.name for put, node in inputs if put.kind == "parameter" and node.users]
+        return {name: frozenset(i for i, stage in enumerate(self.stages) if name in stage.parameters) for name in read}
+
 
 def has_stages(program: Program) -> bool:
     """Whether a program is a pipeline's, and so far that its stages can be read off it."""
@@ -86,4 +93,4 @@ def is_sent(node: fx.Node) -> bool:
 
 def is_cut_in_time(sharding: Sharding | None) -> bool:
     """Whether every microbatch has a part of its own of a value."""
-    return sharding is not None and any(part.name == MICROBATCH for part in sharding.used_parts)
+    return sharding is not None and any(part.name == MICROBATCH for part in sharding.cut_axes + sharding.partial_axes)

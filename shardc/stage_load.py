@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from shardc.fact import Input
 from shardc.forward_flow import Flow
@@ -21,7 +22,7 @@ COPIES = 4  # of a trained parameter: itself, its gradient and the two states of
 
 
 @dataclass(frozen=True)
-class CrossingValue:
+class Crossing:
     """A value that another unit than its own reads."""
 
     name: str
@@ -32,7 +33,7 @@ class CrossingValue:
 
 
 @dataclass(frozen=True)
-class StageLoads:
+class Loads:
     """Of the units of a program's forward. ``microbatches``: how many there are, if that is known.
 
     ``pieces``: in how many the batch is cut; what is saved is of one of them.
@@ -50,11 +51,11 @@ class StageLoads:
         return {put.name: put for put in self.flow.program.inputs if put.kind == "parameter"}
 
     @cached_property
-    def crossings(self) -> tuple[CrossingValue, ...]:
+    def crossings(self) -> tuple[Crossing, ...]:
         """Every value that crosses from a unit to others."""
         starts = [unit.start for unit in self.units]
 
-        def found() -> Iterator[CrossingValue]:
+        def found() -> Iterator[Crossing]:
             for value, places in self.flow.readers.items():
                 maker, *readers = (bisect_right(starts, at) - 1 for at in (self.flow.place[value[0]], *places))
                 if others := {reader for reader in readers if reader != maker}:
@@ -62,10 +63,10 @@ class StageLoads:
 
         return tuple(found())
 
-    def _crossing(self, value: Value, maker: int, readers: int) -> CrossingValue:
+    def _crossing(self, value: Value, maker: int, readers: int) -> Crossing:
         node, index = value
         name = f"{node.name}[{index}]" if self.flow.program.has_many(node) else node.name
-        return CrossingValue(name, str(self.flow.program.value_type(value)), self.flow.nbytes(value), maker, readers)
+        return Crossing(name, str(self.flow.program.value_type(value)), self.flow.nbytes(value), maker, readers)
 
     @cached_property
     def edges(self) -> set[tuple[int, int]]:
@@ -83,7 +84,7 @@ class StageLoads:
                 made[bisect_right(starts, place) - 1] += storage.nbytes
         return tuple(ceil_div(each, self.pieces) for each in made)
 
-    def received(self, stage: int) -> tuple[CrossingValue, ...]:
+    def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent, each value once."""
         return tuple(c for c in self.crossings if c.readers & stage and not c.maker & stage)
 
@@ -105,7 +106,7 @@ class StageLoads:
 
     def elements(self, name: str) -> int:
         """The size of a parameter."""
-        return self.parameters[name].type.numel
+        return prod(self.parameters[name].type.shape)
 
     def held(self, stage: int) -> frozenset[str]:
         """The parameters that a stage reads, those too that others read."""

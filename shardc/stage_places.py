@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow
@@ -19,6 +19,16 @@ def places_of_cuts(flow: Flow, cuts: Sequence[str], num_stages: int) -> list[int
     if len(places) >= num_stages:
         raise _too_many(cuts, [flow.program.source(flow.ops[i]).module for i in places], num_stages)
     return places
+
+
+def places_of_homes(flow: Flow, homes: Mapping[str, frozenset[int]]) -> list[int]:
+    """The places where units begin so that stages may hold what they hold: ``homes`` of parameters by name.
+
+    Between two ops of which other stages hold the parameters it is where the fewest bytes cross.
+    """
+    held = [frozenset(homes[name] for name in names if name in homes) for names in flow.parameters]
+    readers = [i for i, stages in enumerate(held) if stages]
+    return [min(range(a + 1, b + 1), key=flow.crossing.__getitem__) for a, b in pairwise(readers) if held[a] != held[b]]
 
 
 def _matched(flow: Flow, cuts: Sequence[str]) -> set[int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.announcement import collective_at
-from shardc.bucket import axes_of
 from shardc.program import Program
-from shardc.transfer import Movement, movements
+from shardc.transfer import Movement, axes_of, movements
 
 
 def why_needed(program: Program, node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardc
 from shardc import Mesh
 from shardc.options import Pipeline
+from shardc.stage_cut import stages_of
 
 
 def model() -> nn.Module:
@@ -155,3 +156,67 @@ def test_a_scaler_steps_and_skips_with_a_stage_that_has_no_gradient(gloo):
     assert all(scale == 1024.0 and off < 1e-12 for scale, _, off in results)
     assert not any(results[0][1]) and all(any(moved) for _, moved, _ in results[1:3])
     assert [(scale, any(moved)) for scale, moved, _ in gloo.run(run_frozen, True)] == [(512.0, False)] * 4
+
+
+class Long(nn.Module):
+    """Layers whose work grows with the square of a row's length, and layers whose work grows with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.squares, self.lines = (nn.ModuleList(nn.Linear(6, 6) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.squares:
+            x = layer(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+        for layer in self.lines:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def run_longer() -> tuple[list[str], float]:
+    """A step of short rows, an evaluation and a step of long ones, by whose work the stages would be others."""
+    model = Long().double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipeline = Pipeline(microbatches=2, balance="flops")
+    piped, whole = shardc.parallelize(model, mesh, pipeline=pipeline), shardc.parallelize(model, Mesh(one=1))
+    worst = 0.0
+    for length, trains in ((2, True), (64, False), (64, True)):
+        x = torch.randn(4, length, 6, generator=torch.Generator().manual_seed(1)).double()
+        with torch.set_grad_enabled(trains):
+            losses = [each(x) for each in (piped, whole)]
+        worst = max(worst, abs(float(losses[0] - losses[1])))
+        for loss in losses if trains else ():
+            loss.backward()
+    names = dict(whole.named_parameters())
+    far = (each.grad.full_tensor() - names[name].grad for name, each in piped.named_parameters())
+    return [name for name, _ in piped.named_parameters()], max(worst, *(float(each.abs().max()) for each in far))
+
+
+def test_parameters_stay_where_they_are_whatever_a_later_call_weighs(gloo):
+    cuts = [stages_of(shardc.compile(
+        Long(), Mesh(pp=2), args=(torch.ones(4, length, 6),), pipeline=Pipeline(microbatches=2, balance="flops")
+    ).program).holders for length in (2, 64)]  # fmt: skip
+    assert cuts[0] != cuts[1]
+    for rank, (names, worst) in enumerate(gloo.run(run_longer)):
+        assert worst < 1e-12 and set(names) == {name for name, held in cuts[0].items() if held == {rank % 2}}
+
+
+def run_norm() -> tuple[float, float]:
+    """The norm of gradients of which the first stage has none, and on one device."""
+    frozen = model()
+    for layer in frozen.layers[:3]:
+        layer.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    pipeline = Pipeline(microbatches=4, cuts=("layers.3", "layers.5", "layers.7"))
+    piped, whole = shardc.parallelize(frozen, mesh, pipeline=pipeline), shardc.parallelize(frozen, Mesh(one=1))
+    norms = []
+    for each in (piped, whole):
+        each(data()).backward()
+        norms.append(float(each.clip_grad_norm_(0.01)))
+    return norms[0], norms[1]
+
+
+def test_the_norm_is_that_of_all_stages_where_one_has_no_gradient(gloo):
+    for norm, expected in gloo.run(run_norm):
+        assert abs(norm - expected) < 1e-12

@@ -55,6 +55,43 @@ def test_plans_in_a_pipeline_are_those_without(name: str) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=near, msg=parameter)
 
 
+PRECISION = Precision(torch.bfloat16, torch.float32)
+
+
+class Shared(nn.Module):
+    """An embedding that is the head too, or a weight of its own with the same values."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head.weight = self.embed.weight if is_tied else nn.Parameter(self.embed.weight.detach().clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.roll(1, 1).flatten())
+
+
+def test_narrow_gradients_are_added_wide_over_microbatches_and_over_stages() -> None:
+    """Each is that of its microbatch alone, rounded once; a tied weight's are added over stages once a step."""
+    ids = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(1))
+    alone = shardc.parallelize(Shared(False), Mesh(one=1), precision=PRECISION)
+    for rows in ids.chunk(4):
+        (alone(rows) / 4).backward()
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    wanted["embed.weight"] = wanted["embed.weight"] + wanted["head.weight"]
+    pipeline = Pipeline(microbatches=4, cuts=("layers.2",))
+    piped = shardc.parallelize(Shared(True), Mesh(pp=2), pipeline=pipeline, precision=PRECISION, args=(ids,))
+    piped(ids).backward()
+    for name, parameter in piped.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-6, atol=1e-7, msg=name)
+    sent = [(each.times, each.dtype) for each in piped.program.collectives if each.kind == "send" and each.bytes > 1000]
+    assert sent == [(1, "float32")] * len(sent) and sent
+
+
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=16, n_embd=16, n_layer=6, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

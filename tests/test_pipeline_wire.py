@@ -1,13 +1,10 @@
-"""A pipeline on gloo ranks sends the bytes that it announces, and takes the time that its schedule takes simulated."""
+"""A pipeline on gloo ranks sends the bytes that it announces."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,17 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardc
 from shardc import Mesh
 from shardc.options import Pipeline
-from shardc.runtime.comm import Starter
-from shardc.runtime.instruction import Env
-from shardc.runtime.stage_runner import StageRunner
-from shardc.stage import Part
-from shardc.stage_cost import Costs, StageCost
-from shardc.stage_schedule import schedule_of
 
 BATCH, TIME, WIDTH, STAGES, MICROBATCHES = 8, 5, 6, 4, 4
 CUTS = ("layers.2", "layers.4", "layers.6")
-SECONDS = {"forward": 0.05, "input_gradient": 0.04, "weight_gradient": 0.03}
-SLOW = 2  # the stage that takes half as long again
 
 
 class Model(nn.Module):
@@ -109,41 +98,3 @@ def test_what_stages_send_is_announced(gloo: Any) -> None:
     announced = sum(each.wire_bytes * each.times for each in sends)
     assert announced == 2 * (STAGES - 1) * BATCH * TIME * WIDTH * 4 + (STAGES - 1) * 4
     assert sum(gloo.run(run_sent)) == announced
-
-
-def seconds(stage: int, part: Part) -> float:
-    return SECONDS.get(part, 0) * (1.5 if stage == SLOW else 1)
-
-
-def run_asleep(schedule: str) -> list[tuple[float, float]]:
-    """When this rank's first scheduled part starts and its last one ends, in each of three steps."""
-    piped, whole, found = new_pipeline(schedule), StageRunner.run, []
-    piped(data())
-    times: list[float] = []
-
-    def run(self: StageRunner, part: Part, envs: Sequence[Env], comm: Starter) -> None:
-        start = time.monotonic()
-        whole(self, part, envs, comm)
-        left = seconds(next(way.source for way in self.leaving), part) - (time.monotonic() - start)
-        time.sleep(max(0, left))
-        if part in SECONDS:
-            times.extend((start, time.monotonic()))
-
-    with mock.patch.object(StageRunner, "run", run):
-        for _ in range(3):
-            times.clear()
-            dist.barrier()
-            piped(data())
-            found.append((min(times), max(times)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_schedule_takes_as_long_as_simulated(gloo: Any, schedule: str) -> None:
-    """Of three steps the shortest: other work on the machine makes one longer only."""
-    costs = Costs(tuple(StageCost(*(seconds(stage, part) for part in SECONDS)) for stage in range(STAGES)))  # type: ignore[arg-type]
-    wanted = schedule_of(compiled(schedule).program).simulate(costs)
-    steps = zip(*gloo.run(run_asleep, schedule), strict=True)
-    found = min(max(end for _, end in ranks) - min(start for start, _ in ranks) for ranks in steps)
-    assert abs(found - wanted.makespan) <= 0.05 * wanted.makespan, (found, wanted.makespan)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import shardc
 from shardc import Compiled, Mesh, P, Remat, ShardingError, Zero
 from shardc.cost import flops_of, flops_of_call
-from shardc.lifetime import split
-from shardc.passes.choose_saved import SLANT, UNIT, _Chooser
+from shardc.lifetime import owners_of, split
+from shardc.passes.choose_saved import SLANT, UNIT, Chooser, Share
 from shardc.runtime.simulator import interpret
 
 DATA, MEGATRON, FSDP = gpt.DATA, gpt.DATA | gpt.MEGATRON, gpt.DATA | {"param:*": P("dp")}
@@ -137,7 +137,9 @@ class Small(nn.Module):
 def test_the_cut_costs_least_of_all_choices(price: float) -> None:
     """Against every subset of the values of a small forward."""
     program = shardc.compile(Small(), Mesh(dp=1), args=(torch.randn(32, 8),)).at("mask_padding")
-    chooser = _Chooser(program, split(program), Remat(budget=0), ())
+    parts = split(program)
+    owners = owners_of(program, (*parts.update, *parts.forward))
+    chooser = Chooser(program, Share(parts.forward, parts.backward), Remat(budget=0), (), owners)
     values = [value for made in chooser.made.values() for value in made]
     assert 6 <= len(values) <= 14
 

@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         from shardc.json_text import json_text
 
-        write(json_text({"version": 1, "mesh": options.mesh.sizes, **found.record()}), options.output)
+        mesh = dict(zip(options.mesh.axis_names, options.mesh.shape, strict=True))
+        write(json_text({"version": 1, "mesh": mesh, **found.record()}), options.output)
     return GOOD
 
 

@@ -9,12 +9,14 @@ have two stages a rank.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 
 import test_pipeline_gloo
+import test_pipeline_time
 import torch
 from gloo_pool import ByPath
 from pipeline_models import COLUMNS, Model
@@ -70,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def on_processes(options: argparse.Namespace) -> int:
-    """The same on gloo, with optimizer steps and two signatures; and a GPT in data, tensor and pipeline parallel."""
+    """The same on gloo, with optimizer steps and two signatures; a GPT on three axes; and bubbles, measured."""
     path, results = test_pipeline_gloo.__file__, []
     for count, found in ((4, test_pipeline_gloo.CASES), (8, (test_pipeline_gloo.EIGHT,))):
         with Workers(count) as workers:
@@ -78,12 +80,26 @@ def on_processes(options: argparse.Namespace) -> int:
                 ranks = workers.run(ByPath(path, "train"), case, timeout=600)
                 far = max(max(*losses, *gradients.values()) for losses, gradients in ranks)
                 results.append(_result(f"{case} on {count} processes", far, TOLERANCE))
+            if count == 4:
+                results += list(idle(workers))
             if count == 8:
                 far = max(workers.run(ByPath(path, "train_gpt"), timeout=600))
                 results.append(_result("GPT, float32, 20 steps, dp=2, tp=2, pp=2", far, 1e-5))
     print_counts("pipelines", results)
     write_json(options.json, results)
     return exit_code(results)
+
+
+def idle(workers: Workers) -> Iterator[Result]:
+    """Schedules whose stages sleep, each printed with its bubble and what that is simulated."""
+    path = test_pipeline_time.__file__
+    for case in test_pipeline_time.CASES:
+        wanted = case.wanted()
+        found = test_pipeline_time.measured(
+            lambda function, case: workers.run(ByPath(path, function.__name__), case, timeout=600), case
+        )
+        print(f"{case}: bubble {found:.3f} s, simulated {wanted.bubble:.3f} s of {wanted.makespan:.3f} s")
+        yield _result(f"the bubble of {case}", abs(found / wanted.bubble - 1), test_pipeline_time.NEAR)
 
 
 def _result(name: str, difference: float, bound: float) -> Result:
