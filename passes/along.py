@@ -58,6 +58,11 @@ class Along:
         """The size of the dim."""
         return self.emit.shape(node)[self.dim]
 
+    def padded(self, x: fx.Node, before: int, after: int) -> fx.Node:
+        """``x`` with so many zeros at either end of the dim; less than none are cut off."""
+        behind = [0, 0] * (self.ndim - 1 - self.dim)
+        return self.emit(aten.constant_pad_nd.default, x, [*behind, before, after])
+
     def apart(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
         """The windows of ``x``, their number as a dim of its own before the dim."""
         taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
@@ -79,7 +84,11 @@ class Along:
 
     def chunks(self, x: fx.Node, fill: float = 0.0) -> fx.Node:
         """The chunks of ``x``, in front as a part of the batch."""
-        return self.windows(x, Windows(self.count, self.size(x), self.size(x), 0), fill)
+        return self.windows(x, self.chunks_of(self.size(x)), fill)
+
+    def chunks_of(self, size: int) -> Windows:
+        """The chunks of a dim of ``size``, as windows of it."""
+        return Windows(self.count, size, size, 0)
 
     def overlap_add(self, x: fx.Node, window: Windows) -> fx.Node:
         """The adjoint of ``windows``: from windows in front, the dim of ``window.length`` elements."""
@@ -100,7 +109,7 @@ class Along:
         """The inverse of ``apart`` for chunks, to a dim of ``size``."""
         shape = list(self.emit.shape(x))
         shape[self.dim : self.dim + 2] = [shape[self.dim] * shape[self.dim + 1]]
-        return self.added(self.emit(aten.reshape.default, x, shape), Windows(self.count, size, size, 0))
+        return self.added(self.emit(aten.reshape.default, x, shape), self.chunks_of(size))
 
     def added(self, x: fx.Node, window: Windows) -> fx.Node:
         """From windows joined along the dim, the dim of ``window.length`` elements."""
@@ -108,7 +117,7 @@ class Along:
 
     def join(self, x: fx.Node, size: int) -> fx.Node:
         """The inverse of ``chunks``, to a dim of ``size``."""
-        return self.overlap_add(x, Windows(self.count, size, size, 0))
+        return self.overlap_add(x, self.chunks_of(size))
 
 
 Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows taken, and of tensors of which type

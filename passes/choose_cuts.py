@@ -15,6 +15,7 @@ from torch import fx
 
 from shardc.casting import reduced_casts
 from shardc.cut import dims_sharding
+from shardc.ends import ends_of
 from shardc.mesh import Axes
 from shardc.node import is_annotation, is_cast
 from shardc.program import Program, Value
@@ -149,7 +150,7 @@ class Plan:
         program = self.program
         placed = {("output", pin.name) for pin in program.pins if pin.kind == "output"}
         found: list[Sharding | None] = []
-        for output, owner, result in zip(program.outputs, program.owners, program.results, strict=True):
+        for output, owner, result in ends_of(program):
             if owner is not None or result is None:
                 found.append(None if owner is None else program.sharding(owner))
                 continue

@@ -23,6 +23,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from shardc.cut import extends, factor_cuts
+from shardc.ends import ends_of
 from shardc.fact import Origin
 from shardc.node import is_annotation
 from shardc.program import Program, Value
@@ -218,7 +219,7 @@ class _Division:
             for value, (ours, theirs) in zip(self.program.operand_values(node), wanted, strict=True):
                 if value is not None and ours is not None and theirs is not None:
                     self._use(found[value], node, ours, theirs)
-        for owner, result in zip(self.program.owners, self.program.results, strict=True):
+        for _, owner, result in ends_of(self.program):
             if owner is not None and result is not None:
                 lies = (side.sharding((owner, 0)) for side in (self.data, self.parameters))
                 self._use(found[self.program.value(result)], owner, *lies)

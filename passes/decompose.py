@@ -24,7 +24,7 @@ from torch import fx
 from shardc.node import arguments
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program import Program, Value
-from shardc.rule import Rule
+from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 from .along import Along
@@ -91,24 +91,30 @@ def _form(program: Program, node: fx.Node) -> Form | None:
 def _windowed(program: Program, node: fx.Node) -> Form | None:
     """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
     rule = program.rule(node)
-    for factor, cut in _arriving(program, node, rule).items():
+    for factor, along, moved in windows_of(program, node, rule):
+        if moved < (along.count - 1) * gathered_bytes(program, node, rule, {factor}, {}):
+            return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
+    return None
+
+
+def windows_of(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[str, Along, int]]:
+    """The factors along which an op can be taken apart into windows, and the bytes that all ranks then send."""
+    for factor, cut in arriving(program, node, rule).items():
         for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
             along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
             moved = WINDOWED[node.target].moved(along)
-            if moved is not None and moved < (along.count - 1) * _gathered(program, node, rule, {factor}, {}):
-                return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
-    return None
+            if moved is not None:
+                yield factor, along, moved
 
 
 def _cut_dims(
     program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
 ) -> Iterator[tuple[int, DimSharding]]:
     """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut."""
-    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
     tensors = [
         (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
-        for value, dims in zip(values, rule.operands + rule.results, strict=True)
-        if value is not None and dims is not None
+        for value, dims in _tensors(program, node, rule)
+        if dims is not None
     ]
     for dims, _, sharding in tensors:
         for dim, factors in enumerate(dims):
@@ -127,47 +133,42 @@ def _in_a_row(cut: DimSharding, sizes: Iterable[int]) -> bool:
 
 
 def _pays(program: Program, node: fx.Node) -> bool:
-    """Whether a dim that must be whole arrives cut by axes that it may have, and gathering it moves more.
+    """Whether a dim that must be whole arrives cut by axes that it may have, and gathering it moves more."""
+    rule, cuts = program.rule(node), arriving(program, node, program.rule(node))
+    whole = {factor for factor in cut_whole(rule, cuts) if not is_stored(program, node, cuts[factor])}
+    if not whole or is_scattered(node, cuts, whole):
+        return False
+    return apart_bytes(program, node, cuts, whole) < gathered_bytes(program, node, rule, whole, cuts)
 
-    A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use.
-    """
-    rule = program.rule(node)
-    cuts = _arriving(program, node, rule)
+
+def cut_whole(rule: Rule, cuts: Cuts) -> set[str]:
+    """The factors that an op needs whole and that arrive cut."""
+    return {factor for factor in cuts if factor in rule.whole}
+
+
+def is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
+    """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
     data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
-    is_table = node.target in TABLES
-    cut_whole = {
-        factor
-        for factor, cut in cuts.items()
-        if factor in rule.whole and not (is_table and data & {part.name for part in cut.all_axes})
-    }
-    if (is_table or node.target in INDEXING) and any(
-        cuts[factor].minor for factor in cut_whole if factor.startswith("v")
-    ):
-        return False  # a rank's positions follow one another, so that the first tells all
-    return bool(cut_whole) and _apart(program, node, cuts, cut_whole) < _gathered(program, node, rule, cut_whole, cuts)
+    return node.target in TABLES and not data.isdisjoint(part.name for part in cut.all_axes)
 
 
-def apart_or_gathered(program: Program, node: fx.Node) -> tuple[int, int] | None:
-    """Of an op that may be taken apart, the bytes that a rank sends so, and where it gathers; None of any other."""
-    if node.target not in DECOMPOSITIONS:
-        return None
-    rule = program.rule(node)
-    cuts, whole = _arriving(program, node, rule), set(rule.whole)
-    count = num_pieces({factor: cut for factor, cut in cuts.items() if factor in whole})
-    apart, gathered = _apart(program, node, cuts, whole), _gathered(program, node, rule, whole, cuts)
-    return apart * (count - 1) // count, gathered * (count - 1) // count
+def is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:
+    """Whether a rank's positions do not follow one another, so that the first does not tell all."""
+    is_index = node.target in TABLES or node.target in INDEXING
+    return is_index and any(cuts[factor].minor for factor in whole if factor.startswith("v"))
 
 
-def _apart(program: Program, node: fx.Node, cuts: Cuts, factors: set[str]) -> int:
+def apart_bytes(program: Program, node: fx.Node, cuts: Cuts, factors: set[str]) -> int:
     """Bytes of one rank's tensors that move where an op is taken apart along ``factors``, as all others are cut."""
-    return ceil_div(DECOMPOSITIONS[node.target].moved(program, node, factors), _num_others(cuts, factors))
+    return ceil_div(DECOMPOSITIONS[node.target].moved(program, node, factors), num_others(cuts, factors))
 
 
-def _num_others(cuts: Cuts, factors: set[str]) -> int:
+def num_others(cuts: Cuts, factors: set[str]) -> int:
+    """In how many pieces an op is cut along all factors but these."""
     return num_pieces({factor: cut for factor, cut in cuts.items() if factor not in factors})
 
 
-def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
+def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op would be cut, could all be."""
     loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
 
@@ -179,14 +180,20 @@ def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     return assign(loose, claims_on(program, node, loose, lies))
 
 
-def _gathered(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
+def gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
     """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
-    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
     return sum(
-        ceil_div(program.value_type(value).nbytes, _num_others(_of_dims(rule, cuts, dims), factors))
-        for value, dims in zip(values, rule.operands + rule.results, strict=True)
-        if value is not None and any(rule.has(factor, dims) for factor in factors)
+        ceil_div(program.value_type(value).nbytes, num_others(_of_dims(rule, cuts, dims), factors))
+        for value, dims in _tensors(program, node, rule)
+        if any(rule.has(factor, dims) for factor in factors)
     )
+
+
+def _tensors(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[Value, Dims | None]]:
+    """An op's operands and results, each with its factors."""
+    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
+    pairs = zip(values, rule.operands + rule.results, strict=True)
+    return ((value, dims) for value, dims in pairs if value is not None)
 
 
 def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:

@@ -34,9 +34,7 @@ def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
     variance = emit(aten.div.Tensor, _sum(emit, emit(aten.mul.Tensor, shifted, shifted)), count)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
     y = emit(aten.mul.Tensor, shifted, _spread(emit, inverse))
-    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        y = emit(op, y, _spread(emit, emit.cast(given[name], stats.dtype))) if given[name] is not None else y
-    found = [emit.cast(y, types[0].dtype), mean, inverse]
+    found = [emit.cast(_affine(emit, y, stats.dtype), types[0].dtype), mean, inverse]
     if len(types) > 3:
         unbiased = emit(aten.mul.Tensor, variance, count / max(1, count - 1))
         found += [_moving(emit, "running_mean", mean), _moving(emit, "running_var", unbiased)]
@@ -61,11 +59,8 @@ def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     shares = [_spread(emit, emit(aten.div.Tensor, total, count)) for total in (of_bias, of_weight)]
     inner = emit(aten.sub.Tensor, gradient, shares[0])
     inner = emit(aten.sub.Tensor, inner, emit(aten.mul.Tensor, shifted, shares[1]))
-    of_x = emit(aten.mul.Tensor, inner, scale)
-    if given["weight"] is not None:
-        of_x = emit(aten.mul.Tensor, of_x, _spread(emit, emit.cast(given["weight"], stats)))
-    gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
-    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in gradients]
+    of_x = _affine(emit, emit(aten.mul.Tensor, inner, scale), stats)
+    return _wanted(emit, of_x, of_weight, of_bias)
 
 
 def _moved_of_groups(program: Program, node: fx.Node, factors: Collection[str]) -> int:
@@ -84,9 +79,8 @@ def _group_norm(emit: Emitter) -> list[fx.Node | None]:
     shifted = emit(aten.sub.Tensor, x, mean)
     variance = _group_mean(emit, emit(aten.mul.Tensor, shifted, shifted))
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
-    y = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
-    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        y = emit(op, y, _spread(emit, emit.cast(given[name], stats))) if given[name] is not None else y
+    normal = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
+    y = _affine(emit, normal, stats)
     kept = [emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse)]
     return [emit.cast(y, types[0].dtype), *kept]
 
@@ -101,14 +95,26 @@ def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     normal = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _grouped(emit, x), mean), inverse)
     of_weight = _sum(emit, emit(aten.mul.Tensor, gradient, emit(aten.reshape.default, normal, shape)))
     of_bias = _sum(emit, gradient)
-    if given["weight"] is not None:
-        gradient = emit(aten.mul.Tensor, gradient, _spread(emit, emit.cast(given["weight"], stats)))
-    inner = _grouped(emit, gradient)
+    inner = _grouped(emit, _affine(emit, gradient, stats))
     share = emit(aten.mul.Tensor, normal, _group_mean(emit, emit(aten.mul.Tensor, inner, normal)))
     inner = emit(aten.sub.Tensor, emit(aten.sub.Tensor, inner, _group_mean(emit, inner)), share)
     of_x = emit(aten.reshape.default, emit(aten.mul.Tensor, inner, inverse), shape)
-    gradients = zip((of_x, of_weight, of_bias), emit.program.types(emit.node), strict=True)
-    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in gradients]
+    return _wanted(emit, of_x, of_weight, of_bias)
+
+
+def _affine(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Times the weight and plus the bias of the op, as far as it has them; a backward has no bias."""
+    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
+        if emit.given.get(name) is not None:
+            x = emit(op, x, _spread(emit, emit.cast(emit.given[name], dtype)))
+    return x
+
+
+def _wanted(emit: Emitter, *gradients: fx.Node) -> list[fx.Node | None]:
+    """The gradients that the op gives, in its dtypes."""
+    types = emit.program.types(emit.node)
+    pairs = zip(gradients, types, strict=True)
+    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in pairs]
 
 
 def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:

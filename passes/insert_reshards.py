@@ -24,10 +24,12 @@ from torch import fx
 
 from shardc.cause import Cause, Edges, Moved, Need, NeedKind, Place
 from shardc.collective import EXCHANGES, reshard
+from shardc.ends import ends_of
 from shardc.fact import Origin, Output
 from shardc.node import is_getitem, operand, operands, set_operands
 from shardc.program import Program, Value
 from shardc.sharding import Sharding
+from shardc.text import value_name
 from shardc.window import moves_rows
 
 from .choose_cuts import Plan
@@ -124,10 +126,9 @@ class _Rewriter:
         return inserted(self.program, node, wanted, node, why)
 
     def _output(self, node: fx.Node) -> None:
-        ends = zip(self.program.outputs, self.program.owners, self.program.results, self.plan.returned(), strict=True)
         results = [
             self._result(result, wanted, output, owner) if result and wanted else None
-            for output, owner, result, wanted in ends
+            for (output, owner, result), wanted in zip(ends_of(self.program), self.plan.returned(), strict=True)
         ]
         node.args = (tuple(results),)
 
@@ -177,6 +178,6 @@ def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, *
 
 
 def place(program: Program, node: fx.Node) -> Place:
-    """What a node is called, and where it is in the user's model."""
+    """What a node is called, an input by the user's name, and where it is in the user's model."""
     source = program.source(node)
-    return Place(node.name, source.module, source.location)
+    return Place(value_name(program, node), source.module, source.location)

@@ -98,7 +98,7 @@ def _space(
 
 def _ends_in_play(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> dict[str, list[int]]:
     """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
-    ends = part_ends(part for sharding in (src, dst) for part in sharding.cut_axes + sharding.partial_axes)
+    ends = part_ends(src.used_parts + dst.used_parts)
     fine = ends
     if any(src.dims[i] != dst.dims[i] for i in _uneven_dims(src, dst, shape)):
         return ends
@@ -150,7 +150,7 @@ def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: lis
 
 def _unused_part(src: Sharding, dst: Sharding) -> Axes:
     """The largest part of an axis that neither side uses, to share what is moved; none if all are used."""
-    parts = unused_parts(src.mesh, tuple(part for side in (src, dst) for part in side.cut_axes + side.partial_axes))
+    parts = unused_parts(src.mesh, src.used_parts + dst.used_parts)
     largest = max(parts, key=lambda part: part.size, default=None)
     return (largest,) if largest is not None and largest.size > 1 else ()
 

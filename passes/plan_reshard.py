@@ -137,7 +137,7 @@ def _seen_as(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSh
 
 def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
     """The dims that cannot be seen alike: blocks that do not line up, or an axis in parts that do not."""
-    ends = part_ends(part for sharding in fine for part in sharding.cut_axes + sharding.partial_axes)
+    ends = part_ends(part for sharding in fine for part in sharding.used_parts)
     broken = {name for name, found in ends.items() if any(end % start for start, end in pairwise(found))}
     names = [{part.name for part in a.all_axes + b.all_axes} for a, b in zip(src.dims, dst.dims, strict=True)]
     return {i for i, used in enumerate(names) if sizes[i] is None or used & broken}
@@ -152,7 +152,7 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
 
     Chunks of the ceiling by an axis are not those by its parts, one after the other, unless it divides what it cuts.
     """
-    ends = part_ends(part for sharding in fine for part in sharding.cut_axes + sharding.partial_axes)
+    ends = part_ends(part for sharding in fine for part in sharding.used_parts)
     return {
         i
         for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))

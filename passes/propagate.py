@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shardc.cut import dims_sharding, extends, factor_cuts
 from shardc.fact import Origin
 from shardc.mesh import MICROBATCH, Axes, Mesh
 from shardc.node import is_getitem
-from shardc.ops.contraction import dot
 from shardc.pin import Pin
 from shardc.program import Program, Value
 from shardc.rule import Dims, Rule
 from shardc.sharding import WHOLE, DimSharding, Sharding, num_shards
 
+from .flow import Op, ops_of, ties_of
 from .pins import PARAMETER_KINDS, Ranks, annotated_values, promotion
 
 
@@ -60,17 +60,6 @@ def _spread(program: Program, mesh: Mesh, pins: tuple[Pin, ...], first: frozense
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class _Op:
-    """A rule over values: an op of the graph, or a tie of two values that must lie alike."""
-
-    name: str
-    rule: Rule
-    values: tuple[Value | None, ...]  # operands, then results
-    dims: tuple[Dims | None, ...]
-    is_contraction: bool = False
-
-
 @dataclass(slots=True)
 class _State:
     program: Program
@@ -81,7 +70,7 @@ class _State:
     reserved: dict[Value, Axes] = field(default_factory=dict)
     stored: set[Value] = field(default_factory=set)
     origins: dict[Value, dict[str, Origin]] = field(default_factory=dict)
-    ops: list[_Op] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     around: dict[Value, list[int]] = field(default_factory=dict)
     roots: dict[int, Pin] = field(default_factory=dict)
     promoted: dict[Pin, Pin] = field(default_factory=dict)
@@ -97,31 +86,10 @@ class _State:
                     if type_ is not None:
                         self.dims[node, index] = [WHOLE] * len(type_.shape)
                         self.shapes[node, index] = type_.shape
-        for op in [*self._graph_ops(), *self._ties()]:
+        for op in (*ops_of(self.program), *ties_of(self.program)):
             for value in dict.fromkeys(value for value in op.values if value is not None):
                 self.around.setdefault(value, []).append(len(self.ops))
             self.ops.append(op)
-
-    def _graph_ops(self) -> Iterator[_Op]:
-        for node in self.program.calls:
-            rule = self.program.rule(node)
-            given = self.program.operand_values(node)
-            made = tuple(None if type_ is None else (node, i) for i, type_ in enumerate(self.program.types(node)))
-            yield _Op(node.name, rule, given + made, rule.operands + rule.results, node.target is dot)
-
-    def _ties(self) -> Iterator[_Op]:
-        """Gradients and new buffer values lie as what they belong to; a tangent lies as its output."""
-        inputs = self.program.named_inputs
-        for output, owner, node in zip(self.program.outputs, self.program.owners, self.program.results, strict=True):
-            partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
-            if node is not None and partner is not None:
-                ends = self.program.value(node), self.program.value(partner)
-                yield self._tie(f"the {output.kind} {output.name}", *ends)
-
-    def _tie(self, name: str, one: Value, other: Value) -> _Op:
-        sizes = {f"d{i}": size for i, size in enumerate(self.shapes[one])}
-        dims = tuple((name,) for name in sizes)
-        return _Op(name, Rule((dims,), (dims,), sizes), (one, other), (dims, dims))
 
     def close(self, pin: Pin) -> None:
         """From the start no one but the user moves a pinned dim, and its axes are kept for it."""
@@ -176,7 +144,7 @@ class _State:
             else:
                 self._step(self.ops[index])
 
-    def _step(self, op: _Op) -> None:
+    def _step(self, op: Op) -> None:
         tensors = [
             (value, dims)
             for value, dims in zip(op.values, op.dims, strict=True)
@@ -204,7 +172,7 @@ class _State:
     def _local_numel(self, value: Value) -> int:
         return math.prod(dim.local_size(size) for dim, size in zip(self.dims[value], self.shapes[value], strict=True))
 
-    def _promote(self, op: _Op, value: Value, dims: Dims) -> None:
+    def _promote(self, op: Op, value: Value, dims: Dims) -> None:
         """A parameter cut plainly, of which an op takes equal blocks apart, is to be cut within each block.
 
         So does a split of a dim in whole blocks, or a view of it as ``(3, heads, width)`` whose 3 the axes do not cut.
@@ -229,7 +197,7 @@ class _State:
 
     def _extend(
         self,
-        op: _Op,
+        op: Op,
         value: Value,
         dims: Dims,
         cuts: dict[str, DimSharding],

@@ -12,7 +12,7 @@ from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.payload import payload_numel, rechunked_numel
 from shardc.permutation import wire_bytes_total
-from shardc.sharding import Sharding, TensorType
+from shardc.sharding import Sharding, TensorType, dtype_name
 
 from .plain_steps import plain_steps
 from .plan_reshard import is_open, plan_reshard
@@ -80,7 +80,7 @@ def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) ->
     assert step.kind != "view"
     mesh = step.sharding.mesh
     after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if step.kind == "rechunk":
         moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
         total = wire_bytes_total(mesh, step.kind, step.args, given)

@@ -20,6 +20,7 @@ from torch import fx
 
 from shardc.cause import Moved, Stored
 from shardc.collective import reshard
+from shardc.ends import ends_of, parameters_of
 from shardc.fact import Origin, Output
 from shardc.mesh import AxisPart
 from shardc.node import casts_behind, is_cast, operand
@@ -83,9 +84,9 @@ class _Storer:
     def __init__(self, program: Program, zero: Zero | None) -> None:
         self.program, self.zero, self.stage = program, zero, zero.stage if zero else 0
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
-        owned = enumerate(zip(program.outputs, program.owners, strict=True))
-        self.gradients = {owner: i for i, (output, owner) in owned if output.kind == "gradient"}
-        parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
+        owned = enumerate(ends_of(program))
+        self.gradients = {owner: i for i, (output, owner, _) in owned if output.kind == "gradient"}
+        parameters = set(parameters_of(program).values())
         calls = (node for node in program.graph.nodes if node.op != "placeholder")
         self.first_call = next(node for node in calls if not (is_cast(node) and operand(node) in parameters))
 

@@ -166,7 +166,7 @@ def needs(
     """For each axis over which two shardings differ: ``why`` it may not stay on its dim, or where it comes from."""
     gone = [
         why(part.name, dim_of(has, part.name))
-        for part in (*has.cut_axes, *has.partial_axes)
+        for part in has.used_parts
         if dim_of(has, part.name) != dim_of(wanted, part.name) or part in has.partial_axes
         if part not in wanted.partial_axes
     ]

@@ -12,6 +12,7 @@ from torch import fx
 from shardc.bucket import members
 from shardc.collective import EXCHANGES, reshard, steps_sharding
 from shardc.cut import dims_sharding, factor_cuts, lies_alike
+from shardc.ends import ends_of
 from shardc.mesh import MICROBATCH, AxisPart
 from shardc.node import is_annotation, is_getitem
 from shardc.program import LEVELS, Level, Program, Value
@@ -153,7 +154,7 @@ def _outputs_are_whole_sums(program: Program) -> None:
 def _gradients_lie_as_their_values(program: Program) -> None:
     """And new buffer values as the buffer."""
     kinds = {node: kind for (kind, _), node in program.named_inputs.items()}
-    for output, owner, node in zip(program.outputs, program.owners, program.results, strict=True):
+    for output, owner, node in ends_of(program):
         if node is not None and owner is not None and output.kind in ("gradient", "buffer"):
             found, wanted = program.sharding(node), program.sharding(owner)
             assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kinds[owner]} is {wanted}"

@@ -96,8 +96,8 @@ def _transposed(along: Along) -> fx.Node:
     padding, stride, _, _ = _numbers(along)
     result = _convolved(along, along.windows(x, window))
     first = padding - window.start * stride
-    edges = [0] * (2 * (along.ndim - 1 - along.dim)) + [-first, first + window.chunk * stride - along.size(result)]
-    return along.join(along.emit(aten.constant_pad_nd.default, result, edges), size)
+    behind = first + window.chunk * stride - along.size(result)
+    return along.join(along.padded(result, -first, behind), size)
 
 
 def _spread_windows(along: Along) -> Windows | None:
@@ -124,7 +124,7 @@ def _summed_windows(along: Along) -> Windows:
 
 def _summed(along: Along) -> fx.Node:
     x, weight = along.given["input"], along.given["weight"]
-    kernel = Windows(along.count, along.size(weight), along.size(weight), 0)
+    kernel = along.chunks_of(along.size(weight))
     windows = _into_channels(along, along.apart(x, _summed_windows(along)), along.given["groups"])
     return _convolved(along, windows, _into_channels(along, along.apart(weight, kernel), 1))
 

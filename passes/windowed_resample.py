@@ -65,9 +65,7 @@ def _arguments(along: Along, beside: int) -> tuple[list[int], list[Any]]:
 
 def _edged(along: Along, x: fx.Node, edge: int) -> fx.Node:
     """With ``edge`` zeros at either end of the dim; less than none are cut off."""
-    if not edge:
-        return x
-    return along.emit(aten.constant_pad_nd.default, x, [0, 0] * (along.ndim - 1 - along.dim) + [edge, edge])
+    return along.padded(x, edge, edge) if edge else x
 
 
 def _forward(op: Any, beside: int) -> Callable[[Along], fx.Node]:

@@ -56,7 +56,7 @@ def _slice_backward_window(along: Along) -> Windows:
 
 def _slice_backward(along: Along) -> fx.Node:
     window, gradient = _slice_backward_window(along), along.given["grad_output"]
-    chunks = along.apart(gradient, Windows(along.count, window.total, window.total, 0))
+    chunks = along.apart(gradient, along.chunks_of(window.total))
     shape = list(along.emit.shape(chunks))
     shape[along.dim + 1] = window.size
     if window.stride > 1:
@@ -75,7 +75,7 @@ def _slice_scatter(along: Along) -> fx.Node:
     """What is put, padded to the whole, where it belongs."""
     emit, x = along.emit, _input(along)
     start, end, _ = _bounds(along, along.size(x))
-    padded = _padded(along, along.given["src"], start, along.size(x) - end)
+    padded = along.padded(along.given["src"], start, along.size(x) - end)
     place = _places(along, along.size(x))
     inside = emit(aten.logical_and.default, emit(aten.ge.Scalar, place, start), emit(aten.lt.Scalar, place, end))
     return emit(aten.where.self, inside, padded, x)
@@ -85,10 +85,6 @@ def _places(along: Along, size: int) -> fx.Node:
     """The numbers of the elements of the dim, to be compared with."""
     shape = [-1, *[1] * (along.ndim - 1 - along.dim)]
     return along.emit(aten.reshape.default, along.emit(aten.arange.default, size), shape)
-
-
-def _padded(along: Along, x: fx.Node, before: int, after: int) -> fx.Node:
-    return along.emit(aten.constant_pad_nd.default, x, [0, 0] * (along.ndim - 1 - along.dim) + [before, after])
 
 
 def _split(along: Along) -> list[fx.Node | None]:
@@ -126,7 +122,7 @@ def _cat(along: Along) -> fx.Node:
     result: fx.Node | None = None
     for piece in along.given["tensors"]:
         start, end = end, end + along.size(piece)
-        padded = _padded(along, piece, start, total - end)
+        padded = along.padded(piece, start, total - end)
         before = along.emit(aten.lt.Scalar, place, start)
         result = padded if result is None else along.emit(aten.where.self, before, result, padded)
     assert result is not None
@@ -180,7 +176,7 @@ def _reflecting_backward(op: Any, beyond: int) -> Windowed:
 
     def expand(along: Along) -> fx.Node:
         window, others, gradient = window_of(along), _others(along, "padding"), along.given["grad_output"]
-        chunks = along.apart(gradient, Windows(along.count, window.total, window.total, 0))
+        chunks = along.apart(gradient, along.chunks_of(window.total))
         shape = list(along.emit.shape(gradient))
         shape[along.dim] = along.count * window.size
         back = along.added(along.emit(aten.reshape.default, chunks, shape), window)
@@ -249,7 +245,7 @@ def _unfold_backward_window(along: Along) -> Windows:
 
 def _unfold_backward(along: Along) -> fx.Node:
     window, given = _unfold_backward_window(along), along.given
-    chunks = along.apart(given["grad_in"], Windows(along.count, window.total, window.total, 0))
+    chunks = along.apart(given["grad_in"], along.chunks_of(window.total))
     shape = list(along.emit.shape(chunks))[:-1]
     shape[along.dim + 1] = window.size
     back = along.emit(aten.unfold_backward.default, chunks, shape, along.dim + 1, given["size"], given["step"])

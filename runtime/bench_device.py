@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardc.fit import Computed
+from shardc.sharding import dtype_name
 
 PRODUCTS = ((1024, 256, 256), (1024, 256, 1024), (1024, 1024, 256), (256, 1024, 1024), (1024, 256, 4096))  # m, k, n
 LARGE = ((4096, 4096, 4096), (8192, 1024, 4096))  # on a device that is idle in smaller ones
@@ -48,7 +49,7 @@ def _products(device: torch.device) -> Iterator[Work]:
     for dtype in (torch.float32, torch.float64) if is_cpu else (torch.float32, torch.bfloat16):
         for m, k, n in (PRODUCTS if dtype is torch.float32 else PRODUCTS[:2]) if is_cpu else LARGE:
             a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             yield Work(f"mm {m}x{k}x{n}", "flops", lambda a=a, b=b: a @ b, 2 * m * k * n, dtype=name)  # type: ignore[misc]
 
 

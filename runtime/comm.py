@@ -88,7 +88,32 @@ class Comm(Starter, Protocol):
     def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors: ...
 
 
-class SimulatedComm:
+class AtPositions:
+    """What each rank does alone, where it stands: the kinds that send nothing."""
+
+    mesh: Mesh
+    positions: tuple[int, ...]
+
+    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
+        """Each rank keeps a copy of its piece, so that the rest can be freed."""
+        parts = parse_parts(self.mesh, axes)
+        count, pairs = num_shards(parts), zip(xs, self.positions, strict=True)
+        if count == 1:
+            return xs
+        pieces = (_chunks(x, count, dim)[self.mesh.index(position, parts)] for x, position in pairs)
+        return [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
+
+    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
+        """Padding reads ``fill``."""
+        parts = parse_parts(self.mesh, axes)
+        full, found = ceil_div(size, num_shards(parts)), []
+        for x, position in zip(xs, self.positions, strict=True):
+            _, length = chunk_of(size, parts, self.mesh, position)
+            found.append(fill_padding(x, dim, inner, full, length, fill))
+        return found
+
+
+class SimulatedComm(AtPositions):
     """Every rank of the mesh in this process, in lockstep; reductions run in the order of the group's ranks.
 
     ``traffic`` counts what each rank would send by the ring algorithms.
@@ -113,16 +138,6 @@ class SimulatedComm:
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Every rank of a group gets the pieces of all, joined."""
         return self._in_groups("all_gather", xs, axes, lambda group: [torch.cat(tuple(group), dim)] * len(group))
-
-    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
-        """Each rank keeps its piece."""
-        parts = parse_parts(self.mesh, axes)
-        return [keep_chunk(x, num_shards(parts), self.mesh.index(i, parts), dim) for i, x in enumerate(xs)]
-
-    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
-        """Padding reads ``fill``."""
-        parts = parse_parts(self.mesh, axes)
-        return [masked(x, self.mesh, i, parts, dim, size, inner, fill) for i, x in enumerate(xs)]
 
     def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
         """Every rank of a group gets the reduction of all."""
@@ -190,17 +205,6 @@ class SimulatedComm:
 def parse_parts(mesh: Mesh, axes: PartNames) -> Axes:
     """Printed axis parts as parts of the mesh."""
     return tuple(parse_part(axis, mesh) for axis in axes)
-
-
-def keep_chunk(x: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """A copy of one of ``count`` equal chunks, so that the rest can be freed."""
-    return x if count == 1 else _chunks(x, count, dim)[index].clone(memory_format=torch.contiguous_format)
-
-
-def masked(x: Tensor, mesh: Mesh, position: int, axes: Axes, dim: int, size: int, inner: int, fill: float) -> Tensor:
-    """The tensor of one position with its padding filled, as ``mask_padding`` says."""
-    _, length = chunk_of(size, axes, mesh, position)
-    return fill_padding(x, dim, inner, ceil_div(size, num_shards(axes)), length, fill)
 
 
 def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:

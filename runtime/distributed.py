@@ -18,7 +18,7 @@ from shardc.permutation import source_position
 from shardc.sharding import Sharding, num_shards
 
 from . import functional, messages
-from .comm import PartNames, Places, Results, Tensors, Traffic, keep_chunk, masked, parse_parts
+from .comm import AtPositions, PartNames, Places, Results, Tensors, Traffic, parse_parts
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .flat import Flat, Rows, start_packed
 from .functional import Group
@@ -27,7 +27,7 @@ from .piece import unshard
 STARTED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")  # as functions of one tensor and its group
 
 
-class TorchComm:
+class TorchComm(AtPositions):
     """The collectives of this process, by torch's functional collectives.
 
     ``device`` is that of the mesh: this process's own one where there are several of the type. Process groups are made
@@ -84,16 +84,6 @@ class TorchComm:
     def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
         """Local values change places."""
         return self.start("collective_permute", xs, src_axes, dst_axes)()
-
-    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
-        """The piece that is kept."""
-        parts = parse_parts(self.mesh, axes)
-        return [keep_chunk(x, num_shards(parts), self.mesh.index(self.position, parts), dim) for x in xs]
-
-    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
-        """Padding reads ``fill``."""
-        parts = parse_parts(self.mesh, axes)
-        return [masked(x, self.mesh, self.position, parts, dim, size, inner, fill) for x in xs]
 
     def rechunk(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], inner: int) -> Tensors:
         """Our new chunk."""

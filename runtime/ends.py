@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardc.ends import ends_of
 from shardc.program import Program
 
 
@@ -24,16 +25,18 @@ class Ends:
 
     @staticmethod
     def of(program: Program) -> Ends:
-        """Those of a program, whose gradients follow the inputs that require them."""
-        inputs, outputs = list(enumerate(program.inputs)), list(enumerate(program.outputs))
-        gradients = [i for i, output in outputs if output.kind == "gradient"]
-        wanting = [put for put, given in inputs if given.requires_grad] if gradients else []
-        assert [program.inputs[put].name for put in wanting] == [program.outputs[i].name for i in gradients]
-        named = {given.name: put for put, given in inputs if given.kind == "buffer"}
+        """Those of a program."""
+        outputs = list(enumerate(program.outputs))
+        places = {node: put for put, node in enumerate(program.placeholders)}
+        owned = [(output.kind, owner, i) for i, (output, owner, _) in enumerate(ends_of(program))]
+        buffers, gradients = (
+            {places[owner]: i for its, owner, i in owned if its == kind and owner is not None}
+            for kind in ("buffer", "gradient")
+        )
         return Ends(
             tuple(i for i, output in outputs if output.kind == "output"),
-            {given.name: put for put, given in inputs if given.kind == "tangent"},
-            {named[output.name]: i for i, output in outputs if output.kind == "buffer"},
-            dict(zip(wanting, gradients, strict=True)),
+            {given.name: put for put, given in enumerate(program.inputs) if given.kind == "tangent"},
+            buffers,
+            gradients,
             {output.name: i for i, output in outputs if output.kind == "computed"},
         )

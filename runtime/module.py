@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
-from shardc.convention import Signature, call_leaves, call_signature
+from shardc.call_leaves import call_leaves
+from shardc.convention import Signature, call_signature
 from shardc.error import OrderError, ShardingError, said
 from shardc.model_state import State, Watched, tensors_of
 from shardc.pin import Pin
@@ -42,7 +43,7 @@ step_on_pieces()
 class CompileFn(Protocol):
     """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations."""
 
-    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool,
+    def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
                  fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
 
 
@@ -168,7 +169,7 @@ class ParallelModule(nn.Module):
         return self._latest
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
-        compiled = self._compile(self._model, args, kwargs, train=train, fixed=self._fixed(args, kwargs))
+        compiled = self._compile(self._model, args=args, kwargs=kwargs, train=train, fixed=self._fixed(args, kwargs))
         self._border.agree(compiled.program)
         self._place(compiled.program)
         self._type_gradients(compiled.program)

@@ -68,11 +68,6 @@ def unshard(pieces: Sequence[Tensor], sharding: Sharding, shape: tuple[int, ...]
     return whole
 
 
-def global_shape(local_shape: Sequence[int], sharding: Sharding) -> tuple[int, ...]:
-    """The shape of the value that an even piece of ``local_shape`` is part of."""
-    return tuple(size * num_shards(dim.all_axes) for size, dim in zip(local_shape, sharding.dims, strict=True))
-
-
 def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
     """Where the piece of a position lies in the whole tensor, with one dim for every sub-dim."""
     return tuple(

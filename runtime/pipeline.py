@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardc.ends import ends_of, parameters_of
 from shardc.error import second_backward
 from shardc.program import Program
 from shardc.stage import Stages, is_cut_in_time
@@ -73,8 +74,8 @@ class PipelineRunner:
         ends = zip(program.outputs, program.results, strict=True)
         self.trained = {output.name for output, node in ends if output.kind == "gradient" and node is not None}
         self.results = StageResults(self.stages)
-        parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
-        self.of_parameter = [owner in parameters for owner in program.owners]
+        parameters = set(parameters_of(program).values())
+        self.of_parameter = [owner in parameters for _, owner, _ in ends_of(program)]
         pipeline = program.options.pipeline
         self.host = Host(self.device) if pipeline is not None and pipeline.offload else None
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]

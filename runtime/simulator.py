@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardc.error import ShardingError, did_you_mean
-from shardc.fact import Input
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.program import Program
-from shardc.sharding import Sharding, TensorType
+from shardc.sharding import Sharding
 
 from .comm import Comm, SimulatedComm
 from .executor import Executor, Values
@@ -39,8 +37,7 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
 
 def _stage_mesh(mesh: Mesh) -> Mesh:
     """The ranks of one stage of a pipeline: all axes of its program but that of microbatches."""
-    axes = zip(mesh.axis_names, mesh.shape, strict=True)
-    return Mesh(device_ids=None, **{name: size for name, size in axes if name != MICROBATCH})
+    return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name != MICROBATCH})
 
 
 def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[list[Tensor | None]]:
@@ -60,19 +57,6 @@ def interpret(program: Program, inputs: Values) -> list[Tensor | None]:
     executor = Executor(program, device=_device(inputs))
     outputs, saved = executor.forward([inputs])
     return _merged(outputs[0], executor.backward(saved, [inputs])[0])
-
-
-def bind(program: Program, inputs: Mapping[str, Tensor], tangents: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """The values of a program's inputs in their order, from values by name.
-
-    ``random`` is zeros where it is left out. ``tangents`` are named by their outputs, ones for a 0-dim output that is
-    left out. ShardingError for an input that is missing or of another type than the program was compiled for.
-    """
-    found = [_find(entry, inputs, tangents or {}) for entry in program.inputs]
-    errors = [_misfit(entry, value, inputs) for entry, value in zip(program.inputs, found, strict=True)]
-    if present := [error for error in errors if error]:
-        raise ShardingError.all_of(present)
-    return [value for value in found if value is not None]
 
 
 def cut_inputs(program: Program, inputs: Values) -> list[list[Tensor | None]]:
@@ -112,28 +96,3 @@ def _device(inputs: Values) -> torch.device:
 
 def _merged(outputs: Values, gradients: Values) -> list[Tensor | None]:
     return [output if output is not None else gradient for output, gradient in zip(outputs, gradients, strict=True)]
-
-
-def _find(entry: Input, inputs: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> Tensor | None:
-    if entry.kind == "tangent":
-        default = torch.ones((), dtype=entry.type.dtype) if entry.type.shape == () else None
-        return tangents.get(entry.name, default)
-    if entry.kind == "random" and entry.name not in inputs:
-        return torch.zeros(entry.type.shape, dtype=entry.type.dtype)
-    return inputs.get(entry.name)
-
-
-def _misfit(entry: Input, value: Tensor | None, inputs: Mapping[str, Tensor]) -> ShardingError | None:
-    who = f"{entry.kind} {entry.name!r}"
-    if value is None:
-        remedy = did_you_mean(entry.name, inputs) or f"give {entry.name!r}"
-        return ShardingError(who, f"the program was compiled for {entry.type}", "no value is given for it", remedy)
-    given = TensorType(tuple(value.shape), value.dtype)
-    if given == entry.type:
-        return None
-    return ShardingError(
-        who,
-        f"given {given}",
-        f"the program was compiled for {entry.type}",
-        f"give {entry.type}, or compile again for {given}",
-    )

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from shardc.collective import LOCAL_KINDS
 from shardc.mesh import MICROBATCH, Mesh
-from shardc.sharding import Sharding, num_shards
+from shardc.sharding import Sharding
 from shardc.stage import is_cut_in_time
 
 from .border import DistributedDoor
-from .comm import Comm, PartNames, Places, Results, Tensors, Traffic, keep_chunk, masked, parse_parts
+from .comm import AtPositions, Comm, Places, Results, Tensors, Traffic
 from .flat import Flat, Rows
 from .piece import pad, region, shard, unpad, unshard
 
 
-class TimedComm:
+class TimedComm(AtPositions):
     """The collectives of a stage's ranks during some ``microbatches`` of a program's ``mesh``."""
 
     def __init__(self, comm: Comm, mesh: Mesh, microbatches: Sequence[int]) -> None:
@@ -52,18 +52,6 @@ class TimedComm:
     def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """As the stage's ranks do."""
         return self.comm.start_bucket(flat, rows, into)
-
-    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
-        """The piece that is kept."""
-        parts = parse_parts(self.mesh, axes)
-        pairs = zip(xs, self.positions, strict=True)
-        return [keep_chunk(x, num_shards(parts), self.mesh.index(position, parts), dim) for x, position in pairs]
-
-    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
-        """Padding reads ``fill``."""
-        parts = parse_parts(self.mesh, axes)
-        pairs = zip(xs, self.positions, strict=True)
-        return [masked(x, self.mesh, position, parts, dim, size, inner, fill) for x, position in pairs]
 
 
 class TimedDoor:

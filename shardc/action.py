@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -114,6 +114,10 @@ class Schedule:
         sent = any(action.kind in SENDS for _, action in self.walk())
         return sent or not self.crossing()
 
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages that lie on a rank."""
+        return [stage for stage, home in enumerate(self.place) if home == rank]
+
     def walk(self) -> Iterator[tuple[int, Action]]:
         """Every rank's actions, rank by rank."""
         return ((rank, action) for rank, row in enumerate(self.actions) for action in row)
@@ -146,7 +150,7 @@ class Schedule:
     def with_reductions(self) -> Schedule:
         """With a REDUCE of each stage at the end of its rank, by stage number."""
         rows = [
-            (*row, *(Action("REDUCE", stage) for stage, home in enumerate(self.place) if home == rank))
+            (*row, *(Action("REDUCE", stage) for stage in self.stages_on(rank)))
             for rank, row in enumerate(self.actions)
         ]
         return replace(self, actions=tuple(rows))
@@ -177,6 +181,5 @@ class Schedule:
 
         return from_csv(text, name, edges)
 
-    def _keep(self, is_kept: object) -> Schedule:
-        assert callable(is_kept)
+    def _keep(self, is_kept: Callable[[Action], bool]) -> Schedule:
         return replace(self, actions=tuple(tuple(filter(is_kept, row)) for row in self.actions))

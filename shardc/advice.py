@@ -1,5 +1,7 @@
 """What would remove a collective: the smallest change of annotations, found by compiling again under each of a few.
 
+Of a message between stages of a pipeline, what would let less cross: other beginnings of stages, or fewer stages.
+
 A change is good where the collective is removed (shardc/transfer.py says when), a rank sends fewer bytes a step, and
 neither its peak memory, with and without Adam's state, nor its floating-point operations grow. Changes are tried one
 thing at a time, the likeliest first, and the first good one is the advice. Where none is, it is the one that removes
@@ -8,7 +10,7 @@ the collective altogether and costs least, with what it costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +19,21 @@ from torch import fx
 
 from shardc.api import Compiled
 from shardc.candidate import candidates
+from shardc.cause import Crossed
 from shardc.change import Change, Figures
+from shardc.collective import Collective
 from shardc.error import ShardingError, did_you_mean
 from shardc.partition import P
 from shardc.retry import Attempt, Retry
 from shardc.site import site_of
+from shardc.stage_candidate import stage_candidates
+from shardc.stage_traffic import sender
 from shardc.text import bytes_text
 from shardc.transfer import Transfer, instead, is_removed, transfers
 from shardc.why_needed import why_needed
+
+REMOVE, SHRINK = "to remove it", "to send less between stages"
+THAT = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,14 @@ class Advice:
     """What would remove the collective ``name``, after ``tried`` changes were compiled.
 
     ``suggestion`` is None where none of them removes it. ``why``: what it is there for, in any plan like this one.
+    ``aim``: of a message, to let less cross between stages.
     """
 
     name: str
     tried: int
     why: str
     suggestion: Suggestion | None
+    aim: str = REMOVE
 
     def text(self, is_whole: bool = False) -> str:
         """For a reader; ``is_whole``: ``--annotate`` stands in place of the target's annotations."""
@@ -72,14 +83,17 @@ class Advice:
     def _lines(self, is_whole: bool) -> Iterator[str]:
         found = self.suggestion
         if found is None:
-            yield f"nothing was found that removes it: none of {_changes(self.tried)} does"
+            yield f"nothing was found {THAT[self.aim]}: none of {_changes(self.tried)} does"
             yield f"  {self.why}"
             return
         if found.is_free:
-            yield f"to remove it: {found.change.text}"
+            yield f"{self.aim}: {found.change.text}"
         else:
-            yield f"every change that removes it costs something; of {_changes(self.tried)} this costs least:"
+            yield f"every change {THAT[self.aim]} costs something; of {_changes(self.tried)} this costs least:"
             yield f"  {found.change.text}"
+        if found.before.crossing:
+            crossing = _difference(found.before.crossing, found.after.crossing)
+            yield f"  between stages go {crossing} a step"
         if found.instead:
             yield f"  what it moves then goes by {' and '.join(found.instead)}"
         yield from (f"  {line}" for line in _costs(found.before, found.after))
@@ -127,25 +141,52 @@ class Advisor:
         """What would remove a collective. Raises a ShardingError for a name that none has."""
         node = self._nodes.get(name) if name in self._moved else self._of_stage(name)
         if node is None:
-            return Advice(name, 0, "a stage of the pipeline reads what another one makes: no annotation changes that, "
-                          "but where stages begin does (cuts=, balance=)", None)  # fmt: skip
-        retry, options = self._retry, self._retry.request.options
-        site = site_of(self.program, node, retry.annotations)
-        changes = candidates(site, retry.annotations, self.program.inputs, options.zero, self.tries)
-        moved, tried = self._moved[node.name], 0
-        removing: list[tuple[Change, Attempt]] = []
+            return self._of_message(self._sent[name])
+        moved, options = self._moved[node.name], self._retry.request.options
+        site = site_of(self.program, node, self._retry.annotations)
+        changes = candidates(site, self._retry.annotations, self.program.inputs, options.zero, self.tries)
+
+        def removes(attempt: Attempt, altogether: bool) -> bool:
+            return is_removed(moved, attempt.transfers, altogether)
+
+        tried, change, attempt = self._search(changes, removes)
+        if change is None or attempt is None:
+            return Advice(name, tried, why_needed(self.program, node), None)
+        found = self._suggestion(moved, change, attempt)
+        return Advice(name, tried, "" if found.is_free else why_needed(self.program, node), found)
+
+    def _of_message(self, found: Collective) -> Advice:
+        """What would let less cross between stages than now, in all messages together."""
+        (cause,), before = found.causes, self._retry.figures
+        assert isinstance(cause, Crossed), found
+        is_late, mesh = found.name.startswith("send_after"), self._retry.request.mesh
+        changes = stage_candidates(self.program, cause, is_late, mesh, self.tries)
+        tried, change, attempt = self._search(changes, lambda attempt, _: attempt.figures.crossing < before.crossing)
+        why = f"{cause.text}; wherever stages were tried to begin, as much crosses or something else grows"
+        if change is None or attempt is None:
+            return Advice(found.name, tried, why, None, SHRINK)
+        suggestion = self._suggestion(frozenset(), change, attempt)
+        return Advice(found.name, tried, "" if suggestion.is_free else why, suggestion, SHRINK)
+
+    def _search(
+        self, changes: Iterable[Change], is_met: Callable[[Attempt, bool], bool]
+    ) -> tuple[int, Change | None, Attempt | None]:
+        """The first change that is free, else the cheapest of those that meet the aim altogether; how many were tried.
+
+        ``is_met(attempt, altogether)``: whether a plan meets the aim.
+        """
+        tried, before = 0, self._retry.figures
+        met: list[tuple[Change, Attempt]] = []
         for change in changes:
-            attempt = retry.attempt(change)
+            attempt = self._retry.attempt(change)
             tried += attempt is not None
-            if attempt is None or not is_removed(moved, attempt.transfers):
+            if attempt is None or not is_met(attempt, False):
                 continue
-            if attempt.figures.is_free_after(retry.figures):
-                return Advice(name, tried, "", self._suggestion(moved, change, attempt))
-            if is_removed(moved, attempt.transfers, altogether=True):
-                removing.append((change, attempt))
-        cheapest = min(removing, key=lambda pair: pair[1].figures.excess(retry.figures), default=None)
-        why = why_needed(self.program, node)
-        return Advice(name, tried, why, None if cheapest is None else self._suggestion(moved, *cheapest))
+            if attempt.figures.is_free_after(before):
+                return tried, change, attempt
+            if is_met(attempt, True):
+                met.append((change, attempt))
+        return tried, *min(met, key=lambda pair: pair[1].figures.excess(before), default=(None, None))
 
     def _of_stage(self, name: str) -> fx.Node | None:
         """Of a pipeline a collective of several stages has a name for each; None for a message."""
@@ -154,16 +195,18 @@ class Advisor:
             raise ShardingError(
                 f"collective {name!r}", f"a program of {len(self._sent)}", "it has none of that name", remedy
             )
-        return self._nodes.get(name.partition("_stage_")[0])
+        return sender(self._nodes, name)
 
     def _suggestion(self, moved: frozenset[Transfer], change: Change, attempt: Attempt) -> Suggestion:
         before, annotations = self._retry.figures, self._retry.annotations
-        return Suggestion(
-            change, before, attempt.figures, attempt.figures.is_free_after(before),
-            _python(change, change.applied(annotations)),
-            change.flags(annotations, is_whole=False), change.flags(annotations, is_whole=True),
-            instead(moved, attempt.transfers),
-        )  # fmt: skip
+        typed = change.flags(annotations, is_whole=False), change.flags(annotations, is_whole=True)
+        python, pipeline = _python(change, change.applied(annotations)), self._retry.request.options.pipeline
+        if change.stages or change.mesh:
+            after = change.pipeline_after(pipeline)
+            assert after is not None, change
+            python, typed = change.stage_python(after), (change.stage_flags(after),) * 2
+        is_free = attempt.figures.is_free_after(before)
+        return Suggestion(change, before, attempt.figures, is_free, python, *typed, instead(moved, attempt.transfers))
 
 
 def _python(change: Change, annotations: dict[str, P]) -> str:

@@ -13,18 +13,22 @@ from functools import cached_property
 from torch import fx
 
 from shardc.alternative import Alternative
+from shardc.announcement import collective_at
 from shardc.api import Compiled
+from shardc.bucket import axes_of
+from shardc.collective import EXCHANGES
 from shardc.node import op_name
 from shardc.passes.choose_cuts import Plan, choose_cuts
 from shardc.passes.choose_sides import cheapest_plan
 from shardc.passes.compare_cuts import compare_cuts, where_summed
+from shardc.passes.compare_forms import compare_forms
 from shardc.passes.compare_steps import compare_steps, held, kinds_of, sent
-from shardc.passes.decompose import apart_or_gathered
 from shardc.passes.pins import Ranks
 from shardc.passes.propagate import propagate
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType
-from shardc.transfer import Movement, axes_of, movements
+from shardc.stage_traffic import sender
+from shardc.transfer import Movement, movements
 
 MOST = 4  # alternatives of a question
 Pair = tuple[Sharding, Sharding, TensorType]
@@ -39,13 +43,14 @@ class Chooser:
 
     def alternatives(self, name: str) -> tuple[Alternative, ...]:
         """What was chosen among at a collective; nothing for a message of a pipeline."""
-        node = self._nodes.get(name) or self._nodes.get(name.partition("_stage_")[0])
+        node = sender(self._nodes, name)
         if node is None:
             return ()
         moved = list(movements(self.whole, node))
         found = [*_of_steps(self.whole, moved)]
-        if len(moved) == 1:
-            found += [*self._of_op(node, moved[0]), *self._of_form(moved[0])]
+        if len(moved) == 1 and node.target not in EXCHANGES:  # what these send is of no way to compute an op
+            found += self._of_op(node, moved[0])
+        found += [*self._of_form(node, moved), *(way for each in moved for way in self._of_gather(node, each, found))]
         return (*found, *self._of_sides(node))
 
     @cached_property
@@ -75,19 +80,44 @@ class Chooser:
     def _producer(self, node: fx.Node) -> str:
         return self.whole.value(node)[0].name
 
-    def _of_form(self, moved: Movement) -> Iterator[Alternative]:
-        """Whether an op that wants a whole dim is taken apart or gathers it: of one on the user's line that is gone."""
-        before, after = self.compiled.at("propagate"), {node.name for node in self.compiled.at("decompose").calls}
-        source = self.whole.source(moved.made)
-        for node in before.calls:
-            is_same = (before.source(node), before.source(node).ordinal) == (source, source.ordinal)
-            if node.name in after or not is_same:
-                continue
-            costs = apart_or_gathered(before, node)
+    def _of_form(self, node: fx.Node, moved: list[Movement]) -> Iterator[Alternative]:
+        """What gathering would have cost of an op that was taken apart: of one on the user's line that is gone."""
+        before, after = self.compiled.at("propagate"), {each.name for each in self.compiled.at("decompose").calls}
+        made = node if node.target in EXCHANGES else moved[0].made
+        if len(moved) > 1 or made.op != "call_function":
+            return
+        source = self.whole.source(made)
+        for gone in (each for each in before.calls if each.name not in after and self._is_of(before, each, made)):
+            costs = compare_forms(before, gone)
             if costs is not None:
-                question = f"to compute {op_name(node.target).lstrip('_')} ({source.location})"
-                yield Alternative(question, "local work and sums of a few numbers", costs[0], True)
-                yield Alternative(question, "gather the whole dim", costs[1], False)
+                question = f"to compute {op_name(gone.target).lstrip('_')} ({source.location})"
+                edges = [
+                    each for each in self.whole.calls if each.target in EXCHANGES and self._is_of(before, gone, each)
+                ]
+                sent = sum(collective_at(self.whole, each).wire_bytes for each in edges)
+                way = _edges_text(len(edges)) if edges else "local work and sums of a few numbers"
+                yield Alternative(question, way, sent if edges else costs.apart, True)
+                yield Alternative(question, "gather the whole dim", costs.gathered, False)
+
+    def _is_of(self, before: Program, op: fx.Node, node: fx.Node) -> bool:
+        """Whether a node of the whole program is made for the call of an op of an earlier one."""
+        source, other = before.source(op), self.whole.source(node)
+        return (source, source.ordinal) == (other, other.ordinal)
+
+    def _of_gather(self, node: fx.Node, moved: Movement, found: list[Alternative]) -> Iterator[Alternative]:
+        """What taking an op apart would cost that gathers, or that adds up what it makes of what it has."""
+        program = self.compiled.at("decompose")
+        named = {each.name: each for each in program.calls}
+        asked = [self._producer(each) for each in (*moved.users, moved.made) if each.op == "call_function"]
+        for op in (named[name] for name in dict.fromkeys(asked) if name in named):
+            costs = compare_forms(program, op)
+            if costs is None or costs.axes.isdisjoint(axes_of(node)) or not (costs.apart or costs.refused):
+                continue  # of what nothing has to be sent for
+            module = program.source(op).module
+            question = f"to compute {op.name}{f' ({module})' if module else ''}"
+            if question not in {each.question for each in found}:
+                yield Alternative(question, "not taken apart", costs.gathered, True)
+            yield Alternative(question, "taken apart, as local work and a sum", costs.apart, False, costs.refused)
 
     def _of_sides(self, node: fx.Node) -> Iterator[Alternative]:
         """Over an axis that cuts data and weights: who comes to whom. Bytes are those of the whole step."""
@@ -107,6 +137,10 @@ class Chooser:
             if chosen not in ways.values():
                 found[axis].insert(0, Alternative(question, "each op as it costs least", chosen, True))
         return found
+
+
+def _edges_text(count: int) -> str:
+    return "what lies next to each piece" + (f", in {count} collectives" if count > 1 else "")
 
 
 def _of_steps(program: Program, moved: list[Movement]) -> Iterator[Alternative]:

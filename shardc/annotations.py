@@ -68,7 +68,7 @@ def match(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Matched:
     """The values of a model and of a call that each pattern means."""
-    from shardc.convention import names_of
+    from shardc.call_leaves import names_of
 
     check_annotations(annotations)
     return match_names(annotations, names_of(model, args, kwargs), mesh)

@@ -10,7 +10,7 @@ from shardc.bucket import Member, bucket, members
 from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, adds_microbatches, group_size, wire_bytes
 from shardc.payload import payload_numel, rechunked_numel
 from shardc.permutation import wire_bytes_total
-from shardc.sharding import TensorType
+from shardc.sharding import TensorType, dtype_name
 from shardc.window import moves_rows, overlap_add, rows_sent
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     from shardc.stage import has_stages
 
     if has_stages(program):
-        from shardc.stage_traffic import traffic_of
+        from shardc.stage_traffic import collectives_of_stages
 
-        return tuple(traffic_of(program))
+        return tuple(collectives_of_stages(program))
     return tuple(collective_at(program, node) for node in program.calls if is_collective(node))
 
 
@@ -70,7 +70,7 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
         wire = wire_bytes(kind, payload, count)
     sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
     return Collective(
-        kind, axes, str(after.dtype).removeprefix("torch."), before.shape, after.shape,
+        kind, axes, dtype_name(after.dtype), before.shape, after.shape,
         payload, wire, _total(program, node, parts, wire), name=node.name, phase=program.source(node).phase,
         node=", ".join(each.name for each in moved),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),

@@ -16,6 +16,7 @@ from shardc.annotations import Spec, check_annotations
 from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
+from shardc.ends import gradient_names
 from shardc.error import ShardingError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
 from shardc.machine import Links, machine_of
@@ -25,7 +26,7 @@ from shardc.pin import Pin
 from shardc.program import Program
 from shardc.request import Request
 from shardc.sharding import Sharding
-from shardc.slow_link import with_link_notes
+from shardc.slow_link import slow_link_note
 from shardc.stage_schedule import schedule_of
 from shardc.strict import check_strict
 from shardc.unused import idle_error, note_of, unused_annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
+    from shardc.advice import Advice
     from shardc.alternative import Alternative
     from shardc.explanation import Explanation
     from shardc.runtime.module import ParallelModule
@@ -69,12 +71,8 @@ class Compiled:
     def at(self, name: str) -> Program:
         """The program after the named pass; ``capture`` is the first."""
         if name not in self.stages:
-            raise ShardingError(
-                f"pass {name!r}",
-                f"the passes are {', '.join(self.stages)}",
-                "there is no such pass",
-                did_you_mean(name, self.stages) or "name one of them",
-            )
+            known, remedy = ", ".join(self.stages), did_you_mean(name, self.stages) or "name one of them"
+            raise ShardingError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
         return self.stages[name]
 
     @property
@@ -91,11 +89,8 @@ class Compiled:
     def shardings(self) -> dict[str, Sharding]:
         """The sharding of every parameter, buffer, input, output and node, by name."""
         program = self.program
-        found = {
-            node.name: program.sharding(node)
-            for node in program.graph.nodes
-            if node.op != "output" and not program.has_many(node)
-        }
+        nodes = (node for node in program.graph.nodes if node.op != "output" and not program.has_many(node))
+        found = {node.name: program.sharding(node) for node in nodes}
         for output, node in zip(program.outputs, program.results, strict=True):
             if node is not None and output.kind == "output":
                 found[output.name] = program.sharding(node)
@@ -141,7 +136,16 @@ class Compiled:
         """
         from shardc.explain import explain
 
-        return explain(self.whole, name)
+        return explain(self, name)
+
+    def advise(self, name: str, tries: int = 12) -> Advice:
+        """What would remove a collective, found by at most ``tries`` further compilations.
+
+        Raises a ShardingError, with near names, for a name that no collective has.
+        """
+        from shardc.advice import advise
+
+        return advise(self, name, tries)
 
     def choices(self) -> dict[str, tuple[Alternative, ...]]:
         """For each collective what the compiler chose among there."""
@@ -178,7 +182,7 @@ class Compiled:
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
             for kind in ("output", "gradient")
         )
-        return self.convention.unflatten(outputs), dict(zip(program.gradient_names, gradients, strict=True))
+        return self.convention.unflatten(outputs), dict(zip(gradient_names(program), gradients, strict=True))
 
     def inputs(
         self,
@@ -235,8 +239,7 @@ def compile(
     check_call(args, kwargs or {}, train, differentiable, strict)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
     matched = request.matched(model)
-    stages: dict[str, Program] = {}
-    seconds: dict[str, float] = {}
+    stages, seconds = dict[str, Program](), dict[str, float]()
 
     def watch(name: str, program: Program, took: float) -> None:
         stages[name], seconds[name] = program, took
@@ -251,15 +254,19 @@ def compile(
     watch("capture", program, time.perf_counter() - start)
     run_passes(program, watch)
     unused += map(idle_error, idle_annotations(stages["keep_dims"], stages["propagate"]))
-    for name in list(stages)[-2:]:  # in global shapes, in local ones
-        noted = with_link_notes(stages[name])
-        stages[name] = replace(noted, notes=(*noted.notes, *map(note_of, unused)))
-    program = stages[next(reversed(stages))]
+    whole, local = list(stages)[-2:]  # in global shapes, in local ones
+    notes = [*filter(None, [slow_link_note(stages[whole])]), *map(note_of, unused)]
+    for name in (whole, local):
+        stages[name] = replace(stages[name], notes=(*stages[name].notes, *notes))
+    program = stages[local]
     if pipeline:
         schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
     return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
+
+
+_compile = compile  # under a name that ``parallelize`` has no argument of
 
 
 def parallelize(
@@ -291,31 +298,11 @@ def parallelize(
 
     check_model(model)
     check_annotations(annotations or {})
-    stated = {
-        "zero": zero,
-        "pipeline": pipeline,
-        "precision": precision,
-        "remat": remat,
-        "bucket": bucket,
-        "links": links,
-    }
-    options = {"differentiable": differentiable, **stated, "strict": strict}
-    call = partial(_compile_call, mesh, annotations, options)
-    module = parallel_module(model, mesh, call, runtime, compile, pipeline)
+    compile_fn = partial(
+        _compile, mesh=mesh, annotations=annotations, differentiable=differentiable, zero=zero, pipeline=pipeline,
+        precision=precision, remat=remat, bucket=bucket, links=links, strict=strict,
+    )  # fmt: skip
+    module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline)
     if args is not None or kwargs is not None:
         module.compile_for(args or (), kwargs or {})
     return module
-
-
-def _compile_call(
-    mesh: Any,
-    annotations: Mapping[str, Spec] | None,
-    options: Mapping[str, Any],
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    train: bool,
-    fixed: tuple[Pin, ...],
-) -> Compiled:
-    return compile(model, mesh, annotations, args=args, kwargs=kwargs, train=train, fixed=fixed, **options)

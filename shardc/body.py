@@ -68,7 +68,7 @@ class Bodies:
             leaves, found.tree = pytree.tree_flatten(result)
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 self.refuse("a function given to it returns what is no tensor", "return tensors alone")
-            found.types = tuple(map(type_of, leaves))
+            found.types = tuple(map(TensorType.of, leaves))
         return found
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
@@ -218,8 +218,3 @@ def _standin(tensor: Tensor) -> Tensor:
 def floating(types: Iterable[TensorType]) -> tuple[TensorType, ...]:
     """Those that have gradients."""
     return tuple(type_ for type_ in types if type_.dtype.is_floating_point)
-
-
-def type_of(tensor: Tensor) -> TensorType:
-    """A tensor's type."""
-    return TensorType(tuple(tensor.shape), tensor.dtype)

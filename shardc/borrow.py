@@ -79,22 +79,25 @@ def state_names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, to
     aliases: dict[str, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) == name:
-            parameters[name] = parameter
-        else:
-            aliases[name] = first[id(parameter)]
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if first.setdefault(id(buffer), name) == name:
-            buffers[name] = buffer
-        else:
-            aliases[name] = first[id(buffer)]
+    kinds: Any = (parameters, model.named_parameters), (buffers, model.named_buffers)
+    for found, named in kinds:
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) == name:
+                found[name] = tensor
+            else:
+                aliases[name] = first[id(tensor)]
     return parameters, buffers, aliases
+
+
+def with_aliases(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name, and then again by the names of those tied to them."""
+    yield from tensors.items()
+    yield from ((alias, tensors[name]) for alias, name in aliases.items())
 
 
 def swap(model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
     """Put tensors in the place of the parameters and buffers of these names and of those tied to them."""
-    for name, tensor in [*tensors.items(), *((alias, tensors[name]) for alias, name in aliases.items())]:
+    for name, tensor in with_aliases(tensors, aliases):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         place = module._parameters if leaf in module._parameters else module._buffers

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardc.collective import COLLECTIVES, Kind
+from shardc.collective import COLLECTIVES, EXCHANGES, LOCAL_KINDS, Kind
+from shardc.mesh import axis_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -41,6 +42,14 @@ def members(node: fx.Node) -> tuple[Member, ...]:
     kind, axes, args, *operands = given
     pairs = enumerate(zip(args, operands, strict=True))
     return tuple(Member(kind, (axes, *rest), operand, i) for i, (rest, operand) in pairs)
+
+
+def axes_of(node: fx.Node) -> tuple[str, ...]:
+    """The mesh axes along which ranks exchange what a node moves; none where it sends nothing."""
+    sent = [part for part in members(node) if part.kind not in LOCAL_KINDS]
+    given = [axes for part in sent for axes in part.args[: 2 if part.kind == "collective_permute" else 1]]
+    given += [node.args[1]] if node.target in EXCHANGES else []
+    return tuple(dict.fromkeys(axis_of(part) for axes in given for part in axes))
 
 
 def set_operand(node: fx.Node, member: Member, operand: fx.Node) -> None:

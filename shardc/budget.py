@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from shardc.collective import LOCAL_KINDS, Kind
 from shardc.error import did_you_mean
+from shardc.mesh import axis_of
 from shardc.outcome import UsageError
 
 KINDS = tuple(kind for kind in get_args(Kind) if kind not in (*LOCAL_KINDS, "rechunk"))
@@ -204,6 +205,6 @@ def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) ->
 
 
 def _is_of(budget: Budget, found: Mapping[str, Any]) -> bool:
-    axes = [axis.partition(":")[0] for axis in found["axes"]]
+    axes = map(axis_of, found["axes"])
     is_there = not budget.axis or budget.axis in axes
     return is_there and found["phase"] in (budget.phases or PHASES) and found["kind"] in (budget.kinds or KINDS)

@@ -11,6 +11,7 @@ from typing import cast
 
 from shardc.change import Change, Edit
 from shardc.fact import Input
+from shardc.mesh import axis_of
 from shardc.options import Zero
 from shardc.partition import Blocks, Entry, P
 from shardc.site import Named, Site, axis_names, entry_axes
@@ -43,10 +44,10 @@ def nowhere(site: Site, annotations: Mapping[str, P], zero: Zero | None) -> Chan
 
 def _dropped(spec: P, axes: set[str]) -> P | None:
     """The annotation without the axes; None where it says nothing then."""
-    if not axes & set(axis_names(spec)):
+    if not axes & axis_names(spec):
         return spec
     left = _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
-    return left if any(True for _ in axis_names(left)) else None
+    return left if axis_names(left) else None
 
 
 # Annotations that are there.
@@ -69,7 +70,7 @@ def _dropped_at(site: Site, annotations: Mapping[str, P], distance: int) -> Iter
 def _edits(site: Site, pattern: str, spec: P) -> Iterator[P | None]:
     """One annotation with one thing said otherwise; None drops it, first of all where it says nothing else."""
     axes, rank = set(site.axes), site.ranks.get(pattern, len(spec.entries))
-    names = set(axis_names(spec))
+    names = axis_names(spec)
     if names <= axes:
         yield None
     yield from _moved(spec, axes, rank) if names & axes else _cut_more(spec, site.axes, rank)
@@ -84,7 +85,7 @@ def _moved(spec: P, axes: set[str], rank: int) -> Iterator[P]:
     """An entry of the axes changes places with a dim that is whole."""
     entries = _entries(spec, rank)
     for src, entry in enumerate(entries):
-        if set(entry_axes(entry)) & axes:
+        if entry_axes(entry) & axes:
             for dst in (dim for dim, other in enumerate(entries) if other is None):
                 swapped = list(entries)
                 swapped[src], swapped[dst] = None, entry
@@ -94,7 +95,7 @@ def _moved(spec: P, axes: set[str], rank: int) -> Iterator[P]:
 def _cut_more(spec: P, axes: tuple[str, ...], rank: int) -> Iterator[P]:
     """A dim that is whole is cut by the axes; a last dim first, which is the one of features."""
     entries = _entries(spec, rank)
-    order = [0, *range(rank - 1, 0, -1)] if not any(True for _ in axis_names(spec)) else range(rank - 1, -1, -1)
+    order = [0, *range(rank - 1, 0, -1)] if not axis_names(spec) else range(rank - 1, -1, -1)
     for dim in order:
         if dim < len(entries) and entries[dim] is None:
             cut: Entry = axes[0] if len(axes) == 1 else tuple(axes)
@@ -104,8 +105,8 @@ def _cut_more(spec: P, axes: tuple[str, ...], rank: int) -> Iterator[P]:
 def _opened(spec: P, axes: set[str], rank: int) -> Iterator[P]:
     """What is said of the axes is left open; where they are not named, what is said to be whole."""
     entries = _entries(spec, rank)
-    is_named = bool(axes & set(axis_names(spec)))
-    open_ = [dim for dim, entry in enumerate(entries) if (set(entry_axes(entry)) & axes if is_named else entry is None)]
+    is_named = bool(axes & axis_names(spec))
+    open_ = [dim for dim, entry in enumerate(entries) if (entry_axes(entry) & axes if is_named else entry is None)]
     if open_ and len(open_) < len(entries):
         yield _with_entries(spec, [P.OPEN if dim in open_ else entry for dim, entry in enumerate(entries)])
 
@@ -185,10 +186,10 @@ def _trimmed(entries: list[Entry]) -> list[Entry]:
 
 
 def _entry_without(entry: Entry, axes: set[str]) -> Entry:
-    if not set(entry_axes(entry)) & axes:
+    if not entry_axes(entry) & axes:
         return entry
     named = entry.axes if isinstance(entry, Blocks) else entry if isinstance(entry, tuple) else (str(entry),)
-    left = tuple(name for name in named if name.partition(":")[0] not in axes)
+    left = tuple(name for name in named if axis_of(name) not in axes)
     if isinstance(entry, Blocks):
         return replace(entry, axes=left) if left else None
     return (left if len(left) > 1 else left[0]) if left else None

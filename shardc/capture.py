@@ -26,17 +26,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.annotations import Match, annotating
 from shardc.borrow import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.call_leaves import call_leaves, rebuild_call
 from shardc.casting import Casting
 from shardc.convention import (
     CallingConvention,
     Leaves,
     TensorLeaf,
-    call_leaves,
     call_signature,
     differentiable_names,
     leaf_of,
     output_leaves,
-    rebuild_call,
 )
 from shardc.decomposition import decompositions, resampling_whole
 from shardc.error import CaptureError, ShardingError, raised_by_model
@@ -177,15 +176,14 @@ class _Joint:
             ):
                 stack.enter_context(context)
             stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
-            fakes = [
-                torch.empty(
-                    entry.type.shape, dtype=entry.type.dtype, device=self.device, requires_grad=entry.requires_grad
-                )
-                for entry in self.inputs
-            ]
+            fakes = map(self._empty, self.inputs)
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             return traced
+
+    def _empty(self, entry: Input) -> torch.Tensor:
+        shape, dtype = entry.type.shape, entry.type.dtype
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``Ends``."""
@@ -215,8 +213,7 @@ class _Joint:
             tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device)
                         for name in names]  # fmt: skip
         self.tangents = tuple(
-            Input(name, "tangent", TensorType(tuple(tangent.shape), tangent.dtype))
-            for name, tangent in zip(names, tangents, strict=True)
+            Input(name, "tangent", TensorType.of(tangent)) for name, tangent in zip(names, tangents, strict=True)
         )
         wanting = [entry for entry in self.inputs if entry.requires_grad]
         sources = [used[entry.kind, entry.name] for entry in wanting]
@@ -249,10 +246,7 @@ class _Joint:
 
 
 def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]:
-    return [
-        Input(name, kind, TensorType(tuple(tensor.shape), tensor.dtype), tensor.requires_grad)
-        for name, tensor in tensors.items()
-    ]
+    return [Input(name, kind, TensorType.of(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
 
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:

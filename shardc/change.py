@@ -1,11 +1,13 @@
-"""A change of annotations as one would make it, and what a plan costs before and after."""
+"""A change of annotations or options as one would make it, and what a plan costs before and after."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from shardc.options import Zero
+from shardc.mesh import Mesh
+from shardc.options import Pipeline, Zero
 from shardc.partition import P
 
 
@@ -31,13 +33,16 @@ class Edit:
 class Change:
     """Edits that go together, and the option ``zero`` where ``is_zero`` says that it changes.
 
-    ``taken_out``: calls of ``shardc.annotate`` in the model, as an origin names them.
+    ``taken_out``: calls of ``shardc.annotate`` in the model, as an origin names them. ``stages``: fields of the option
+    ``pipeline`` and what they become. ``mesh``: its axes and sizes, where these change.
     """
 
     edits: tuple[Edit, ...] = ()
     zero: Zero | None = None
     is_zero: bool = False
     taken_out: tuple[str, ...] = ()
+    stages: tuple[tuple[str, Any], ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def applied(self, annotations: Mapping[str, P]) -> dict[str, P]:
         """The annotations after the change, those that are kept in their order."""
@@ -49,6 +54,14 @@ class Change:
         """The option after the change."""
         return self.zero if self.is_zero else before
 
+    def pipeline_after(self, before: Pipeline | None) -> Pipeline | None:
+        """The option after the change."""
+        return replace(before, **dict(self.stages)) if before is not None and self.stages else before
+
+    def mesh_after(self, before: Mesh) -> Mesh:
+        """The mesh after the change."""
+        return Mesh(device_ids=None, **dict(self.mesh)) if self.mesh else before
+
     @property
     def text(self) -> str:
         """In words and Python."""
@@ -56,7 +69,11 @@ class Change:
         calls = [
             f"take out of the model shardc.{call.replace('annotate(', 'annotate(..., ')}" for call in self.taken_out
         ]
-        return ", ".join([*(edit.text for edit in self.edits), *calls, *option])
+        stages = [f"say {', '.join(f'{name}={value!r}' for name, value in self.stages)} in pipeline="] * bool(
+            self.stages
+        )
+        mesh = [f"compile for {_axes_text(self.mesh, ', ')}"] * bool(self.mesh)
+        return ", ".join([*(edit.text for edit in self.edits), *calls, *option, *stages, *mesh])
 
     def flags(self, annotations: Mapping[str, P], is_whole: bool) -> str:
         """On the command line; ``is_whole``: ``--annotate`` stands in place of all that there is, as for an hf target.
@@ -71,12 +88,47 @@ class Change:
             flags += [f"--zero {self.zero.axis}={self.zero.stage}" if self.zero else "without --zero"]
         return " ".join(flags)
 
+    def stage_flags(self, pipeline: Pipeline) -> str:
+        """On the command line, of a change of stages or of the mesh; all else stays as it was typed."""
+        flags = [f"--mesh {_axes_text(self.mesh, ',')}"] * bool(self.mesh)
+        return " ".join([*flags, *[f"--pipeline {_typed(pipeline)}"] * bool(self.stages)])
+
+    def stage_python(self, pipeline: Pipeline) -> str:
+        """In Python, likewise."""
+        mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
+        return "; ".join([*mesh, *[f"pipeline = {_said(pipeline)}"] * bool(self.stages)])
+
+
+def _axes_text(axes: tuple[tuple[str, int], ...], sign: str) -> str:
+    return sign.join(f"{name}={size}" for name, size in axes)
+
+
+def _given(option: Pipeline) -> dict[str, Any]:
+    """What of an option is not as it is by default."""
+    plain = Pipeline(option.axis)
+    values = {each.name: getattr(option, each.name) for each in fields(option)}
+    return {name: value for name, value in values.items() if name == "microbatches" or value != getattr(plain, name)}
+
+
+def _said(option: Pipeline) -> str:
+    """An option as one types it in Python."""
+    given = {"axis": option.axis, **_given(option)}
+    return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _typed(option: Pipeline) -> str:
+    """An option as one types it after ``--pipeline``."""
+    words = {name: "+".join(value) if isinstance(value, tuple) else value for name, value in _given(option).items()}
+    return ",".join([option.axis, *(f"{name}={value}" for name, value in words.items())])
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What a step of a plan costs one rank.
 
     ``wire_bytes`` sent, ``peak`` bytes alive at once with Adam's state left out, which is ``optimizer``; ``flops``.
+    Of a pipeline bytes are those of one rank of each stage together, of which ``crossing`` go between stages; all else
+    is of the rank that has most of it.
     """
 
     wire_bytes: int
@@ -84,6 +136,7 @@ class Figures:
     optimizer: int
     flops: int
     num_collectives: int
+    crossing: int = 0
 
     def is_free_after(self, before: Figures) -> bool:
         """Whether less is sent, and neither peak memory, with and without Adam's state, nor operations grow."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardc.budget import Finding
-from shardc.text import shortened, table
+from shardc.text import table
+from shardc.traffic import shortened
 
 
 def check_text(findings: Sequence[Finding]) -> str:

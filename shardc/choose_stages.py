@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import fx
 
 from shardc.chain import chain
-from shardc.dag import ideals, stages_of, walk
+from shardc.dag import ideals, stages_after, walk
 from shardc.error import ShardingError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
 from shardc.min_max import Walk
@@ -20,7 +20,7 @@ from shardc.options import BALANCES
 from shardc.program import Program
 from shardc.ranks import MOST_LOOPED, Runs, balance_ranks
 from shardc.split import Split
-from shardc.stage_load import Loads, mask_of
+from shardc.stage_load import StageLoads, mask_of
 from shardc.stage_places import places_of_cuts, places_of_homes
 from shardc.stage_units import units_of
 
@@ -74,14 +74,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Stages:
+class ChosenStages:
     """A program's forward in stages, each a mask of units.
 
     ``heaviest``: what the heaviest stage or rank weighs, in what is even; no split that was looked for is below
     ``bound``.
     """
 
-    loads: Loads
+    loads: StageLoads
     wish: Wish
     masks: tuple[int, ...]
     assignment: Mapping[fx.Node, int] = field(repr=False)
@@ -97,23 +97,25 @@ class Stages:
         return next(stage for stage, mask in enumerate(self.masks) if mask & units)
 
 
-def split_stages(program: Program, wish: Wish) -> Stages:
+def split_stages(program: Program, wish: Wish) -> ChosenStages:
     """As ``choose_stages``, with the units and where they were cut."""
     flow = flow_of(program)
     places = places_of_cuts(flow, wish.cuts, wish.num_stages)
     starting = [*places, *places_of_homes(flow, wish.homes)]
     fine, whole = (
-        Loads(flow, units_of(flow, wish.num_stages, starting, is_fine), wish.microbatches, wish.pieces)
+        StageLoads(flow, units_of(flow, wish.num_stages, starting, is_fine), wish.microbatches, wish.pieces)
         for is_fine in (True, False)
     )
     starts = [unit.start for unit in fine.units]
     loads, found = split_units(fine, whole, wish, [starts.index(at) for at in places])
     masks = tuple(mask_of({i for i, its in enumerate(found.stages) if its == s}) for s in range(wish.num_stages))
     ends = [unit.end for unit in loads.units]
-    return Stages(loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
+    return ChosenStages(loads, wish, masks, _assignment(flow, ends, found.stages), found.heaviest, found.bound)
 
 
-def split_units(fine: Loads, whole: Loads, wish: Wish, forced: Sequence[int] = ()) -> tuple[Loads, Split]:
+def split_units(
+    fine: StageLoads, whole: StageLoads, wish: Wish, forced: Sequence[int] = ()
+) -> tuple[StageLoads, Split]:
     """The stages of units, and which units: those that are ``fine``, or the ``whole`` blocks where these are too many.
 
     ``forced``: the fine units with which a stage begins.
@@ -133,19 +135,19 @@ def split_units(fine: Loads, whole: Loads, wish: Wish, forced: Sequence[int] = (
     return loads, best if forced or len(walks) > 1 else replace(best, bound=_bound(fine, wish))
 
 
-def in_order(loads: Loads, wish: Wish, forced: Sequence[int] = ()) -> Walks:
+def in_order(loads: StageLoads, wish: Wish, forced: Sequence[int] = ()) -> Walks:
     """The walks through the units in their order."""
     beginnings = [(1 << i) - 1 for i in range(len(loads.units) + 1)]
     return Walks(loads, wish, beginnings, forced, is_chain=True)
 
 
-def side_by_side(loads: Loads, wish: Wish) -> Walks | None:
+def side_by_side(loads: StageLoads, wish: Wish) -> Walks | None:
     """The walks through all that may be done before the rest, if that can be counted."""
     masks = ideals(len(loads.units), loads.edges)
     return None if masks is None else Walks(loads, wish, masks, (), is_chain=False)
 
 
-def _lightest(found: Sequence[tuple[Loads, Split]]) -> tuple[Loads, Split]:
+def _lightest(found: Sequence[tuple[StageLoads, Split]]) -> tuple[StageLoads, Split]:
     """Units in their order, unless the heaviest stage is lighter by enough where towers go side by side."""
     (_, first), (_, last) = found[0], found[-1]
     if last.heaviest <= WORTH * first.heaviest:
@@ -153,7 +155,7 @@ def _lightest(found: Sequence[tuple[Loads, Split]]) -> tuple[Loads, Split]:
     return found[0][0], replace(first, bound=min(first.bound, last.bound))
 
 
-def _bound(loads: Loads, wish: Wish) -> float:
+def _bound(loads: StageLoads, wish: Wish) -> float:
     """The mean or the heaviest unit; of memory the heaviest unit alone."""
     if wish.balance == "memory":
         return max(loads.memory(1 << i, 1) for i in range(len(loads.units)))
@@ -165,7 +167,7 @@ def _bound(loads: Loads, wish: Wish) -> float:
 class Walks:
     """Walks through what may be done after some stages: through ``masks``, which for a chain are its beginnings."""
 
-    loads: Loads
+    loads: StageLoads
     wish: Wish
     masks: Sequence[int]
     forced: Sequence[int]
@@ -192,7 +194,7 @@ class Walks:
         states = (0, *found, len(self.masks) - 1)
         weights = [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(states))]
         heaviest = max(weight for weight in weights if weight is not None)
-        return Split(stages_of([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
+        return Split(stages_after([self.masks[i] for i in found], len(self.loads.units)), heaviest, heaviest)
 
     def least_memory(self) -> int:
         """What the fullest stage holds at least."""
@@ -229,7 +231,7 @@ class Walks:
         return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
 
 
-def _on_ranks(loads: Loads, wish: Wish) -> Split:
+def _on_ranks(loads: StageLoads, wish: Wish) -> Split:
     """Several stages a rank; of every rank as many microbatches are in flight as there are ranks."""
     readers: dict[str, list[int]] = {}
     for i, unit in enumerate(loads.units):
@@ -254,7 +256,7 @@ def _on_ranks(loads: Loads, wish: Wish) -> Split:
     return found
 
 
-def _check_memory(loads: Loads, wish: Wish, stages: Sequence[int]) -> None:
+def _check_memory(loads: StageLoads, wish: Wish, stages: Sequence[int]) -> None:
     """A ShardingError where a rank with several stages holds more than is allowed."""
     ranks = [wish.place[stage] for stage in stages]
     held = [

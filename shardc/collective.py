@@ -237,7 +237,7 @@ def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
 def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
     """``axes`` are added at the minor end of a dim."""
     cut = src.dims[dim]
-    busy = [part for part in src.cut_axes + src.partial_axes if any(part.overlaps(new) for new in axes)]
+    busy = [part for part in src.used_parts if any(part.overlaps(new) for new in axes)]
     assert not cut.minor and not busy, f"{axes} cannot cut dim {dim} of {src}"
     return src.with_dim(dim, DimSharding(merge_parts(cut.axes + axes)))
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from shardc.ends import ends_of, parameters_of
 from shardc.gather import is_early
 from shardc.lifetime import Storage, is_row_of_kept, storages
 from shardc.node import ancestors
@@ -44,7 +45,7 @@ def memory_of(program: Program) -> dict[str, int]:
         from shardc.stage_memory import stage_memory
 
         return stage_memory(program)
-    parameters, live = stored(program), list(storages(program))
+    parameters, live = parameters_of(program), list(storages(program))
     gathered = [storage for storage in live if is_gathered(program, storage.value[0], parameters)]
     return {
         **held(program),
@@ -56,7 +57,7 @@ def memory_of(program: Program) -> dict[str, int]:
 
 def held(program: Program) -> dict[str, int]:
     """Bytes on one rank that stay between steps: parameters, gradients, and the states of Adam."""
-    parameters = stored(program)
+    parameters = parameters_of(program)
     kept, gradients = of_parameters(program, "computed"), of_parameters(program, "gradient")
     rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
     apart = [node for name, node in parameters.items() if name not in rows]
@@ -65,11 +66,6 @@ def held(program: Program) -> dict[str, int]:
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
         "optimizer": ADAM_STATES * sum(nbytes(program.local_type(parameters[name])) for name in gradients),
     }
-
-
-def stored(program: Program) -> dict[str, fx.Node]:
-    """The placeholders of parameters by name."""
-    return {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
 
 
 def is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
@@ -89,11 +85,10 @@ def gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | No
 
 def of_parameters(program: Program, kind: str) -> dict[str, fx.Node]:
     """The results of a kind that belong to parameters, by the names of these."""
-    names = {node: name for (of, name), node in program.named_inputs.items() if of == "parameter"}
-    ends = zip(program.outputs, program.owners, program.results, strict=True)
+    names = {node: name for name, node in parameters_of(program).items()}
     return {
         names[owner]: node
-        for output, owner, node in ends
+        for output, owner, node in ends_of(program)
         if output.kind == kind and owner in names and node is not None
     }
 

@@ -51,6 +51,6 @@ def walk(
     return Walk(num_stages, len(masks) - 1, after.__getitem__, load, received, rises)
 
 
-def stages_of(masks: Sequence[int], num_units: int) -> tuple[int, ...]:
+def stages_after(masks: Sequence[int], num_units: int) -> tuple[int, ...]:
     """The stage of each unit, given what is done after each stage but the last."""
     return tuple(sum(not mask >> unit & 1 for mask in masks) for unit in range(num_units))

@@ -6,6 +6,7 @@ from torch import fx
 
 from shardc.bucket import members
 from shardc.collective import EXCHANGES
+from shardc.ends import ends_of, parameters_of
 from shardc.node import descendants, is_getitem, operands
 from shardc.ops.padding import fit
 from shardc.program import Program
@@ -37,10 +38,9 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
 
 def _gradients_of_parameters(program: Program) -> set[fx.Node]:
     """Results that are gradients of parameters and nothing else."""
-    parameters = {node for (kind, _), node in program.named_inputs.items() if kind == "parameter"}
-    ends = list(zip(program.results, program.outputs, program.owners, strict=True))
-    others = {node for node, output, owner in ends if output.kind != "gradient" or owner not in parameters}
-    return {node for node, *_ in ends if node is not None} - others
+    parameters, ends = set(parameters_of(program).values()), list(ends_of(program))
+    others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters}
+    return {node for *_, node in ends if node is not None} - others
 
 
 def _is_linear(program: Program, node: fx.Node) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardc.diff import NUMBERS, STORED, is_same
-from shardc.text import shortened, table
+from shardc.text import table
+from shardc.traffic import shortened
 
 Record = Mapping[str, Any]
 TITLES = {

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json", "dot", "html")
 
 
-def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False) -> str:
+def dump(
+    compiled: Compiled, format: str = "text", after: str = "", only: str = "", verbose: bool = False, asking: str = ""
+) -> str:
     """The program after the pass named ``after`` as ``text``, ``json``, ``dot`` or ``html``, a page for a browser.
 
     Without ``after`` it is the last one in global shapes, which has every collective. ``only`` leaves out all else
-    than what it names (see ``Only``); ``verbose`` adds the seconds that each pass took.
+    than what it names (see ``Only``); ``verbose`` adds the seconds that each pass took. ``asking``: the command line
+    that explains what is named after it, for the report.
     """
     program = compiled.at(after) if after else compiled.whole
     seconds, chosen = compiled.seconds if verbose else {}, Only.of(program, only) if only else None
@@ -32,7 +35,7 @@ def dump(compiled: Compiled, format: str = "text", after: str = "", only: str = 
     if format == "html":
         from shardc.report import html_report
 
-        return html_report(compiled, program, chosen)
+        return html_report(compiled, program, chosen, asking)
     if format == "text":
         return only_text(program, chosen) if chosen else whole_text(program, seconds)
     raise ShardingError(

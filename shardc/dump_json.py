@@ -16,6 +16,7 @@ from shardc.fact import Input
 from shardc.fallback import fallbacks_of
 from shardc.only import Only
 from shardc.program import Program
+from shardc.sharding import dtype_name
 from shardc.stage import has_stages
 from shardc.stage_record import StageRecord
 from shardc.step_record import StepRecord, has_machine
@@ -154,7 +155,7 @@ def _value(program: Program, node: fx.Node) -> dict[str, Any]:
     sharding = shardings[index] if shardings else None
     return {
         "shape": type_.shape,
-        "dtype": str(type_.dtype).removeprefix("torch."),
+        "dtype": dtype_name(type_.dtype),
         "sharding": None if sharding is None or program.level == "localized" else sharding.text(type_),
         "local_shape": local.shape,
     }

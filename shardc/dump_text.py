@@ -15,10 +15,11 @@ from shardc.only import Only
 from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.stage_record import StageRecord
+from shardc.step_cost import rank_flops
 from shardc.step_record import StepRecord, has_machine
 from shardc.text import (
-    collectives_text,
     fallbacks_text,
+    flops_text,
     memory_text,
     notes_text,
     parameters_text,
@@ -26,6 +27,7 @@ from shardc.text import (
     table,
     type_text,
 )
+from shardc.traffic import collectives_text
 
 
 def whole_text(program: Program, seconds: Mapping[str, float]) -> str:
@@ -67,13 +69,7 @@ def _stages(program: Program) -> str:
 
 
 def _flops(program: Program) -> str:
-    rows = [("all ranks together would need", flops_of(program)), ("one rank", rank_flops(program))]
-    return table(("floating-point operations", "count"), rows)
-
-
-def rank_flops(program: Program) -> int:
-    """Those of a step; in a pipeline, of the rank that has most of them."""
-    return StageRecord(program).rank_flops if has_stages(program) else flops_of(program, of_rank=True)
+    return flops_text({"all ranks together would need": flops_of(program), "one rank": rank_flops(program)})
 
 
 TABLES_TEXT: dict[str, Callable[[Program], str]] = {

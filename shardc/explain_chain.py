@@ -30,6 +30,10 @@ class Chains:
         self._called = op_names(program)
         self._steps: dict[tuple[int, str], Step] = {}
 
+    def standing(self, name: str) -> fx.Node | None:
+        """The node of a name, or that which stands in the place of one that is gone; None where there was none."""
+        return self._known.get(name)
+
     def of(self, node: fx.Node) -> Iterator[Chain]:
         """One for each axis that cuts a node's value, or over which a sum is open."""
         producer, index = self.program.value(node)

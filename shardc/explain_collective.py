@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.bucket import bucket, members, results
-from shardc.cause import Cause, Crossed, Moved, Place, Stored
+from shardc.cause import Cause, Moved, Place, Stored
 from shardc.collective import COLLECTIVES, Collective
 from shardc.explain_chain import Chains
+from shardc.explain_stage import StageExplainer
 from shardc.explanation import Chain, End, Explanation, Reason, Sent
 from shardc.fact import Origin
+from shardc.mesh import axis_of
 from shardc.node import is_cast, is_getitem, operands
 from shardc.program import Program
+from shardc.stage_traffic import sender
 from shardc.step_time import collective_seconds
 from shardc.text import type_text
 
@@ -25,6 +28,7 @@ class CollectiveExplainer:
 
     program: Program
     chains: Chains
+    stages: StageExplainer | None = None
 
     def explain(self, found: Collective) -> Explanation:
         """Why a collective is there; of a bucket, why each of its members is."""
@@ -32,6 +36,8 @@ class CollectiveExplainer:
         sent = Sent(
             found.kind, found.axes, found.phase, found.bytes, found.wire_bytes, seconds, found.stage, found.times
         )
+        if self.stages is not None and self.node(found) is None:
+            return self.stages.message(found, sent)
         parts = self.members(found)
         if len(parts) == 1 and not parts[0].notes:
             return replace(parts[0], name=found.name, sent=sent)
@@ -40,8 +46,7 @@ class CollectiveExplainer:
     def members(self, found: Collective) -> tuple[Explanation, ...]:
         """Why each member of a bucket is there; of another collective, why it is."""
         node = self.node(found)
-        if node is None:
-            return tuple(self._crossed(found, cause) for cause in found.causes if isinstance(cause, Crossed))
+        assert node is not None, found
         moved = [part.operand for part in members(node)] or node.all_input_nodes[:1]
         made = [next(results(node, part), node) for part in members(node)] or [node]
         parts = tuple(self._member(found, *each) for each in zip(found.causes, moved, made, strict=True))
@@ -50,20 +55,11 @@ class CollectiveExplainer:
 
     def node(self, found: Collective) -> fx.Node | None:
         """The node that sends; a message between stages has none. Of a pipeline several stages may run one node."""
-        return self.chains.nodes.get(found.name) or self.chains.nodes.get(found.name.rpartition("_stage_")[0])
-
-    def _crossed(self, found: Collective, cause: Crossed) -> Explanation:
-        values = [self.chains.nodes[name] for name in cause.values]
-        has = End(", ".join(self.chains.names[node] for node in values), type_text(self.program, values[0]))
-        if len(values) > 1:
-            has = replace(has, type="")
-        reasons = (Reason(found.axes[0], "crossed", end=cause.option),)
-        wants = End(f"stage {cause.target}", "")
-        return Explanation(found.name, "collective", location=found.source, has=has, wants=wants, reasons=reasons)
+        return sender(self.chains.nodes, found.name)
 
     def _member(self, found: Collective, cause: Cause, moved: fx.Node, made: fx.Node) -> Explanation:
         """Why a value is sent: the node that has it, and the node that has what came of it."""
-        axes = [axis.partition(":")[0] for axis in found.axes]
+        axes = list(map(axis_of, found.axes))
         if found.kind == "collective_permute" and isinstance(cause, Moved):
             axes += [need.axis for need in cause.needs]
         axes = list(dict.fromkeys(axes))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["parameter", "buffer", "input", "value", "output", "module", "collective"]
+Kind = Literal[
+    "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
+]
 Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
 REPLICATED = "default: replicated"
 
@@ -92,7 +94,8 @@ class Explanation:
     ``name`` reads as in the dump. ``chains``: one for each axis that cuts it, or over which a sum is open; of a
     collective, for each axis that it acts over. ``placed``: the annotation that is about it itself, if there is one.
     ``sent``, ``has``, ``wants``, ``reasons``: of a collective. ``parts``: of a module what it returns and then what it
-    sends, of a bucket its members. ``notes``: what else is to be known.
+    sends, of a stage what it sends, of a bucket its members, of a message between stages its values. ``notes``: what
+    else is to be known.
     """
 
     name: str

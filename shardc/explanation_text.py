@@ -22,6 +22,7 @@ REASONS = {
     "edges": "{axis} cuts a dim of which {user} reads what lies next to each piece",
     "stored": "{end} keeps it cut over {axis} between uses",
     "crossed": "{end} puts what makes it and what reads it into different stages",
+    "stages": "{end} cuts the model in stages along {axis}",
 }
 
 
@@ -46,7 +47,7 @@ def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
 
 def _parts(found: Explanation, most: int | None) -> Iterator[str]:
     """Of a module its results whole, and its collectives in a line each; of a long bucket the first member whole."""
-    if found.kind == "module":
+    if found.kind in ("module", "stage"):
         whole, brief = [[p for p in found.parts if (p.kind == "collective") == is_sent] for is_sent in (False, True)]
         header: tuple[str, ...] = SENT
         rows = list(map(_row, brief))
@@ -106,7 +107,7 @@ def _body(found: Explanation, most: int | None) -> Iterator[str]:
         yield f"annotated {found.placed}"
     for chain in _merged(found.chains):
         yield from _chain_text(chain, most)
-    if found.ends == (REPLICATED,):
+    if found.ends == (REPLICATED,) and (found.type or found.parts):
         yield f"{REPLICATED}, since no annotation reaches it"
     yield from found.notes
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.fx.node import map_aggregate
 
+from shardc.node import takes_device
 from shardc.sharding import TensorType
 
 Phase = Literal["forward", "backward", "update"]
@@ -94,6 +97,21 @@ class Output:
 
     name: str
     kind: Literal["output", "gradient", "buffer", "computed", "guard"]
+
+
+def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
+    """What a call returns that has types for tensors: run on meta tensors; the few ops that cannot be, on zeros."""
+
+    def tensor(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorType) else leaf
+
+    placed = {**kwargs, "device": device} if takes_device(target) else dict(kwargs)
+    try:
+        return types_of(target(*map_aggregate(args, tensor), **map_aggregate(placed, tensor)))
+    except NotImplementedError:
+        if device == "cpu":
+            raise
+        return types_made(target, args, kwargs, "cpu")
 
 
 def types_of(value: Any) -> Types:

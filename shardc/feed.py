@@ -62,7 +62,7 @@ def _check_gradients(program: Program, grad_outputs: Mapping[str, torch.Tensor])
     check_tangents(grad_outputs, list(types))
     errors: list[ShardingError] = []
     for name, gradient in grad_outputs.items():
-        given = TensorType(tuple(gradient.shape), gradient.dtype)
+        given = TensorType.of(gradient)
         who, what = f"grad_outputs[{name!r}]", f"given {given}"
         if name not in types:
             remedy = did_you_mean(name, types) or f"use one of {', '.join(types) or 'none'}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.body import Bodies, Body, floating, type_of
+from shardc.body import Bodies, Body, floating
 from shardc.borrow import changed
 from shardc.loop import Scan, While
 from shardc.opaque import Opaque, call
@@ -83,7 +83,7 @@ def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callab
     """The loop runs whole on every rank."""
     device = next((leaf.device for leaf in carried if isinstance(leaf, Tensor)), None)
     carry = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device) for leaf in carried]
-    captured, types = Bodies("while_loop"), tuple(map(type_of, carry))
+    captured, types = Bodies("while_loop"), tuple(map(TensorType.of, carry))
     bodies = [captured.body(fn, [*carry, *additional]) for fn in (cond_fn, body_fn)]
     test, step = (body.traced() for body in bodies)
     _check_carry(captured, types, step.types)
@@ -95,7 +95,7 @@ def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callab
 def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
                additional: Any) -> Any:  # fmt: skip
     """The steps run whole on every rank."""
-    captured, types = Bodies("scan"), tuple(map(type_of, init))
+    captured, types = Bodies("scan"), tuple(map(TensorType.of, init))
     body = captured.body(combine, [*init, *(x[0] for x in xs), *additional])
     step = body.traced()
     _check_carry(captured, types, step.types[: len(init)])
@@ -107,7 +107,8 @@ def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[T
 
 def _called(kept: list[Opaque], name: str, forward: Run, backward: Run, types: tuple[TensorType, ...],
             given: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
-    made, gradient = Opaque(name, forward, types), Opaque(f"{name}_backward", backward, floating(map(type_of, given)))
+    made = Opaque(name, forward, types)
+    gradient = Opaque(f"{name}_backward", backward, floating(map(TensorType.of, given)))
     kept += [made, gradient]
     return pytree.tree_unflatten(list(call(made, gradient, given)), tree)
 

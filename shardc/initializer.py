@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.admission import check_model
-from shardc.borrow import borrowed, held, plain_tensors, state_names, swap
+from shardc.borrow import borrowed, held, plain_tensors, state_names, swap, with_aliases
 from shardc.error import ShardingError
 from shardc.program import Program
 from shardc.record import Record
@@ -97,7 +97,7 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     As attributes, so that a module which keeps a list of its parameters (nn.LSTM) hears of it.
     """
     _, _, aliases = state_names(model)
-    for name, tensor in [*tensors.items(), *((alias, tensors[name]) for alias, name in aliases.items())]:
+    for name, tensor in with_aliases(tensors, aliases):
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, tensor)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,29 @@ def _precision(name: str | None) -> Precision | None:
     import torch
 
     return Precision(getattr(torch, DTYPES[name]))
+
+
+def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:
+    """A command line, for a shell, as that of another command that takes the same TARGET and options.
+
+    ``left_out``: the options that the other lacks, and whether each has a value.
+    """
+    kept, rest = [], iter(typed[1:])
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        own = [option for option in left_out if _names(name, option)]
+        if not own:
+            kept.append(word)
+        elif left_out[own[0]] and not equals and (name.startswith("--") or len(name) == 2):
+            next(rest, None)
+    return shlex.join(["shardc", command, *kept])
+
+
+def _names(word: str, option: str) -> bool:
+    """Whether a word of a command line names an option: by its name, or what of it is enough; ``-oFILE`` too."""
+    if option.startswith("--"):
+        return len(word) > 2 and option.startswith(word)
+    return word.startswith(option) and not word.startswith("--")
 
 
 def write(text: str, path: str | None) -> None:

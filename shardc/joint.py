@@ -126,7 +126,7 @@ class _Assembly:
                 value = self._tensor(node)
                 name = self.constant_names.get(id(value), f"constant.{len(found)}")
                 self.constants[name] = value
-                found.append((Input(name, "buffer", TensorType(tuple(value.shape), value.dtype)), node))
+                found.append((Input(name, "buffer", TensorType.of(value)), node))
         return found
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:
@@ -143,9 +143,7 @@ class _Assembly:
         return value
 
     def _where(self, node: fx.Node) -> str:
-        source = self.sources.get(node) or next(
-            (self.sources[user] for user in node.users if user in self.sources), Source()
-        )
+        source = self._near(node)
         return source.location or source.module or "the model"
 
     def _place(self, entry: Input, node: fx.Node) -> None:
@@ -196,11 +194,11 @@ class _Assembly:
         return tuple(map(self._argument, value)) if isinstance(value, (list, tuple)) else value
 
     def _source(self, node: fx.Node) -> Source:
-        if is_getitem(node):
-            return self._source(node.all_input_nodes[0])
-        if node in self.sources:
-            return self.sources[node]
-        return next((self.sources[user] for user in node.users if user in self.sources), Source())
+        return self._source(node.all_input_nodes[0]) if is_getitem(node) else self._near(node)
+
+    def _near(self, node: fx.Node) -> Source:
+        """That of a node, or of one that reads it."""
+        return next((self.sources[each] for each in (node, *node.users) if each in self.sources), Source())
 
 
 def _stands_for(node: fx.Node) -> fx.Node:

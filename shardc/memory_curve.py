@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
-from shardc.cost import is_gathered
+from shardc.cost import alive, is_gathered
+from shardc.ends import parameters_of
 from shardc.lifetime import Storage, split, storages
 from shardc.program import Program
 
@@ -43,19 +45,18 @@ def memory_curve(program: Program) -> MemoryCurve:
     parts = split(program)
     places = (*parts.update, *parts.forward, *parts.backward)
     forward, backward = len(parts.update), len(parts.update) + len(parts.forward)
-    stored = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
-    deltas: dict[str, Counter[int]] = {name: Counter() for name in CLASSES}
+    parameters = parameters_of(program)
+    live: dict[str, list[Storage]] = {name: [] for name in CLASSES}
     for storage in storages(program):
-        if storage.value[0] in stored.values():
+        if storage.value[0] in parameters.values():
             name = "parameters"
-        elif is_gathered(program, storage.value[0], stored):
+        elif is_gathered(program, storage.value[0], parameters):
             name = "gathered"
         else:
             name = _class(storage, len(places), forward, backward)
-        deltas[name][max(storage.born, 0)] += storage.nbytes
-        deltas[name][storage.last + 1] -= storage.nbytes
+        live[name].append(storage)
     starts = {"update": 0, "forward": forward, "backward": backward}
-    return MemoryCurve(places, starts, {name: _summed(delta, len(places)) for name, delta in deltas.items()})
+    return MemoryCurve(places, starts, {name: _changes(those, len(places)) for name, those in live.items()})
 
 
 def _class(storage: Storage, end: int, forward: int, backward: int) -> str:
@@ -68,9 +69,7 @@ def _class(storage: Storage, end: int, forward: int, backward: int) -> str:
     return "parameters" if storage.born < forward else "outputs" if storage.born < backward else "gradients"
 
 
-def _summed(delta: Counter[int], end: int) -> list[tuple[int, int]]:
-    found, alive = [], 0
-    for place in sorted(place for place, change in delta.items() if change and place <= end):
-        alive += delta[place]
-        found.append((place, alive))
-    return found
+def _changes(live: Iterable[Storage], end: int) -> list[tuple[int, int]]:
+    """Where it is no longer as many bytes as before; what is there before the first call counts at that."""
+    sums = {max(place, 0): nbytes for place, nbytes in alive(live).items() if place <= end}
+    return [(place, now) for (_, before), (place, now) in pairwise([(0, 0), *sums.items()]) if now != before]

@@ -47,6 +47,11 @@ class AxisPart:
 Axes = tuple[AxisPart, ...]
 
 
+def axis_of(part: str) -> str:
+    """The axis of a part as it is printed: ``tp`` of ``tp:(2)2``."""
+    return part.partition(":")[0]
+
+
 def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
     """For each axis, where its parts begin and end, counted in ranks from the major end, in order."""
     ends: dict[str, set[int]] = {}
@@ -136,6 +141,11 @@ class Mesh:
         """The number of ranks."""
         return math.prod(self.shape)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis, by its name."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
     def axis_size(self, name: str) -> int:
         """The number of ranks along an axis; a ShardingError names near axes if there is none."""
         if name not in self.axis_names:
@@ -190,7 +200,7 @@ class Mesh:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         ids = "" if self.device_ids is None else f", device_ids={self.device_ids}"
         return f"Mesh({axes}{ids})"
 
@@ -222,7 +232,7 @@ def _groups(mesh: Mesh, axes: Axes) -> tuple[tuple[int, ...], ...]:
 def unused_parts(mesh: Mesh, axes: Axes) -> Axes:
     """The parts of the mesh that are in none of ``axes``, in mesh order."""
     rest: list[AxisPart] = []
-    for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
+    for name, size in mesh.sizes.items():
         pre = 1
         for part in sorted(part for part in axes if part.name == name):
             if part.pre > pre:

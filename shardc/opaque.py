@@ -86,7 +86,7 @@ def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
         found = pytree.tree_leaves(called(*operands))
         return [found[i] for i in tensors]
 
-    types = tuple(TensorType(tuple(leaves[i].shape), leaves[i].dtype) for i in tensors)
+    types = tuple(TensorType.of(leaves[i]) for i in tensors)
     inner = next((leaf for leaf in given if isinstance(leaf, torch._ops.OpOverload)), target)
     name = str(inner if str(target).startswith("auto_functionalized") else target).removesuffix(".default")
     opaque = Opaque(name, run, types, tags=tuple(getattr(inner, "tags", ())))

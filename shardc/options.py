@@ -230,7 +230,7 @@ class Pipeline:
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
-        rest = {name: size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name != self.axis}
+        rest = {name: size for name, size in mesh.sizes.items() if name != self.axis}
         found = Mesh(device_ids=None, **(rest or {self.axis: 1}))
         found.stage_axis = self.axis
         return found
@@ -238,8 +238,7 @@ class Pipeline:
     def compute_mesh(self, mesh: Mesh) -> Mesh:
         """That of the program: a stage's ranks, at the time of each microbatch."""
         stage = self.stage_mesh(mesh)
-        axes = {MICROBATCH: self.microbatches, **dict(zip(stage.axis_names, stage.shape, strict=True))}
-        found = Mesh(device_ids=None, **axes)
+        found = Mesh(device_ids=None, **{MICROBATCH: self.microbatches, **stage.sizes})
         found.stage_axis = self.axis
         return found
 

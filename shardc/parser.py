@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,10 +19,12 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole_number)
 
     def options(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The command line read; an argument that no parser has is an error of the command that it was given to."""
-        found, rest = self.parse_known_args(argv)
+        """The command line read, and as ``typed``; an argument that no parser has is an error of its command."""
+        typed = sys.argv[1:] if argv is None else list(argv)
+        found, rest = self.parse_known_args(typed)
         if rest:
             self._parser_of(found).refuse(rest[0])
+        found.typed = typed
         return found
 
     def refuse(self, argument: str) -> NoReturn:

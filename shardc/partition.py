@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardc.error import ShardingError
-from shardc.mesh import MICROBATCH, AxisPart, Mesh
+from shardc.mesh import MICROBATCH, AxisPart, Mesh, axis_of
 from shardc.sharding import WHOLE, DimSharding, Sharding
 
 
@@ -183,10 +183,10 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
 
 def _users_part(text: str, mesh: Mesh) -> AxisPart:
     """A part of an axis that the user names: the stages of a pipeline lie along an axis that cuts no value."""
-    if text.partition(":")[0] == mesh.stage_axis:
+    if axis_of(text) == mesh.stage_axis:
         problem = "the stages of the pipeline lie along it, and a value on the ranks of one stage"
         raise ShardingError("", f"axis {text!r}", problem, f"leave {text!r} out, or name another axis in Pipeline")
-    if text.partition(":")[0] == MICROBATCH and mesh.stage_axis:
+    if axis_of(text) == MICROBATCH and mesh.stage_axis:
         problem, remedy = "it is the time of a pipeline", "say which dim is cut in microbatches: Pipeline(batch={...})"
         raise ShardingError("", f"axis {text!r}", problem, remedy)
     return parse_part(text, mesh)

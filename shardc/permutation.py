@@ -46,7 +46,7 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
     ``args`` are those after the value. In most kinds all send alike. In a permute some ranks keep what they have, and
     of exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each sends what others need of it.
     """
-    ranks = math.prod(size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name != MICROBATCH)
+    ranks = math.prod(size for name, size in mesh.sizes.items() if name != MICROBATCH)
     if kind in ("windows", "overlap_add", "rechunk"):
         gives, takes = rows_sent(args[2])
         rows = takes if kind == "overlap_add" else gives
@@ -62,5 +62,4 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
 def _along(mesh: Mesh, axes: Axes) -> Mesh:
     """The mesh of these axes alone."""
     names = {part.name for part in axes}
-    sizes = zip(mesh.axis_names, mesh.shape, strict=True)
-    return Mesh(device_ids=None, **{name: size for name, size in sizes if name in names})
+    return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name in names})

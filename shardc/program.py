@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
 from shardc.cause import Cause
-from shardc.fact import Input, Origin, Output, Source, Types, types_of
+from shardc.fact import Input, Origin, Output, Source, Types, types_made
 from shardc.mesh import Mesh
-from shardc.node import is_getitem, is_pointwise, op_name, operands, takes_device
+from shardc.node import is_getitem, is_pointwise, op_name, operands
 from shardc.options import Options
 from shardc.pin import Pin
 from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
@@ -74,38 +73,6 @@ class Program:
     def named_inputs(self) -> dict[tuple[str, str], fx.Node]:
         """The placeholders by kind and name."""
         return {(put.kind, put.name): node for put, node in zip(self.inputs, self.placeholders, strict=True)}
-
-    @property
-    def owners(self) -> tuple[fx.Node | None, ...]:
-        """The placeholder that each output belongs to, parallel to ``outputs``; None for the model's own outputs.
-
-        Gradients follow the inputs that require them: a parameter and an input of the model may have one name.
-        """
-        stored = self.named_inputs
-        entries = zip(self.inputs, self.placeholders, strict=True)
-        wanting = ((put.name, node) for put, node in entries if put.requires_grad)
-        found: list[fx.Node | None] = []
-        for output in self.outputs:
-            if output.kind == "gradient":
-                found.append(next(node for name, node in wanting if name == output.name))
-            else:
-                kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
-                found.append(stored.get((kind, output.name)))
-        return tuple(found)
-
-    @property
-    def gradient_names(self) -> dict[str, tuple[str, str]]:
-        """For the name that each gradient goes by, in order, the kind and name of the input that it is of.
-
-        An input that shares its name with a parameter has ``input:NAME``.
-        """
-        keys = {node: key for key, node in self.named_inputs.items()}
-        found: dict[str, tuple[str, str]] = {}
-        for output, owner in zip(self.outputs, self.owners, strict=True):
-            if output.kind == "gradient" and owner is not None:
-                kind, name = keys[owner]
-                found[f"{kind}:{name}" if name in found else name] = kind, name
-        return found
 
     @property
     def output_node(self) -> fx.Node:
@@ -280,15 +247,8 @@ class Program:
 
     # Building.
 
-    def insert(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        type_: Types,
-        like: fx.Node,
-        kwargs: Mapping[str, Any] | None = None,
-        name: str | None = None,
-    ) -> fx.Node:
+    def insert(self, target: Any, args: tuple[Any, ...], type_: Types, like: fx.Node,
+               kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:  # fmt: skip
         """Insert a call at the graph's insertion point, with the source of ``like``."""
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
         self.set_type(node, type_)
@@ -307,19 +267,9 @@ class Program:
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
     def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-        """The type of a call whose arguments hold typed nodes; a few ops run on a real device only, on zeros."""
-
-        def value(node: fx.Node) -> torch.Tensor:
-            type_ = self.value_type(self.value(node))
-            return torch.zeros(type_.shape, dtype=type_.dtype, device=device)
-
-        with_device = {"device": device} if takes_device(target) else {}
-        try:
-            return types_of(target(*fx.map_arg(args, value), **(fx.map_arg(dict(kwargs), value) | with_device)))
-        except NotImplementedError:
-            if device == "cpu":
-                raise
-            return self.infer(target, args, kwargs, "cpu")
+        """The type of a call whose arguments hold typed nodes: see ``types_made``."""
+        typed, named = self._with_types((args, dict(kwargs)))
+        return types_made(target, typed, named, device)
 
     def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
         """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""

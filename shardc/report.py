@@ -46,8 +46,11 @@ STYLES = ("theme.css", "frame.css", "parts.css", "screen.css")
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def html_report(compiled: Compiled, program: Program, only: Only | None = None) -> str:
-    """The page of a compiled model's ``program``, whole. Raises a ShardingError where a part is asked for."""
+def html_report(compiled: Compiled, program: Program, only: Only | None = None, asking: str = "") -> str:
+    """The page of a compiled model's ``program``, whole. Raises a ShardingError where a part is asked for.
+
+    ``asking``: the command line that explains what is named after it, if there is one.
+    """
     if only:
         raise ShardingError(
             f"only={only.text!r}",
@@ -55,7 +58,7 @@ def html_report(compiled: Compiled, program: Program, only: Only | None = None) 
             "the report is of the whole program, and finds what one looks for by its search box",
             "leave out only, or say format text, json or dot",
         )
-    return page(report_record(compiled, program))
+    return page(report_record(compiled, program, asking))
 
 
 def page(record: Mapping[str, Any]) -> str:

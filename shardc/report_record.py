@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from shardc.api import Compiled
 
 
-def report_record(compiled: Compiled, program: Program) -> dict[str, Any]:
+def report_record(compiled: Compiled, program: Program, asking: str = "") -> dict[str, Any]:
     """``program_json``, and under ``report`` what else the page shows; a program in global shapes.
 
     ``inputs``: by node the user's name and kind. ``calls``: by node, as the text form prints them.
     ``annotations``, ``steps``, ``why``, ``because``: see ``why_record``.
     ``layouts``: see ``_layout``. ``curve``: see ``MemoryCurve``; of a pipeline instead ``ranks`` and ``timeline``.
-    ``lanes``: see ``step_lanes``, where the machine is known.
+    ``lanes``: see ``step_lanes``, where the machine is known. ``asking``: what one types before and after the name of a
+    collective to learn what would remove it, on the command line or else in Python.
     """
     return {
         **program_json(program),
         "report": {
             "model": type(compiled.model).__name__,
+            "asking": [f"{asking} ", ""] if asking else ["print(program.advise('", "').text())"],
             "device_ids": program.mesh and program.mesh.device_ids,
             "inputs": _inputs(program),
             "calls": _calls(program),

@@ -10,7 +10,7 @@ from shardc.action import Action
 from shardc.program import Program
 from shardc.stage_record import StageRecord
 from shardc.step_time import COMPUTING, OVER, Slice, step_timeline
-from shardc.timeline import Task, Timeline
+from shardc.timeline import Task, Timeline, rounded
 
 SMALLEST = 5e-4  # of a step: a gap shorter than that parts no boxes
 
@@ -20,8 +20,8 @@ def schedule_lanes(program: Program) -> dict[str, Any]:
     found = StageRecord(program).timeline
     critical = {task.name for task in found.critical_path}
     return {
-        "makespan": _digits(found.makespan),
-        "idle": _digits(found.idle_fraction),
+        "makespan": rounded(found.makespan),
+        "idle": rounded(found.idle_fraction),
         "ranks": [
             [_action(found, task, task.name in critical) for task in found.on(rank) if task.seconds]
             for rank in found.ranks
@@ -37,8 +37,8 @@ def _action(found: Timeline, task: Task, is_critical: bool) -> dict[str, Any]:
         "kind": action.kind,
         "stage": action.stage,
         "microbatch": action.microbatch,
-        "start": _digits(found.starts[task.name]),
-        "seconds": _digits(task.seconds),
+        "start": rounded(found.starts[task.name]),
+        "seconds": rounded(task.seconds),
         "critical": is_critical,
     }
 
@@ -48,7 +48,7 @@ def step_lanes(program: Program) -> dict[str, Any]:
     found = step_timeline(program)
     lanes = dict.fromkeys(lane for task in found.tasks for lane in task.lanes if lane != COMPUTING)
     return {
-        "makespan": _digits(found.makespan),
+        "makespan": rounded(found.makespan),
         "computing": list(_boxes(found)),
         "collectives": {_axes(lane): [_collective(found, task) for task in found.on(lane)] for lane in lanes},
     }
@@ -64,11 +64,11 @@ def _boxes(found: Timeline) -> Iterator[list[Any]]:
     for (_, phase), group in groupby(numbered, lambda each: (each[0], _slice(each[1]).phase)):
         tasks = [task for _, task in group]
         start = found.starts[tasks[0].name]
-        yield [phase, _digits(start), _digits(found.end(tasks[-1]) - start)]
+        yield [phase, rounded(start), rounded(found.end(tasks[-1]) - start)]
 
 
 def _collective(found: Timeline, task: Task) -> list[Any]:
-    return [_slice(task).name, _digits(found.starts[task.name]), _digits(task.seconds)]
+    return [_slice(task).name, rounded(found.starts[task.name]), rounded(task.seconds)]
 
 
 def _slice(task: Task) -> Slice:
@@ -78,8 +78,3 @@ def _slice(task: Task) -> Slice:
 
 def _axes(lane: Hashable) -> str:
     return str(lane).removeprefix(OVER)
-
-
-def _digits(number: float) -> float:
-    """Six of them: what estimates have, the same on every machine."""
-    return float(f"{number:.6g}")

@@ -8,10 +8,10 @@ from typing import Any
 
 from shardc.alternative import Alternative
 from shardc.explain import Explainer
-from shardc.explain_chain import Chains
 from shardc.explanation import Chain, Explanation, Step
 from shardc.explanation_text import reason_text
 from shardc.program import Program
+from shardc.why_needed import why_needed
 
 Choices = Mapping[str, Sequence[Alternative]]
 
@@ -21,11 +21,12 @@ def why_record(program: Program, choices: Choices) -> dict[str, Any]:
 
     A step is ``[annotation, value, role, via, call, before]``: a place in ``annotations``, what ``Step`` has, and the
     place of the step before it, -1 on the annotated value. ``because``: of each collective its parts, see ``_part``,
-    ``seconds`` as they are estimated, and ``choices`` as ``Alternative`` has them.
+    ``seconds`` as they are estimated, ``choices`` as ``Alternative`` has them, ``notes`` as ``Explanation`` has them,
+    and ``needed``, what it is there for in any plan like this one.
     """
-    table, chains, explainer = _Steps(), Chains(program), Explainer(program)
+    table, explainer = _Steps(), Explainer(program)
     nodes = [node for node in program.graph.nodes if node.op != "output" and any(program.origins(node))]
-    why = {node.name: table.chains(tuple(chains.of(node))) for node in nodes}
+    why = {node.name: table.chains(tuple(explainer.chains.of(node))) for node in nodes}
     because = {}
     for name in explainer.collectives:
         found = explainer.explain(f"value:{name}")
@@ -33,8 +34,16 @@ def why_record(program: Program, choices: Choices) -> dict[str, Any]:
             "seconds": found.sent and float(f"{found.sent.seconds:.3g}"),
             "parts": [_part(part, table) for part in found.parts or (found,)],
             "choices": list(map(asdict, choices.get(name, ()))),
+            "notes": list(found.notes),
+            "needed": _needed(program, explainer, name),
         }
     return {"annotations": list(table.annotations), "steps": list(table.rows), "why": why, "because": because}
+
+
+def _needed(program: Program, explainer: Explainer, name: str) -> str:
+    """Of a lowered program, whose types are global; a message between stages is needed for what its notes say."""
+    node = explainer.node_of(name)
+    return why_needed(program, node) if node is not None and program.level == "lowered" else ""
 
 
 def _part(found: Explanation, table: _Steps) -> dict[str, Any]:

@@ -22,7 +22,10 @@ from shardc.passes.pins import annotation_text
 from shardc.passes.pipeline import PASSES
 from shardc.program import Program
 from shardc.request import Request
+from shardc.stage import has_stages
 from shardc.stage_cut import stages_of
+from shardc.stage_record import StageRecord
+from shardc.stage_schedule import schedule_of
 from shardc.transfer import Transfer, transfers
 
 SETTLED = "fuse_collectives"  # after it no pass takes a collective away, or adds one to another value
@@ -33,8 +36,12 @@ NAMES = [each.__name__ for each in PASSES]
 def figures_of(program: Program) -> Figures:
     """What a localized program costs one rank."""
     found, memory = collectives_of(program), memory_of(program)
-    sent = sum(each.wire_bytes * each.times for each in found)
-    return Figures(sent, memory["peak"], memory["optimizer"], flops_of(program), len(found))
+    sent, crossing = (
+        sum(each.wire_bytes * each.times for each in found if each.kind == "send" or not is_message)
+        for is_message in (False, True)
+    )
+    flops = StageRecord(program).rank_flops if has_stages(program) else flops_of(program)
+    return Figures(sent, memory["peak"], memory["optimizer"], flops, len(found), crossing)
 
 
 @dataclass
@@ -83,17 +90,21 @@ class Retry:
     def attempt(self, change: Change) -> Attempt | None:
         """The plan after a change; None where it cannot be."""
         asked = change.applied(self.annotations)
-        options = replace(self.request.options, zero=change.zero_after(self.request.options.zero))
-        key = (frozenset(asked.items()), options.zero, change.taken_out)
+        before = self.request.options
+        zero, pipeline = change.zero_after(before.zero), change.pipeline_after(before.pipeline)
+        key = (frozenset(asked.items()), zero, change.taken_out, change.stages, change.mesh)
         if key not in self._tried:
             try:
-                request = replace(self.request, annotations=asked, options=options)
+                options = replace(before, zero=zero, pipeline=pipeline)
+                mesh = change.mesh_after(self.request.mesh)
+                request = replace(self.request, annotations=asked, options=options, mesh=mesh)
                 self._tried[key] = self._attempt(request, change.taken_out)
             except (ShardingError, CaptureError, NotImplementedError):
                 self._tried[key] = None
         return self._tried[key]
 
     def _attempt(self, request: Request, taken_out: tuple[str, ...]) -> Attempt:
+        is_cut_anew = (request.mesh, request.options.pipeline) != (self.request.mesh, self.request.options.pipeline)
         model, base = self.compiled.model, _without_calls(self.compiled.at("capture"), taken_out)
         before, matched = self.request.matched(model), request.matched(model)
         if matched.modules != before.modules:
@@ -101,11 +112,13 @@ class Retry:
             found = Attempt(request.program(captured, request.asked(captured, matched)), "")
         else:
             asked = request.asked(base, matched)
-            is_read = bool(taken_out) or _outputs(asked) != _outputs(self.request.asked(base, before))
-            unread = base if is_read else self.compiled.at(UNREAD)
-            found = Attempt(_with_pins(unread, request.program(base, asked)), "" if is_read else UNREAD)
-        if found.transfers and request.options.pipeline:
+            is_read = is_cut_anew or bool(taken_out) or _outputs(asked) != _outputs(self.request.asked(base, before))
+            program = request.program(base, asked)
+            found = Attempt(program, "") if is_read else Attempt(_with_pins(self.compiled.at(UNREAD), program), UNREAD)
+        if request.options.pipeline and found.transfers is not None:
             stages_of(found.program)  # an error for what needs the whole batch
+        if is_cut_anew:
+            schedule_of(found.program)  # an error for one that cannot run
         return found
 
 

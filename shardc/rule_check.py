@@ -261,7 +261,7 @@ def _as_results(found: Any) -> list[Tensor | None]:
 
 
 def _type_of(tensor: Tensor | None) -> TensorType | None:
-    return None if tensor is None else TensorType(tuple(tensor.shape), tensor.dtype)
+    return None if tensor is None else TensorType.of(tensor)
 
 
 def without_chunks(rule: Rule) -> Rule:

@@ -22,7 +22,7 @@ def lower_bound(frame: Schedule, costs: Costs | StageCost | None = None, memory:
 def _rank_bound(
     frame: Schedule, costs: Costs, memory: int | None, rank: int, heads: list[float], tails: list[float]
 ) -> float:
-    stages = [stage for stage, home in enumerate(frame.place) if home == rank]
+    stages = frame.stages_on(rank)
     count, own = frame.num_microbatches, [costs.stages[stage] for stage in stages]
     head = min(heads[stage] for stage in stages)
     all_work = head + count * sum(cost.forward + cost.input + cost.weight for cost in own)

@@ -97,7 +97,7 @@ def _frames(num_stages: int, count: int, num_ranks: int, edges: tuple[Edge, ...]
 def _searches(frame: Schedule, costs: Costs, memory: int | None) -> Iterator[tuple[str, list[float], Policy]]:
     """What each search is called, the bytes that each rank may save, and how it chooses."""
     ranks = range(frame.num_ranks)
-    saved = [sum(costs.stages[stage].saved for stage, home in enumerate(frame.place) if home == rank) for rank in ranks]
+    saved = [sum(costs.stages[stage].saved for stage in frame.stages_on(rank)) for rank in ranks]
     shared = (True, False) if frame.num_stages == frame.num_ranks else (False,)
     for cap, (room, left) in product(_counts(frame.num_ranks, frame.num_microbatches), _rooms(frame, costs, memory)):
         caps = [min(cap * nbytes, most) for nbytes, most in zip(saved, room, strict=True)]

@@ -93,7 +93,7 @@ class _Search:
 
     def _priorities(self, rank: int) -> list[tuple[int, str]]:
         """What the rank prefers to do, best first."""
-        stages = [stage for stage, home in enumerate(self.frame.place) if home == rank]
+        stages = self.frame.stages_on(rank)
         return [*((stage, "B") for stage in stages), *((stage, "F") for stage in reversed(stages))]
 
     def run(self, limit: float) -> None:
@@ -128,7 +128,7 @@ class _Search:
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether F can save its bytes and leave room for a later stage of the rank, which must end before it does."""
-        later = [s for s, home in enumerate(self.frame.place) if home == rank and s > stage]
+        later = [s for s in self.frame.stages_on(rank) if s > stage]
         reserve = max((self.costs.stages[s].saved for s in later), default=0)
         return self.live[rank] + self.costs.stages[stage].saved + reserve <= self.caps[rank]
 

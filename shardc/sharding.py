@@ -96,7 +96,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         seen: list[AxisPart] = []
-        for part in self.cut_axes + self.partial_axes:
+        for part in self.used_parts:
             size = self.mesh.axis_size(part.name)
             if size % (part.pre * part.size):
                 raise ShardingError(
@@ -129,6 +129,11 @@ class Sharding:
     def partial_axes(self) -> Axes:
         """Every part over which a reduction is open."""
         return tuple(part for part, _ in self.partial)
+
+    @property
+    def used_parts(self) -> Axes:
+        """Every part that cuts a dim, then every one over which a reduction is open."""
+        return self.cut_axes + self.partial_axes
 
     @property
     def is_replicated(self) -> bool:
@@ -220,10 +225,15 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        """That of a tensor."""
+        return TensorType(tuple(tensor.shape), tensor.dtype)
+
     @property
     def short_dtype(self) -> str:
         """``f32``, ``bf16``, ``i64``, ``bool``."""
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             if name.startswith(long):
                 return short + name.removeprefix(long)
@@ -241,3 +251,8 @@ class TensorType:
 
     def __str__(self) -> str:
         return f"{self.short_dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.bucket import axes_of
 from shardc.cause import Moved
+from shardc.ends import ends_of
+from shardc.mesh import axis_of
 from shardc.node import is_cast, is_getitem, is_view, operands
 from shardc.partition import P
 from shardc.pin import Pin
 from shardc.program import Program
-from shardc.transfer import Movement, axes_of, movements
+from shardc.transfer import Movement, movements
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
             return 0
         if pattern in came:
             return 1
-        return 2 if pattern in inputs or set(axes) & set(axis_names(spec)) else 3
+        return 2 if pattern in inputs or axis_names(spec) & set(axes) else 3
 
     distances = {pattern: distance(pattern, spec) for pattern, spec in annotations.items()}
     near = tuple(value for value in beside if (value.kind, value.name) not in pinned and value.kind != "output")
@@ -72,17 +75,16 @@ def _cut_by(pin: Pin) -> Iterator[str]:
     yield from (part.name for part in pin.sharding.cut_axes)
 
 
-def axis_names(spec: P) -> Iterator[str]:
+def axis_names(spec: P) -> set[str]:
     """The mesh axes that a P names."""
-    for entry in spec.entries:
-        yield from entry_axes(entry)
+    return set[str]().union(*map(entry_axes, spec.entries))
 
 
-def entry_axes(entry: object) -> Iterator[str]:
+def entry_axes(entry: object) -> set[str]:
     """Those of one entry, an axis for each part of one."""
     named = getattr(entry, "axes", entry)
     names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
-    yield from (name.partition(":")[0] for name in names)
+    return set(map(axis_of, names))
 
 
 def _ranks(program: Program, said: Mapping[str, str]) -> dict[str, int]:
@@ -106,8 +108,8 @@ def _origins(program: Program, node: fx.Node, moved: list[Movement], axes: tuple
 def _beside(program: Program, movement: Movement) -> Iterator[Named]:
     """What is moved, what it is the gradient of, and the parameters and inputs that its maker and readers take."""
     given = dict(zip(program.placeholders, program.inputs, strict=True))
-    for i in movement.ends:
-        owner, output = program.owners[i], program.outputs[i]
+    ends = list(ends_of(program))
+    for output, owner, _ in (ends[i] for i in movement.ends):
         if owner is not None:
             yield Named(given[owner].kind, given[owner].name, given[owner].type.shape)
         elif output.kind == "output":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from shardc.announcement import collectives_of
@@ -17,12 +16,6 @@ from shardc.step_time import collective_seconds, on_machine
 from shardc.text import bytes_text
 
 GAIN = 0.8  # what is sent must take less than this part of its time for a warning
-
-
-def with_link_notes(program: Program) -> Program:
-    """The program with a note where its collectives would take less time if axes had each other's links."""
-    note = slow_link_note(program)
-    return replace(program, notes=(*program.notes, note)) if note else program
 
 
 def slow_link_note(program: Program) -> str:
@@ -47,7 +40,7 @@ def _links(program: Program) -> dict[str, Link]:
     machine, mesh, pipeline = program.options.machine, program.mesh, program.options.pipeline
     if mesh is None or not machine.links:
         return {}
-    names = [name for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1 and name != MICROBATCH]
+    names = [name for name, size in mesh.sizes.items() if size > 1 and name != MICROBATCH]
     names += [pipeline.axis] if pipeline and pipeline.axis not in names and program.num_stages > 1 else []
     return {name: machine.of_axis(name) for name in names}
 

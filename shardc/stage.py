@@ -93,4 +93,4 @@ def is_sent(node: fx.Node) -> bool:
 
 def is_cut_in_time(sharding: Sharding | None) -> bool:
     """Whether every microbatch has a part of its own of a value."""
-    return sharding is not None and any(part.name == MICROBATCH for part in sharding.cut_axes + sharding.partial_axes)
+    return sharding is not None and any(part.name == MICROBATCH for part in sharding.used_parts)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import fx
 
-from shardc.bucket import members
+from shardc.bucket import axes_of, members
 from shardc.cause import cause_text
-from shardc.collective import EXCHANGES, LOCAL_KINDS, adds_microbatches
+from shardc.collective import LOCAL_KINDS, adds_microbatches
 from shardc.error import ShardingError, raise_all
 from shardc.knowledge import kept
 from shardc.lifetime import split
@@ -89,7 +89,7 @@ class Kinds:
         found = {
             node
             for node in self.program.calls
-            if (not adds_microbatches(node) and MICROBATCH in _axes(node))
+            if (not adds_microbatches(node) and MICROBATCH in axes_of(node))
             or node in twice
             or node in self.timed & self.late
         }
@@ -248,11 +248,3 @@ def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
 
 def _in_order(parts: Mapping[Part, set[fx.Node]]) -> Calls:
     return {part: tuple(sorted(node for node in nodes if node.op != "placeholder")) for part, nodes in parts.items()}
-
-
-def _axes(node: fx.Node) -> set[str]:
-    """The axes along which ranks exchange what a node moves."""
-    given = [part.args[0] for part in members(node) if part.kind not in LOCAL_KINDS]
-    given += [part.args[1] for part in members(node) if part.kind == "collective_permute"]
-    given += [node.args[1]] if node.target in EXCHANGES else []
-    return {axis.partition(":")[0] for axes in given for axis in axes}

@@ -15,6 +15,7 @@ from torch import fx
 
 from shardc.action import ALL, COMPUTE, SENDS, Action, Schedule
 from shardc.cost import nbytes
+from shardc.ends import parameters_of
 from shardc.lifetime import owners_of
 from shardc.node import is_getitem, operand
 from shardc.pipeline_cost import PART_OF_PHASE
@@ -22,7 +23,6 @@ from shardc.program import Program, Value
 from shardc.stage import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.stage_blocks import Block, Blocks, Env, Memory
 from shardc.stage_lifetime import Dying, kept_after, read_beside, sums_in_place, with_deaths
-from shardc.stage_state import parameters_of
 from shardc.stage_turns import Turns, turns_of, ways_after
 
 Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
@@ -90,7 +90,7 @@ class _Replay:
 
     def run(self) -> None:
         """The whole step."""
-        here = [stage for stage, rank in enumerate(self.schedule.place) if rank == self.rank]
+        here = self.schedule.stages_on(self.rank)
         given = dict(self._inputs(here))
         for node, blocks in given.items():
             if self.turns is None or node not in self.parameters:

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from shardc.fact import Input
 from shardc.forward_flow import Flow
@@ -22,7 +21,7 @@ COPIES = 4  # of a trained parameter: itself, its gradient and the two states of
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CrossingValue:
     """A value that another unit than its own reads."""
 
     name: str
@@ -33,7 +32,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Loads:
+class StageLoads:
     """Of the units of a program's forward. ``microbatches``: how many there are, if that is known.
 
     ``pieces``: in how many the batch is cut; what is saved is of one of them.
@@ -51,11 +50,11 @@ class Loads:
         return {put.name: put for put in self.flow.program.inputs if put.kind == "parameter"}
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[CrossingValue, ...]:
         """Every value that crosses from a unit to others."""
         starts = [unit.start for unit in self.units]
 
-        def found() -> Iterator[Crossing]:
+        def found() -> Iterator[CrossingValue]:
             for value, places in self.flow.readers.items():
                 maker, *readers = (bisect_right(starts, at) - 1 for at in (self.flow.place[value[0]], *places))
                 if others := {reader for reader in readers if reader != maker}:
@@ -63,10 +62,10 @@ class Loads:
 
         return tuple(found())
 
-    def _crossing(self, value: Value, maker: int, readers: int) -> Crossing:
+    def _crossing(self, value: Value, maker: int, readers: int) -> CrossingValue:
         node, index = value
         name = f"{node.name}[{index}]" if self.flow.program.has_many(node) else node.name
-        return Crossing(name, str(self.flow.program.value_type(value)), self.flow.nbytes(value), maker, readers)
+        return CrossingValue(name, str(self.flow.program.value_type(value)), self.flow.nbytes(value), maker, readers)
 
     @cached_property
     def edges(self) -> set[tuple[int, int]]:
@@ -84,7 +83,7 @@ class Loads:
                 made[bisect_right(starts, place) - 1] += storage.nbytes
         return tuple(ceil_div(each, self.pieces) for each in made)
 
-    def received(self, stage: int) -> tuple[Crossing, ...]:
+    def received(self, stage: int) -> tuple[CrossingValue, ...]:
         """What a stage is sent, each value once."""
         return tuple(c for c in self.crossings if c.readers & stage and not c.maker & stage)
 
@@ -106,7 +105,7 @@ class Loads:
 
     def elements(self, name: str) -> int:
         """The size of a parameter."""
-        return prod(self.parameters[name].type.shape)
+        return self.parameters[name].type.numel
 
     def held(self, stage: int) -> frozenset[str]:
         """The parameters that a stage reads, those too that others read."""

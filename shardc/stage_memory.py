@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shardc.cost import is_gathered
+from shardc.ends import parameters_of
 from shardc.lifetime import Storage, storages
 from shardc.program import Program
 from shardc.stage import Stage
 from shardc.stage_cut import stages_of
 from shardc.stage_ledger import rank_bytes
 from shardc.stage_schedule import schedule_of
-from shardc.stage_state import parameters_of, stored_bytes
+from shardc.stage_state import stored_bytes
 
 
 def stage_memory(program: Program) -> dict[str, int]:
@@ -30,7 +31,7 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
     schedule, live = schedule_of(program), list(storages(program))
     found = []
     for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
-        here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]
+        here = [stages.stages[stage] for stage in schedule.stages_on(rank)]
         of_rank = dict(_of_rank(program, here, live)) | {"saved": saved, "peak": peak}
         found.append({name: of_rank[name] for name in ORDER})
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from torch import fx
 
 from shardc.action import Schedule
-from shardc.cost import flops_of_call
+from shardc.cost import flops_of_call, nbytes
+from shardc.ends import parameters_of
 from shardc.pipeline_cost import costs_of
 from shardc.program import Program
 from shardc.schedule_picture import text as picture
@@ -19,8 +19,9 @@ from shardc.schedule_time import simulate
 from shardc.stage import TIMED, Crossing, Part, Stage, Stages
 from shardc.stage_cut import stages_of
 from shardc.stage_schedule import schedule_of
-from shardc.text import table
-from shardc.timeline import Timeline
+from shardc.stage_units import prefixes
+from shardc.text import table, value_names
+from shardc.timeline import Timeline, rounded
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class StageRecord:
         return {
             "stage": index,
             "rank": rank,
-            "modules": list(self._modules[index]),
+            "modules": list(self.modules[index]),
             "parameters": list(stage.parameters),
-            "elements": sum(prod(self.program.global_type(self._parameters[name]).shape) for name in stage.parameters),
+            "elements": sum(self.program.global_type(self._parameters[name]).numel for name in stage.parameters),
             "parameter_bytes": sum(self._nbytes(self._parameters[name]) for name in stage.parameters),
             "flops": self.flops[index],
             "calls": {part: len(calls) for part, calls in stage.parts.items()},
@@ -106,8 +107,8 @@ class StageRecord:
             "microbatches": self.schedule.num_microbatches,
             "place": list(self.schedule.place),
             "rows": self.schedule.to_csv().splitlines(),
-            "makespan": float(f"{self.timeline.makespan:g}"),
-            "bubble": float(f"{self.timeline.bubble:g}"),
+            "makespan": rounded(self.timeline.makespan),
+            "bubble": rounded(self.timeline.bubble),
         }
 
     @cached_property
@@ -146,9 +147,10 @@ class StageRecord:
         return table(header, [["" if i in empty else cell for i, cell in enumerate(row)] for row in rows])
 
     def _crossing_table(self) -> str:
+        names = {node.name: shown for node, shown in value_names(self.program).items()}
         rows = [
-            (entry["stage"], sent["to"], sent["after"], value["name"], value["type"], value["bytes"], sent["times"],
-             sent["over"] or "on one rank")
+            (entry["stage"], sent["to"], sent["after"], names[value["name"]], value["type"], value["bytes"],
+             sent["times"], sent["over"] or "on one rank")
             for entry in self.entries() for sent in entry["sent"] for value in sent["values"]
         ]  # fmt: skip
         header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
@@ -157,18 +159,17 @@ class StageRecord:
     # What a stage is.
 
     def _nbytes(self, node: fx.Node) -> int:
-        type_ = self.program.local_type(node)
-        return 0 if type_ is None else type_.nbytes
+        return nbytes(self.program.local_type(node))
 
     @cached_property
     def _parameters(self) -> dict[str, fx.Node]:
-        return {name: node for (kind, name), node in self.program.named_inputs.items() if kind == "parameter"}
+        return parameters_of(self.program)
 
     @cached_property
-    def _modules(self) -> list[tuple[str, str]]:
+    def modules(self) -> list[tuple[str, str]]:
         """For each stage the largest module that begins in it and the largest that ends in it."""
         paths = [list(self._paths(i, stage)) for i, stage in enumerate(self.stages.stages)]
-        above = [{prefix for path in its for prefix in _prefixes(path)} for its in paths]
+        above = [{prefix for path in its for prefix in prefixes(path)} for its in paths]
         return [(_largest(its[:1], above[:i]), _largest(its[-1:], above[i + 1 :])) for i, its in enumerate(paths)]
 
     def _paths(self, index: int, stage: Stage) -> Iterator[str]:
@@ -176,15 +177,10 @@ class StageRecord:
         return (source.module for source in sources if source.stage == index)
 
 
-def _prefixes(path: str) -> list[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    return [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."] if path else []
-
-
 def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
     """The shortest prefix of a path that no other stage has."""
-    prefixes = _prefixes(paths[0]) if paths else []
-    return next((each for each in prefixes if not any(each in other for other in others)), paths[0] if paths else "")
+    above = prefixes(paths[0]) if paths else []
+    return next((each for each in above if not any(each in other for other in others)), paths[0] if paths else "")
 
 
 def _counted(count: int, name: str) -> str:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-
-from torch import fx
+from collections.abc import Collection, Iterator, Sequence
 
 from shardc.cost import ADAM_STATES, gradient_type, nbytes, of_parameters
+from shardc.ends import parameters_of
 from shardc.program import Program
 from shardc.stage import Stage
-
-
-def parameters_of(program: Program) -> Mapping[str, fx.Node]:
-    """The placeholders of a program's parameters by name."""
-    return {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
 
 
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:

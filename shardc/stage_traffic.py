@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -14,11 +14,14 @@ from shardc.fact import Phase
 from shardc.options import Pipeline
 from shardc.permutation import wire_bytes_total
 from shardc.program import Program
+from shardc.sharding import dtype_name
 from shardc.stage import TIMED, Crossing
 from shardc.stage_cut import stages_of
 
+OF_STAGE = "_stage_"  # and its number: after the name of a collective that an earlier stage has too
 
-def traffic_of(program: Program) -> Iterator[Collective]:
+
+def collectives_of_stages(program: Program) -> Iterator[Collective]:
     """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
     stages = stages_of(program)
     assert program.options.pipeline is not None
@@ -32,9 +35,14 @@ def traffic_of(program: Program) -> Iterator[Collective]:
                 if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
                     found.append(_message(program, way, nodes, pipeline))
             for each in found:
-                name = f"{each.name}_stage_{i}" if each.name in named else each.name
+                name = f"{each.name}{OF_STAGE}{i}" if each.name in named else each.name
                 named.add(name)
                 yield replace(each, name=name, stage=i, times=times)
+
+
+def sender(nodes: Mapping[str, fx.Node], name: str) -> fx.Node | None:
+    """Of ``nodes`` by name the one that sends a collective, which several stages may run; a message has none."""
+    return nodes.get(name) or nodes.get(name.rpartition(OF_STAGE)[0])
 
 
 def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], pipeline: Pipeline) -> Collective:
@@ -48,7 +56,7 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
     assert program.mesh is not None
     total = wire_bytes_total(program.mesh, "send", (), nbytes)
     return Collective(
-        "send", (pipeline.axis,), str(joined.dtype).removeprefix("torch."), shape, shape, nbytes, nbytes, total,
+        "send", (pipeline.axis,), dtype_name(joined.dtype), shape, shape, nbytes, nbytes, total,
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
         causes=(Crossed(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),

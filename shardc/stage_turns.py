@@ -19,7 +19,7 @@ def turns_of(stages: Stages, schedule: Schedule, rank: int) -> tuple[int, ...]:
     Each begins; then come the computations of the schedule; then what is sent once all microbatches are done; then each
     stage closes.
     """
-    here = tuple(stage for stage, its in enumerate(schedule.place) if its == rank)
+    here = tuple(schedule.stages_on(rank))
     scheduled = (action.stage for action in schedule.actions[rank] if action.kind in COMPUTE)
     sending = (way.source for way in ways_after(stages) if way.source in here)
     return (*here, *scheduled, *sending, *here)

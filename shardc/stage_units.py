@@ -119,11 +119,16 @@ def _begun(flow: Flow, order: Sequence[int]) -> dict[int, str]:
     blocks, met, found = _blocks(flow), {""}, {}
     for i in order:
         path = _module(flow, i)
-        above = [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."]
+        above = prefixes(path)
         new = [blocks[i], *above]
         found[i] = next((module for module in new if module not in met), path)
         met.update(above)
     return found
+
+
+def prefixes(path: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return [path[:end] for end, letter in enumerate(f"{path}.") if letter == "."] if path else []
 
 
 def _module(flow: Flow, place: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from shardc.choose_stages import Stages
+from shardc.choose_stages import ChosenStages
 from shardc.json_text import json_text
 from shardc.options import BALANCES
 from shardc.text import table
@@ -14,7 +14,7 @@ from shardc.text import table
 HEADER = ("stage", "first module", "last module", "parameters", "FLOPs", "time", "activations", "memory", "received")
 
 
-def stages_text(stages: Stages, format: str = "text") -> str:
+def stages_text(stages: ChosenStages, format: str = "text") -> str:
     """The stages as ``text`` or ``json``."""
     record = stages_record(stages)
     if format == "json":
@@ -23,7 +23,7 @@ def stages_text(stages: Stages, format: str = "text") -> str:
     return "\n".join(part for part in parts if part)
 
 
-def stages_record(stages: Stages) -> dict[str, Any]:
+def stages_record(stages: ChosenStages) -> dict[str, Any]:
     """The JSON form, version 1.
 
     Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward of the
@@ -44,7 +44,7 @@ def stages_record(stages: Stages) -> dict[str, Any]:
     }
 
 
-def _entry(stages: Stages, stage: int) -> dict[str, Any]:
+def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
     loads, mask = stages.loads, stages.masks[stage]
     runs = [(loads.units[run[0]].first, loads.units[run[-1]].last) for run in _runs(stages.units(stage))]
     all_time = sum(loads.each("time")) or 1
@@ -73,7 +73,7 @@ def _unevenness(parts: Sequence[float]) -> float:
     return round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
 
 
-def _shared(stages: Stages) -> list[dict[str, Any]]:
+def _shared(stages: ChosenStages) -> list[dict[str, Any]]:
     """The parameters that several stages read."""
     held = [stages.loads.held(mask) for mask in stages.masks]
     return [

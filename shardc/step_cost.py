@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardc.announcement import collectives_of
-from shardc.collective import Collective
-from shardc.cost import memory_of
-from shardc.dump_text import rank_flops
+from shardc.cost import flops_of, memory_of
 from shardc.program import Program
-from shardc.text import table
-
-Size = Any  # an int; a sympy.Expr where sizes have names
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes."""
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    count: Size
-    bytes: Size
-    wire_bytes: Size
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Phase, kind and axes as printed."""
-        return self.phase, self.kind, "+".join(self.axes)
+from shardc.stage import has_stages
+from shardc.stage_record import StageRecord
+from shardc.text import flops_text, memory_text
+from shardc.traffic import Size, Traffic, traffic_of, traffic_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +31,8 @@ class StepCost:
 
     def text(self) -> str:
         """Three tables; numbers in full."""
-        rows: list[tuple[Any, ...]] = [(*each.key, each.count, each.bytes, each.wire_bytes) for each in self.traffic]
-        total = [sum(row[i] for row in rows) for i in (3, 4, 5)]
-        sent = table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), [*rows, ("total", "", "", *total)])
-        memory = table(("memory of one rank", "bytes"), self.memory.items())
-        operations = table(("floating-point operations", "count"), [("one rank", self.flops)])
-        return "\n".join([sent if rows else "no collectives\n", memory, operations])
+        parts = traffic_text(self.traffic), memory_text(self.memory), flops_text({"one rank": self.flops})
+        return "\n".join(parts)
 
 
 def step_cost(program: Program) -> StepCost:
@@ -62,17 +40,6 @@ def step_cost(program: Program) -> StepCost:
     return StepCost(tuple(traffic_of(collectives_of(program))), memory_of(program), rank_flops(program))
 
 
-def traffic_of(collectives: Iterable[Collective]) -> list[Traffic]:
-    """What collectives send together."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
-    for each in collectives:
-        found.setdefault((each.phase, each.kind, each.axes), []).append(each)
-    return [
-        Traffic(
-            *key,
-            sum(each.times for each in same),
-            sum(each.bytes * each.times for each in same),
-            sum(each.wire_bytes * each.times for each in same),
-        )
-        for key, same in found.items()
-    ]
+def rank_flops(program: Program) -> int:
+    """Those of a step; in a pipeline, of the rank that has most of them."""
+    return StageRecord(program).rank_flops if has_stages(program) else flops_of(program, of_rank=True)

@@ -12,7 +12,7 @@ from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.step_time import COMPUTING, OPTIMIZER, OVER, Slice, step_timeline
 from shardc.text import table
-from shardc.timeline import Task, Timeline
+from shardc.timeline import Task, Timeline, rounded
 
 
 def has_machine(program: Program) -> bool:
@@ -38,11 +38,11 @@ class StepRecord:
         ``collectives``: by axes, how many, how long they take, and for how long nothing is computed because of them.
         """
         if has_stages(self.program):
-            return {"step": _rounded(self.timeline.makespan)}
+            return {"step": rounded(self.timeline.makespan)}
         waited = self._waited
         lanes = dict.fromkeys(lane for task in self.timeline.tasks for lane in task.lanes if lane != COMPUTING)
         return {
-            "step": _rounded(self.timeline.makespan),
+            "step": rounded(self.timeline.makespan),
             "computing": self._sum("computing"),
             "optimizer": self._sum(OPTIMIZER),
             "shared": self._sum("shared"),
@@ -50,8 +50,8 @@ class StepRecord:
                 {
                     "axes": str(lane).removeprefix(OVER),
                     "count": len(self.timeline.on(lane)),
-                    "seconds": _rounded(sum(task.seconds for task in self.timeline.on(lane))),
-                    "waited": _rounded(waited[lane]),
+                    "seconds": rounded(sum(task.seconds for task in self.timeline.on(lane))),
+                    "waited": rounded(waited[lane]),
                 }
                 for lane in lanes
             ],
@@ -67,7 +67,7 @@ class StepRecord:
         return table(("predicted step", "count", "ms", "waited for"), [*rows, ("total", "", _ms(found["step"]), "")])
 
     def _sum(self, kind: str) -> float:
-        return _rounded(sum(task.seconds for task in self.timeline.on(COMPUTING) if _kind(task) == kind))
+        return rounded(sum(task.seconds for task in self.timeline.on(COMPUTING) if _kind(task) == kind))
 
     @cached_property
     def _waited(self) -> Counter[object]:
@@ -89,10 +89,6 @@ def _kind(task: Task) -> str:
     name = task.name
     assert isinstance(name, Slice), name
     return "shared" if name.is_share else OPTIMIZER if name.name == OPTIMIZER else "computing"
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.6g}")
 
 
 def _ms(seconds: float) -> str:

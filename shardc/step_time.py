@@ -15,6 +15,7 @@ from torch import fx
 from shardc.announcement import collective_at, is_collective
 from shardc.collective import Collective
 from shardc.cost import ADAM_STATES, bytes_moved, flops_of_call, gradient_type, nbytes, of_parameters
+from shardc.ends import parameters_of
 from shardc.fact import Phase
 from shardc.lifetime import split
 from shardc.link import Link
@@ -25,6 +26,7 @@ from shardc.ops.attention import is_attention
 from shardc.partition import parse_part
 from shardc.program import Program
 from shardc.range_name import range_name
+from shardc.sharding import dtype_name
 from shardc.stage import has_stages
 from shardc.timeline import Task, Timeline, timeline
 
@@ -81,7 +83,7 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     if is_getitem(node) or is_view(node):
         return 0.0
     types = [type_ for type_ in program.types(node) if type_ is not None]
-    dtype = str(types[0].dtype).removeprefix("torch.") if types else "float32"
+    dtype = dtype_name(types[0].dtype) if types else "float32"
     flops = flops_of_call(program, node)
     return program.options.machine.device.seconds(flops, bytes_moved(program, node), dtype, is_attention(node.target))
 
@@ -89,7 +91,7 @@ def call_seconds(program: Program, node: fx.Node) -> float:
 def update_seconds(program: Program) -> float:
     """Adam's step: parameters and states are read and written, gradients read."""
     gradients = of_parameters(program, "gradient")
-    stored = {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    stored = parameters_of(program)
     held = sum(nbytes(program.local_type(stored[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
     return program.options.machine.device.update_seconds(2 * (1 + ADAM_STATES) * held + read)

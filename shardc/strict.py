@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from shardc.announcement import collective_at, is_collective
+from shardc.bucket import axes_of
 from shardc.collective import COLLECTIVES, Collective, reshard
+from shardc.ends import ends_of
 from shardc.error import ShardingError, raise_all
 from shardc.node import is_annotation, is_getitem, op_name, operand
 from shardc.pin import PARAMETER, PARAMETER_FIRST, YIELDING, Pin
@@ -119,7 +121,7 @@ class _Asked:
         }  # fmt: skip
         self.values = {node: placed["value", node.name] for node in program.calls if ("value", node.name) in placed}
         self.results: dict[Value, list[Pin | None]] = {}
-        for output, owner, result in zip(program.outputs, program.owners, program.results, strict=True):
+        for output, owner, result in ends_of(program):
             if result is not None:
                 pin = inputs.get(owner) if owner else placed.get((output.kind, output.name))
                 self.results.setdefault(program.value(result), []).append(pin)
@@ -127,7 +129,7 @@ class _Asked:
     def for_store(self, node: fx.Node) -> bool:
         """Whether a gather brings together a weight that is kept in pieces over the axes of the batch."""
         source, zero = _stored_value(self.program, operand(node)), self.program.options.zero
-        axes = {axis.partition(":")[0] for axis in node.args[1]}  # type: ignore[union-attr]
+        axes = set(axes_of(node))
         if zero is not None and source in self.by_zero and axes == {zero.axis}:
             return True
         return source in self.stored and axes <= self.batch_axes
@@ -145,7 +147,7 @@ class _Asked:
 
     def for_weights(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
         """Whether data yields to weights over the axes, or the weights' side gives it back (ranks: passes/pins.py)."""
-        axes = [axis.partition(":")[0] for axis in node.args[1]]  # type: ignore[union-attr]
+        axes = axes_of(node)
         calls = [user for user in users if user.op == "call_function"]
         return bool(axes) and all(self._yields(operand(node), calls, axis) for axis in axes)
 

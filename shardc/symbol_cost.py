@@ -16,8 +16,9 @@ from shardc.lifetime import Storage, storages
 from shardc.mesh import Mesh
 from shardc.partition import parse_part
 from shardc.program import Program
-from shardc.step_cost import StepCost, traffic_of
+from shardc.step_cost import StepCost
 from shardc.symbol_expression import Symbolic, named
+from shardc.traffic import traffic_of
 
 if TYPE_CHECKING:
     from torch import fx

@@ -63,7 +63,7 @@ class Family:
 def family(options: argparse.Namespace) -> Family:
     """What ``--symbol`` says of a target. Raises a UsageError for what is nothing of its."""
     target = _loaded(options)
-    reference: dict[str, int] = dict(zip(options.mesh.axis_names, options.mesh.shape, strict=True))
+    reference: dict[str, int] = options.mesh.sizes
     dims: dict[str, Dim] = {}
     settings: dict[str, str] = {}
     repeated: Repeated | None = None

@@ -1,14 +1,12 @@
-"""How a program, its collectives and its other facts print: stable text, as one would type it."""
+"""How a program and its facts print: stable text, as one would type it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardc.announcement import collectives_of
 from shardc.cause import cause_text
-from shardc.collective import Collective
 from shardc.mesh import MICROBATCH
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ TABLES = (
     "nodes",
     "notes",
 )
-_IS_ORIGIN = re.compile(r"\S+ from ").match
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
 
 
@@ -62,7 +59,7 @@ def _lines(title: str, lines: Iterable[str]) -> str:
 def rank_axes(program: Program) -> dict[str, int]:
     """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
     mesh, pipeline = program.mesh, program.options.pipeline
-    axes = {} if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    axes = {} if mesh is None else mesh.sizes
     if pipeline is None:
         return axes
     ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
@@ -78,10 +75,19 @@ def _mesh_text(program: Program) -> str:
 
 def value_names(program: Program) -> dict[fx.Node, str]:
     """What each node is called in print: an input by the user's name, all others by the node's."""
-    names = {node: node.name for node in program.graph.nodes}
-    for input_, node in zip(program.inputs, program.placeholders, strict=True):
-        names[node] = f"tangent({input_.name})" if input_.kind == "tangent" else input_.name
-    return names
+    names = (_input_name(given) for given in program.inputs)
+    return {node: node.name for node in program.graph.nodes} | dict(zip(program.placeholders, names, strict=True))
+
+
+def value_name(program: Program, node: fx.Node) -> str:
+    """What one node is called in print."""
+    if node.op != "placeholder":
+        return node.name
+    return next(_input_name(put) for put, its in zip(program.inputs, program.placeholders, strict=True) if its is node)
+
+
+def _input_name(given: Input) -> str:
+    return f"tangent({given.name})" if given.kind == "tangent" else given.name
 
 
 def type_text(program: Program, node: fx.Node) -> str:
@@ -215,57 +221,6 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def collectives_text(collectives: Sequence[Collective]) -> str:
-    """How many of each kind, over which axes, and their bytes on one rank; then each with its cause."""
-    if not collectives:
-        return "no collectives\n"
-    listed = [
-        (
-            c.name,
-            "+".join(c.axes),
-            c.phase,
-            f"{c.dtype}{list(c.local_shape_in)}",
-            f"{c.dtype}{list(c.local_shape_out)}",
-            c.wire_bytes,
-            shortened(c.source),
-            cause_text(c.causes, most=2),
-        )
-        for c in collectives
-    ]
-    header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
-    if any(c.stage is not None for c in collectives):
-        header = ("stage", "times", *header)  # type: ignore[assignment]
-        listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
-    return f"{_by_kind(collectives)}\n{table(header, listed)}"
-
-
-def shortened(text: str, separator: str = ", ") -> str:
-    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
-    parts = text.split(separator)
-    origins = [part for part in parts if _IS_ORIGIN(part)]
-    others = len(parts) - len(origins) - 1
-    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
-
-
-def _by_kind(collectives: Sequence[Collective]) -> str:
-    def key(found: Collective) -> tuple[str, str, str]:
-        return found.phase, found.kind, "+".join(found.axes)
-
-    rows = []
-    for phase, kind, axes in dict.fromkeys(map(key, collectives)):
-        same = [found for found in collectives if key(found) == (phase, kind, axes)]
-        rows.append((phase, kind, axes, *_totals(same)))
-    rows.append(("total", "", "", *_totals(collectives)))
-    return table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), rows)
-
-
-def _totals(collectives: Sequence[Collective]) -> tuple[int, int, int]:
-    counts = [found.times for found in collectives]
-    moved = sum(found.bytes * times for found, times in zip(collectives, counts, strict=True))
-    sent = sum(found.wire_bytes * times for found, times in zip(collectives, counts, strict=True))
-    return sum(counts), moved, sent
-
-
 def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
     """Each parameter and buffer with its sharding, what one rank holds of it, and the stages that hold it."""
     rows = []
@@ -290,3 +245,8 @@ def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
 def memory_text(memory: Mapping[str, int]) -> str:
     """Bytes on one rank by class."""
     return table(("memory of one rank", "bytes"), memory.items())
+
+
+def flops_text(counts: Mapping[str, int]) -> str:
+    """Floating-point operations by who does them."""
+    return table(("floating-point operations", "count"), counts.items())

@@ -184,3 +184,8 @@ def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
         now += sum(task.makes.values()) - sum(live.pop(value) for value in task.frees)
         peak = max(peak, now)
     return peak
+
+
+def rounded(number: float) -> float:
+    """To six digits: what estimates have, the same on every machine."""
+    return float(f"{number:.6g}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.announcement import collective_at, is_collective
-from shardc.bucket import bucket, members, results
+from shardc.bucket import axes_of, bucket, members, results
 from shardc.collective import COLLECTIVES, EXCHANGES
 from shardc.node import is_cast, is_getitem, op_name, operand
 from shardc.program import Program
@@ -76,12 +76,6 @@ def transfers_of(program: Program, node: fx.Node) -> Iterator[Transfer]:
     for movement in movements(program, node):
         value = value_text(program, movement)
         yield from (Transfer(phase, axis, value, kind) for axis in axes_of(node))
-
-
-def axes_of(node: fx.Node) -> tuple[str, ...]:
-    """The mesh axes that a collective goes over, an axis for each part of one."""
-    given = node.args[1:3] if str(getattr(node.target, "__name__", "")) == "collective_permute" else node.args[1:2]
-    return tuple(dict.fromkeys(axis.partition(":")[0] for axes in given for axis in axes))  # type: ignore[union-attr]
 
 
 def movements(program: Program, node: fx.Node) -> Iterator[Movement]:

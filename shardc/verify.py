@@ -22,10 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
 from shardc.borrow import borrowed, computed_tensors
-from shardc.convention import call_leaves, output_leaves, rebuild_call
+from shardc.call_leaves import call_leaves, rebuild_call
+from shardc.convention import output_leaves
+from shardc.ends import gradient_names
 from shardc.mesh import Mesh
 from shardc.program import Program
 from shardc.runtime.simulator import interpret
+from shardc.sharding import dtype_name
 from shardc.text import table
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -128,12 +131,12 @@ class _Run:
         yield from self._between("single device against eager", single, eager)
 
     def _step(self, what: str) -> AbstractContextManager[None]:
-        return self.progress(f"{_name(self.dtype)}: {what}")
+        return self.progress(f"{dtype_name(self.dtype)}: {what}")
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
         for name in dict.fromkeys([*expected, *values]):
             apart = difference(values.get(name), expected.get(name))
-            yield Difference(check, _name(self.dtype), name, apart, self._tolerance(name, expected.get(name)))
+            yield Difference(check, dtype_name(self.dtype), name, apart, self._tolerance(name, expected.get(name)))
 
     def _tolerance(self, name: str, expected: Tensor | None) -> float:
         exact = self.exact.get(name)
@@ -169,7 +172,7 @@ class _Run:
             "parameter": dict(model.named_parameters(remove_duplicate=False)),
             "buffer": dict(model.named_buffers(remove_duplicate=False)),
         }
-        gradients = {f"gradient {name}": owned[kind][key].grad for name, (kind, key) in program.gradient_names.items()}
+        gradients = {f"gradient {name}": owned[kind][key].grad for name, (kind, key) in gradient_names(program).items()}
         return {**{f"output {name}": value.detach() for name, value in outputs.items()}, **gradients}
 
 
@@ -243,10 +246,6 @@ def _without_random_ops(model: nn.Module) -> nn.Module:
     for module in quiet.modules():
         module.training = module.training and isinstance(module, BATCH_NORMS)
     return quiet
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def difference(value: Tensor | None, expected: Tensor | None) -> float:

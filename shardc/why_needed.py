@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.announcement import collective_at
+from shardc.bucket import axes_of
 from shardc.program import Program
-from shardc.transfer import Movement, axes_of, movements
+from shardc.transfer import Movement, movements
 
 
 def why_needed(program: Program, node: fx.Node) -> str:

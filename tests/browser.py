@@ -78,6 +78,11 @@ class Browser:
         )
         return found
 
+    def click(self, selector: str) -> None:
+        """Click an element, as a person does."""
+        found = self.call("POST", "/element", {"using": "css selector", "value": selector})
+        self.call("POST", f"/element/{next(iter(found.values()))}/click", {})
+
     def press(self, keys: str) -> None:
         """Press keys, one after another, where the focus is."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]

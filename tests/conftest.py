@@ -4,6 +4,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from gloo_pool import gloo as gloo
 from hypothesis import settings
@@ -22,3 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--write-golden``."""
     parser.addoption("--write-golden", action="store_true", help="write what is printed now to tests/golden")
+
+
+@pytest.fixture
+def as_read(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Holds a text against the file of a name in tests/golden; with ``--write-golden`` writes it there first."""
+
+    def held(name: str, text: str) -> None:
+        path = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--write-golden"):
+            path.write_text(text)
+        assert text == path.read_text()
+
+    return held

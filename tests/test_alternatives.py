@@ -6,6 +6,8 @@ import gpt
 import moe
 import pytest
 import torch
+from targets import convolution
+from torch import nn
 
 import shardc
 from shardc import Mesh, P
@@ -81,6 +83,39 @@ def test_an_axis_of_data_and_weights_says_who_comes_to_whom() -> None:
     found = alternatives(compiled, next(each.name for each in compiled.collectives if each.kind == "all_to_all"))
     ways = {each.way: each.wire_bytes for each in found if "data and weights" in each.question}
     assert ways["each op as it costs least"] < ways["data come to the weights"] < ways["weights come to the data"]
+
+
+def test_windows_are_told_from_gathering_by_the_bytes_that_are_announced() -> None:
+    model, args, _, annotations = convolution()
+    compiled = shardc.compile(model, Mesh(x=4), annotations, args=args)
+    edges = [each for each in compiled.collectives if each.kind == "collective_permute"]
+    assert edges
+    for collective in edges:
+        found = alternatives(compiled, collective.name)
+        (chosen,) = [each for each in found if each.is_chosen]
+        others = [each for each in compiled.collectives if each.kind == "collective_permute"]
+        same = [each for each in others if (each.phase, each.source) == (collective.phase, collective.source)]
+        assert chosen.wire_bytes == sum(each.wire_bytes for each in same) > 0, found
+        assert [each.way for each in found if not each.is_chosen] == ["gather the whole dim"]
+
+
+def test_a_table_that_is_gathered_says_what_taking_its_lookup_apart_would_send() -> None:
+    """Few rows, of which many are looked up."""
+    model, ids = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), torch.randint(8, (64, 16))
+    compiled = shardc.compile(model, Mesh(dp=2, tp=2), {"input": P("dp"), "0.weight": P("tp")}, args=(ids,))
+    (gathered,) = [each for each in compiled.collectives if each.kind == "all_gather" and each.phase == "forward"]
+    ways = {each.way: each for each in alternatives(compiled, gathered.name)}
+    apart = ways["taken apart, as local work and a sum"]
+    assert not apart.is_chosen and apart.wire_bytes == 64 * 16 * 4 * 4 // 2 > gathered.wire_bytes
+
+
+def test_a_table_that_is_stored_in_pieces_says_that_its_lookup_is_never_taken_apart() -> None:
+    model, args, _, annotations = gpt.gpt_fsdp()
+    compiled = shardc.compile(model, Mesh(dp=4), annotations, args=args)
+    gathered = next(each for each in compiled.collectives if "positions_weight" in each.node)
+    ways = [each for each in alternatives(compiled, gathered.name) if "(positions)" in each.question]
+    assert [each.is_chosen for each in ways] == [True, False]
+    assert ways[1].note == "not asked: a table that is cut as inputs are is stored so, and gathered"
 
 
 def test_an_op_that_is_taken_apart_says_what_gathering_would_have_cost() -> None:

@@ -13,7 +13,7 @@ from shardc.chain import balance
 from shardc.choose_stages import Wish, side_by_side, split_units
 from shardc.ranks import Loads, balance_ranks
 from shardc.split import Split
-from shardc.stage_load import Loads as StageLoads
+from shardc.stage_load import StageLoads
 
 
 class Given(StageLoads):

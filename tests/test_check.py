@@ -1,6 +1,7 @@
 """Budgets: what they say, what breaks them, and what ``shardc check`` prints."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ from shardc.budget import KINDS, SUBJECTS, UNITS, Budget, held
 from shardc.cli import main
 from shardc.dump_json import program_json
 from shardc.outcome import UsageError
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def entry(kind: str, wire_bytes: int, axes: tuple[str, ...] = ("tp",), phase: str = "forward", **more: Any) -> Any:
@@ -152,15 +151,12 @@ def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -
 
 
 def test_check_prints_what_breaks_each_budget_and_what_holds(
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    capsys: pytest.CaptureFixture[str], as_read: Callable[..., None]
 ) -> None:
     budgets = ["fallback", "all_gather@dp>100B", "wire>1MB", "note", "collectives>20"]
     command = ["check", "targets:weighed", "--mesh", "dp=2,tp=2", *(f"--fail-on={each}" for each in budgets)]
     assert main([*command, "--max-memory", "8GB"]) == 1
-    printed, path = capsys.readouterr().out, GOLDEN / "check.txt"
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read("check.txt", capsys.readouterr().out)
 
 
 def test_check_takes_a_dump_in_place_of_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

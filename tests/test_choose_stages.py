@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import ShardingError
 from shardc.capture import capture
-from shardc.choose_stages import Stages, Wish, choose_stages, split_stages
+from shardc.choose_stages import ChosenStages, Wish, choose_stages, split_stages
 from shardc.cost import flops_of
 from shardc.forward_flow import flow_of, forward_calls
 from shardc.program import Program
@@ -32,12 +32,12 @@ def gpt(config: Config) -> Program:
         return program_of(GPT(config), ids, ids)
 
 
-def modules(stages: Stages) -> list[tuple[str, str]]:
+def modules(stages: ChosenStages) -> list[tuple[str, str]]:
     units = stages.loads.units
     return [(units[min(its)].first, units[max(its)].last) for its in map(stages.units, range(len(stages.masks)))]
 
 
-def totals(stages: Stages, balance: str) -> list[int]:
+def totals(stages: ChosenStages, balance: str) -> list[int]:
     return [stages.loads.total(balance, mask) for mask in stages.masks]
 
 

@@ -16,7 +16,6 @@ from shardc.diff import diff, is_same, matched
 from shardc.diff_text import diff_text
 from shardc.dump_json import program_json
 
-GOLDEN = Path(__file__).parent / "golden"
 ON_FOUR = ["--mesh", "dp=2,tp=2"]
 
 
@@ -160,7 +159,7 @@ def test_collectives_are_matched_once(plain: dict[str, Any]) -> None:
 
 
 def test_the_command_compares_files_and_ends_as_diff_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: dict[str, Any], request: pytest.FixtureRequest
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: dict[str, Any], as_read: Callable[..., None]
 ) -> None:
     paths = [tmp_path / name for name in ("plain.json", "zero.json")]
     for path, record in zip(paths, (plain, dumped(zero=Zero("dp", 3))), strict=True):
@@ -169,10 +168,7 @@ def test_the_command_compares_files_and_ends_as_diff_does(
     assert capsys.readouterr().out == "no difference\n"
     for format_, ending in (("text", "txt"), ("json", "json")):
         assert main(["diff", *map(str, paths), "--format", format_]) == 1
-        printed, golden = capsys.readouterr().out, GOLDEN / f"diff.{ending}"
-        if request.config.getoption("--write-golden"):
-            golden.write_text(printed)
-        assert printed == golden.read_text()
+        as_read(f"diff.{ending}", capsys.readouterr().out)
 
 
 def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from shardc.runtime.functional import reduce_scatter
 from shardc.runtime.launch import launch
 from shardc.runtime.piece import shard
 from shardc.runtime.placement import check_order, placements, sharding_of, to_dtensor
-from shardc.runtime.simulator import bind, cut_inputs, simulate
+from shardc.runtime.simulator import cut_inputs, simulate
 from shardc.runtime.wire import parse_counters, private_loopback, sent_bytes
 
 MESH = Mesh(dp=2, tp=2)
@@ -185,11 +185,11 @@ def run_program(program, values):
 
 
 def run_row_parallel():
-    from test_simulator import row_parallel, row_parallel_inputs
+    from test_simulator import row_parallel, row_parallel_inputs, row_parallel_values
 
     torch.manual_seed(0)
-    program, inputs = row_parallel(MESH), row_parallel_inputs()
-    values = bind(program, inputs)
+    program = row_parallel(MESH)
+    values = row_parallel_values(program, row_parallel_inputs())
     whole = simulate(program, values)
     mine = run_program(program, values)
     for node, a, b in zip(program.results, mine, whole, strict=True):

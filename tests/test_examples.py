@@ -1,20 +1,20 @@
-"""Every example runs, alone and as a target; of the demo its pieces, since ``make demo`` runs it whole."""
+"""Every example runs, alone and as a target; of the demo its pieces, since ``make demo`` runs it whole.
+
+Under torchrun, and hf_gpt2.py altogether, they run where the README shows them.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import demo
 import gpt
 import mlp
 import moe
+import pipeline
 import pytest
 import torch
 from demo import ALPHABET, Run, Settings, ShardedRun
@@ -22,17 +22,7 @@ from demo import ALPHABET, Run, Settings, ShardedRun
 import shardc
 from shardc import Collective, Mesh
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = Settings(steps=3, batch=4, config=gpt.Config(len(ALPHABET), context=16, layers=1, heads=2, width=16))
-
-
-def run(*command: str) -> str:
-    """The stdout of a command that is run in the checkout."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(command, env=kept | {"PATH": path}, cwd=EXAMPLES.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_mlp_prints_its_plan_and_equals_one_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,25 +44,14 @@ def test_the_moe_prints_what_it_sends_and_trains_as_on_one_device(capsys: pytest
 
 
 @pytest.mark.slow
-def test_hf_gpt2_has_the_same_losses_on_virtual_ranks_and_under_torchrun_with_dropout_on() -> None:
-    alone = run("python", "examples/hf_gpt2.py", "--steps", "3", "--layers", "1")
-    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
-    ranks = run(*torchrun, "examples/hf_gpt2.py", "--steps", "3", "--layers", "1")
-    losses = [float(found) for found in re.findall(r"loss (\S+)", alone)]
-    assert len(losses) == 3 and losses[2] < losses[0]
-    assert [float(found) for found in re.findall(r"loss (\S+)", ranks)] == pytest.approx(losses, abs=2e-4)
-
-
-@pytest.mark.slow
-def test_the_pipeline_trains_as_one_device_on_virtual_ranks_and_under_torchrun() -> None:
-    torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
-    alone, ranks = run("python", "examples/pipeline.py"), run(*torchrun, "examples/pipeline.py")
-    assert alone.startswith("2 stages on 2 ranks along pp, 4 microbatches by 1f1b")
-    assert re.search(r"\nrank 0 F0[^\n]*\nrank 1 \.+F0", alone)  # times are estimated
-    for printed in (alone, ranks):
-        losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  two stages (\S+)", printed)]
-        assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
-        assert losses[-1] < losses[0]
+def test_the_pipeline_trains_as_one_device_on_virtual_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 stages on 2 ranks along pp, 4 microbatches by 1f1b")
+    assert re.search(r"\nrank 0 F0[^\n]*\nrank 1 \.+F0", printed)  # times are estimated
+    losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  two stages (\S+)", printed)]
+    assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
+    assert losses[-1] < losses[0]
 
 
 def collectives(target: Callable[[], gpt.Target], mesh: Mesh) -> tuple[Collective, ...]:

@@ -39,7 +39,7 @@ def said(program: Compiled) -> set[str]:
 
 def explained(program: Compiled) -> dict[str, Explanation]:
     """Everything that can be named, by what names it."""
-    tables = Explainer(program.whole).tables
+    tables = Explainer(program.whole, program.model).tables
     return {f"{kind}:{name}": explain() for kind, table in tables.items() for name, explain in table.items()}
 
 

@@ -5,6 +5,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("format_", ["text", "json", "dot"])
 def test_the_dump_of_two_layers_cut_as_megatron_is_the_one_that_was_read(
-    format_: str, request: pytest.FixtureRequest
+    format_: str, as_read: Callable[..., None]
 ) -> None:
     model, args, kwargs, annotations = mlp()
     dumped = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump(format=format_)
-    path = GOLDEN / f"mlp.{format_.replace('text', 'txt')}"
-    if request.config.getoption("--write-golden"):
-        path.write_text(dumped)
-    assert dumped == path.read_text()
+    as_read(f"mlp.{format_.replace('text', 'txt')}", dumped)
 
 
-def test_the_report_of_two_layers_is_the_one_that_was_read(request: pytest.FixtureRequest) -> None:
+def test_the_report_of_two_layers_is_the_one_that_was_read(as_read: Callable[..., None]) -> None:
     """But for its styles and scripts, which a browser reads in test_report.py."""
     model, args, kwargs, annotations = mlp()
     page = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump("html")
@@ -43,34 +41,24 @@ def test_the_report_of_two_layers_is_the_one_that_was_read(request: pytest.Fixtu
     bare = re.sub(r"sha256-[^']*", "sha256-...", bare)
     data = re.search(r'(?<=id="data">).*?(?=</script>)', bare)
     assert data is not None
-    printed = bare.replace(data[0], f"\n{json_text(json.loads(data[0]))}")
-    path = GOLDEN / "mlp.html"
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read("mlp.html", bare.replace(data[0], f"\n{json_text(json.loads(data[0]))}"))
 
 
 @pytest.mark.parametrize(
     ("option", "name"), [("--diff=insert_reshards", "diff_passes.txt"), ("--format=dot", "pipeline.dot")]
 )
 def test_what_a_pass_did_and_a_drawn_pipeline_are_those_that_were_read(
-    option: str, name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    option: str, name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mesh = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=2"] if name == "pipeline.dot" else ["--mesh", "dp=2,tp=2"]
     assert main(["dump", "targets:for_mesh", *mesh, option]) == 0
-    printed, path = capsys.readouterr().out, GOLDEN / name
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read(name, capsys.readouterr().out)
 
 
-def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(request: pytest.FixtureRequest) -> None:
+def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(as_read: Callable[..., None]) -> None:
     model, args, kwargs, annotations = convolution()
     dumped = compile(model, Mesh(x=4), annotations, args=args, kwargs=kwargs).dump()
-    path = GOLDEN / "convolution.txt"
-    if request.config.getoption("--write-golden"):
-        path.write_text(dumped)
-    assert dumped == path.read_text()
+    as_read("convolution.txt", dumped)
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -86,15 +74,11 @@ def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
 
 @pytest.mark.parametrize("format_", ["text", "json"])
 def test_the_pipeline_of_a_tied_gpt_is_the_one_that_was_read(
-    format_: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=4", "--only", "stages"]
     assert main(["dump", "gpt:gpt_tied", *pipeline, "--format", format_]) == 0
-    printed = capsys.readouterr().out
-    path = GOLDEN / f"pipeline.{format_.replace('text', 'txt')}"
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read(f"pipeline.{format_.replace('text', 'txt')}", capsys.readouterr().out)
 
 
 def test_the_gradient_of_a_tied_weight_is_sent_once_a_step() -> None:
@@ -143,15 +127,11 @@ def test_a_pipeline_announces_lowered_what_it_does_localized() -> None:
 
 @pytest.mark.parametrize("format_", ["text", "json"])
 def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
-    format_: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["stages", "gpt:gpt_tied", "--stages", "3", "--by", "flops", "--format", format_]
     assert main(command) == 0
-    printed = capsys.readouterr().out
-    path = GOLDEN / f"stages.{format_.replace('text', 'txt')}"
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read(f"stages.{format_.replace('text', 'txt')}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -159,17 +139,14 @@ def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
     [(["trace"], "mlp.trace.json"), (["dump", "--only", "time,notes"], "mlp.time.txt")],
 )
 def test_the_predicted_step_is_the_one_that_was_read(
-    command: list[str], name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     links = ["--mesh", "dp=2,tp=2", "--links", "dp=nvlink,tp=ethernet", "--device", "cpu"]
     assert main([command[0], "targets:mlp", *links, *command[1:]]) == 0
-    printed, path = capsys.readouterr().out, GOLDEN / name
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read(name, capsys.readouterr().out)
 
 
-def test_explanations_are_those_that_were_read(request: pytest.FixtureRequest) -> None:
+def test_explanations_are_those_that_were_read(as_read: Callable[..., None]) -> None:
     """A parameter, a value, a module, a collective, a bucket, and one of them as JSON."""
     model, args, kwargs, annotations = mlp()
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
@@ -177,6 +154,4 @@ def test_explanations_are_those_that_were_read(request: pytest.FixtureRequest) -
     as_json = json.dumps(compiled.explain("all_reduce_tp").record(), indent=1) + "\n"
     texts = {"explain.txt": "\n".join(compiled.explain(name).text() for name in names), "explain.json": as_json}
     for name, text in texts.items():
-        if request.config.getoption("--write-golden"):
-            (GOLDEN / name).write_text(text)
-        assert text == (GOLDEN / name).read_text()
+        as_read(name, text)

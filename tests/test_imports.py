@@ -70,6 +70,7 @@ TORCH_FREE = {
     "shardc.stage_cost",
     "shardc.text",
     "shardc.timeline",
+    "shardc.traffic",
 }
 MAY_READ_TORCHS_META = {"shardc.capture", "shardc.joint", "shardc.opaque"}
 MAY_CUT_GRAPHS = {

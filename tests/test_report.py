@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
+from shardc.cli import main
 from shardc.cost import memory_of
 from shardc.dump import dump
 from shardc.explain import Explainer
@@ -171,6 +173,25 @@ def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotation
     assert ends == set(program.explain(found.name).ends) == {"down.weight: P(None, 'tp')"}
     browser.run("document.querySelector('#inspector .close').click()")
     assert browser.run("return document.getElementById('inspector').hidden && !location.hash")
+
+
+@needs_browser
+def test_what_is_to_be_typed_to_learn_what_removes_a_collective_is_copied_by_a_click(
+    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of this very plan, as it was typed, which runs."""
+    path = tmp_path / "report.html"
+    plan = ["targets:mlp", "--mesh", "dp=2,tp=2", "--annotate", "x=dp,-", "--set", "dropout=0.5", "--zero=dp=1"]
+    assert main(["dump", *plan[:1], "--format", "html", *plan[1:], f"-o{path}"]) == 0
+    browser.open(path)
+    browser.run("location.hash = '#collective:all_reduce_tp'")
+    [typed] = browser.texts("#inspector .copyable code")
+    assert shlex.split(typed) == ["shardc", "explain", *plan, "all_reduce_tp"]
+    browser.click("#inspector .copyable button")
+    assert browser.run("return String(getSelection())") == typed
+    assert browser.texts("#inspector .copyable button") == ["Copied"] and browser.complaints() == []
+    assert main([*shlex.split(typed)[1:], "--no-advice"]) == 0
+    assert capsys.readouterr().out.startswith("all_reduce_tp: ")
 
 
 @needs_browser

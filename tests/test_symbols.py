@@ -6,7 +6,6 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,14 +161,10 @@ SYMBOLIC = [*COST, "--symbol", "B=x.0", "--at", "dp=64,B=512"]
     ],
 )
 def test_what_cost_prints_is_what_was_read(
-    command: list[str], name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command) == 0
-    printed = capsys.readouterr().out
-    path = Path(__file__).parent / "golden" / name
-    if request.config.getoption("--write-golden"):
-        path.write_text(printed)
-    assert printed == path.read_text()
+    as_read(name, capsys.readouterr().out)
 
 
 def test_outside_of_its_region_a_plan_has_no_number_unless_it_is_compiled_anew(

@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         from shardc.json_text import json_text
 
-        mesh = dict(zip(options.mesh.axis_names, options.mesh.shape, strict=True))
-        write(json_text({"version": 1, "mesh": mesh, **found.record()}), options.output)
+        write(json_text({"version": 1, "mesh": options.mesh.sizes, **found.record()}), options.output)
     return GOOD
 
 

@@ -9,9 +9,14 @@ from typing import Any
 
 from shardc.arguments import command, compiling, written
 from shardc.error import did_you_mean
-from shardc.invocation import compiled, write
+from shardc.invocation import compiled, retyped, write
 from shardc.outcome import GOOD, UsageError
 from shardc.text import TABLES
+
+OWN = {  # options that explain lacks, and whether each has a value
+    **dict.fromkeys(("--format", "--after", "--diff", "--only", "--output", "-o"), True),
+    **dict.fromkeys(("--schema", "--verbose", "-v"), False),
+}
 
 
 def add(commands: Any) -> None:
@@ -52,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     if options.diff:
         text = dump_diff(found, options.diff, options.format, options.only)
     else:
-        text = dump(found, options.format, options.after, options.only, options.verbose)
+        asking = retyped(options.typed, "explain", OWN)
+        text = dump(found, options.format, options.after, options.only, options.verbose, asking)
     write(text, options.output)
     return GOOD
 

@@ -22,7 +22,8 @@ TRIES = 12
 
 NAME_HELP = (
     "a parameter, an input, an output or a module of the model, or a value or a collective as shardc dump prints it; "
-    "param:, input:, output:, module: or value: before it says which, where several are named so"
+    "param:, input:, output:, module: or value: before it says which, where several are named so; gradient:NAME and, "
+    "of a pipeline, stage:N"
 )
 
 

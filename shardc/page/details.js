@@ -21,6 +21,7 @@ function showCollective(id) {
     element('h3', {}, 'Why'),
     parts,
     rest.length ? folded(`and ${rest.length} more that go with them`, rest) : '',
+    found.notes.map(note => element('p', { class: 'hint' }, rich(note))),
     found.choices.length ? [element('h3', {}, 'What it was chosen among'), choices(found.choices)] : '',
     element('h3', {}, 'What is sent'),
     facts([
@@ -32,14 +33,31 @@ function showCollective(id) {
       ['source', each.source],
       ['module', each.at && each.at.module ? link('module', each.at.module) : ''],
     ]),
+    element('h3', {}, 'What would remove it'),
+    found.needed ? element('p', {}, 'It is there because ', rich(found.needed), '.') : '',
     element(
       'p',
       { class: 'hint' },
-      'What would remove it: ',
-      element('code', {}, `shardc explain TARGET --mesh ${meshText().replaceAll(' ', '')} ${id}`),
+      `A change that ${each.kind === 'send' ? 'lets less cross between stages' : 'removes it'}, and what that costs, `,
+      'is found by compiling again:',
     ),
+    copyable(report.asking.join(id)),
     each.at && values.has(each.at.name) ? inTree(each.at.module, each.at.name) : '',
   ];
+}
+
+// A text to be typed, with a button that copies it; it is marked too, for where a page may not copy.
+function copyable(text) {
+  const shown = element('code', {}, text);
+  const button = element('button', { type: 'button', class: 'show', onclick: copy }, 'Copy');
+  const done = () => button.replaceChildren('Copied');
+  const byHand = () => document.execCommand('copy') && done();
+  function copy() {
+    getSelection().selectAllChildren(shown);
+    if (navigator.clipboard) navigator.clipboard.writeText(text).then(done, byHand);
+    else byHand();
+  }
+  return element('div', { class: 'copyable' }, shown, button);
 }
 
 // The ranks along an axis, or along a part of one.

@@ -37,17 +37,13 @@ function moduleRow(module, depth) {
       'data-module': module.path,
       ontoggle: event => event.target === made && made.open && fillModule(made),
     },
-    element(
-      'summary',
-      { class: 'row' },
-      element(
-        'span',
-        { class: 'name' },
+    summary(
+      [
         element('b', {}, module.name),
         link('module', module.path, 'why'),
         element('small', {}, ` ${counted(module.values, 'op')}`),
         flow(taken, given),
-      ),
+      ],
       sentMarks(module.sent.forward),
       sentMarks([...module.sent.backward, ...module.sent.update]),
       held(module),
@@ -56,6 +52,11 @@ function moduleRow(module, depth) {
   made.module = module;
   made.depth = depth;
   return made;
+}
+
+// What is seen of a module, or a part of one, while it is closed: its name, and a cell for each further column.
+function summary(name, ...cells) {
+  return element('summary', { class: 'row' }, element('span', { class: 'name' }, name), cells);
 }
 
 function flow(taken, given) {
@@ -121,15 +122,8 @@ function part(name, items, depth) {
   const made = element(
     'details',
     { class: 'part', vars: { '--depth': String(depth + 1) }, ontoggle: event => event.target === made && fillPart() },
-    element(
-      'summary',
-      { class: 'row' },
-      element(
-        'span',
-        { class: 'name' },
-        element('i', {}, name),
-        element('small', {}, ` ${counted(found.length, 'op')}`),
-      ),
+    summary(
+      [element('i', {}, name), element('small', {}, ` ${counted(found.length, 'op')}`)],
       element('span'),
       sentMarks(found.flatMap(value => value.sends)),
       element('span'),

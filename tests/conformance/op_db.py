@@ -201,7 +201,7 @@ def annotations(sample: Sample, mesh: Mesh, rng: random.Random, uneven: bool) ->
     for i, tensor in enumerate(sample.tensors):
         entries: list[list[str]] = [[] for _ in tensor.shape]
         left = list(tensor.shape)
-        for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        for axis, size in mesh.sizes.items():
             open_dims = [dim for dim, rest in enumerate(left) if (rest > 1 if uneven else rest and rest % size == 0)]
             if open_dims and rng.random() < 0.85:
                 dim = rng.choice(open_dims)

@@ -1,0 +1,88 @@
+"""What a step sends: its collectives as they are listed, and how many there are of a kind, with their bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.cause import cause_text
+from shardc.collective import Collective
+from shardc.text import table
+
+Size = Any  # an int; a sympy.Expr where sizes have names
+_IS_ORIGIN = re.compile(r"\S+ from ").match
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    count: Size
+    bytes: Size
+    wire_bytes: Size
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Phase, kind and axes as printed."""
+        return self.phase, self.kind, "+".join(self.axes)
+
+
+def traffic_of(collectives: Iterable[Collective]) -> list[Traffic]:
+    """What collectives send together."""
+    found: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
+    for each in collectives:
+        found.setdefault((each.phase, each.kind, each.axes), []).append(each)
+    return [
+        Traffic(
+            *key,
+            sum(each.times for each in same),
+            sum(each.bytes * each.times for each in same),
+            sum(each.wire_bytes * each.times for each in same),
+        )
+        for key, same in found.items()
+    ]
+
+
+def traffic_text(traffic: Sequence[Traffic]) -> str:
+    """A row for each, and one of all; numbers in full, so that two meshes print the same but for sizes."""
+    rows: list[tuple[Any, ...]] = [(*each.key, each.count, each.bytes, each.wire_bytes) for each in traffic]
+    total = [sum(row[i] for row in rows) for i in (3, 4, 5)]
+    header = ("phase", "kind", "axes", "count", "bytes", "wire bytes")
+    return table(header, [*rows, ("total", "", "", *total)]) if rows else "no collectives\n"
+
+
+def collectives_text(collectives: Sequence[Collective]) -> str:
+    """How many of each kind, over which axes, and their bytes on one rank; then each with its cause."""
+    if not collectives:
+        return traffic_text(())
+    listed = [
+        (
+            c.name,
+            "+".join(c.axes),
+            c.phase,
+            f"{c.dtype}{list(c.local_shape_in)}",
+            f"{c.dtype}{list(c.local_shape_out)}",
+            c.wire_bytes,
+            shortened(c.source),
+            cause_text(c.causes, most=2),
+        )
+        for c in collectives
+    ]
+    header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
+    if any(c.stage is not None for c in collectives):
+        header = ("stage", "times", *header)  # type: ignore[assignment]
+        listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
+    return f"{traffic_text(traffic_of(collectives))}\n{table(header, listed)}"
+
+
+def shortened(text: str, separator: str = ", ") -> str:
+    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
+    parts = text.split(separator)
+    origins = [part for part in parts if _IS_ORIGIN(part)]
+    others = len(parts) - len(origins) - 1
+    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
