@@ -22,7 +22,7 @@ from torch import fx
 
 from shardc.announcement import bytes_sent, is_collective
 from shardc.cost import flops_of_call
-from shardc.error import ShardingError
+from shardc.error import OptionError
 from shardc.lifetime import Parts, owners_of
 from shardc.node import is_getitem
 from shardc.options import Remat
@@ -53,7 +53,7 @@ class Share:
 
 
 def within_budget(program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat) -> set[Value]:
-    """The values that backward makes again. ShardingError where the budget is below what must be saved."""
+    """The values that backward makes again. OptionError where the budget is below what must be saved."""
     assert remat.budget is not None
     owners = owners_of(program, (*parts.update, *parts.forward))
     chooser = Chooser(program, Share(parts.forward, parts.backward), remat, twins, owners)
@@ -65,9 +65,9 @@ def within_budget(program: Program, parts: Parts, twins: Collection[fx.Node], re
     return chooser.forgotten(saved)
 
 
-def too_little(remat: Remat, whole: int, least: int) -> ShardingError:
+def too_little(remat: Remat, whole: int, least: int) -> OptionError:
     """The error of a budget below the ``least`` bytes that can be saved; ``whole``: those without it."""
-    return ShardingError(
+    return OptionError(
         f"Remat(budget={remat.budget})",
         f"bytes that a rank may save; {whole} are saved without it",
         f"at least {least} must be saved" + ("" if remat.collectives else ": results of collectives are"),

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from shardc.announcement import is_collective
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.lifetime import Parts, split
 from shardc.node import is_getitem, reached
 from shardc.options import Remat
@@ -67,13 +67,13 @@ def in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
 
 
 def blocks_of(program: Program, parts: Parts, remat: Remat) -> set[str]:
-    """The paths of the modules whose inside is made again. ShardingError where the glob matches none."""
+    """The paths of the modules whose inside is made again. OptionError where the glob matches none."""
     paths = [path for node in parts.forward for path in reversed(list(_and_above(program.source(node).module)))]
     known = dict.fromkeys(paths)
     matched = dict.fromkeys(path for path in known if fnmatchcase(path, remat.blocks))
     outermost = [path for path in matched if not any(above in matched for above in list(_and_above(path))[1:])]
     if not outermost:
-        raise ShardingError(
+        raise OptionError(
             f"Remat(blocks={remat.blocks!r})",
             f"a glob over {len(known)} modules",
             "it matches none that makes a value",

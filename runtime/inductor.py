@@ -16,6 +16,7 @@ from shardc.program import Program
 
 from .comm import Starter, Traffic
 from .executor import Executor, Saved, Sums, Values
+from .ranges import in_range
 
 Compiled = Callable[..., Sequence[Tensor]]
 Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
@@ -27,6 +28,8 @@ OPTIONS: dict[str, Any] = {"constant_and_index_propagation": False}
 
 class InductorRunner:
     """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
+
+    Under a profiler each part is one range: what Inductor fuses is in no module alone.
 
     State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
     """
@@ -68,7 +71,8 @@ class InductorRunner:
         given = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
             self._fwd = Part(self._traced_forward, given, self._comm)
-        outputs, envs = self._fwd(given)
+        with in_range("forward/(model)/inductor"):
+            outputs, envs = self._fwd(given)
         return outputs, Saved(tuple(envs))
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
@@ -76,7 +80,8 @@ class InductorRunner:
         given = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
             self._bwd = Part(self._traced_backward, given, self._comm)
-        (gradients,) = self._bwd(given)
+        with in_range("backward/(model)/inductor"):
+            (gradients,) = self._bwd(given)
         return gradients
 
     def _traced_forward(self, given: Sequence[Table]) -> Sequence[Table]:

@@ -40,7 +40,7 @@ def parallel_module(
     ``backend`` runs the program: ``eager`` or ``inductor``.
     """
     for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):
-        if value not in known:
+        if value not in list(known):
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

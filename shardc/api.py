@@ -17,7 +17,7 @@ from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
 from shardc.ends import gradient_names
-from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.error import OptionError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
 from shardc.machine import Links, machine_of
 from shardc.mesh import Mesh
@@ -70,9 +70,9 @@ class Compiled:
 
     def at(self, name: str) -> Program:
         """The program after the named pass; ``capture`` is the first."""
-        if name not in self.stages:
+        if name not in list(self.stages):
             known, remedy = ", ".join(self.stages), did_you_mean(name, self.stages) or "name one of them"
-            raise ShardingError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
+            raise OptionError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
         return self.stages[name]
 
     @property

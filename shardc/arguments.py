@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from shardc.device import DEVICES
 from shardc.error import ShardingError, did_you_mean
+from shardc.json_schema import schema_text
 from shardc.link import LINKS
-from shardc.mesh import Mesh
+from shardc.mesh import MOST_RANKS, Mesh
 from shardc.options import BUCKET, Pipeline, Remat, Zero
-from shardc.parser import unread
+from shardc.outcome import UsageError
+from shardc.parser import Parser, unread
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function, returning (model, args[, kwargs[, annotations]]); a function
@@ -20,12 +23,15 @@ that takes mesh is given it. Or it is hf:MODEL_TYPE, transformers' default confi
 SPEC has an entry for each dim: an axis, - whole, ? open, dp+tp several axes, blocks(3,tp), a trailing ... all open.
 """
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-EXIT_CODES = "exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error"
+EXIT_CODES = """\
+exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error, 130 interrupted
+"""
+MOST = 2**40  # of anything that is counted: beyond it torch's own sizes overflow
 
 
-def command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",)) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",)) -> Parser:
     """The parser of one command that works on a TARGET, or on ``operands``, each of which may be one."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         name,
         help=help_,
         description=help_,
@@ -52,7 +58,7 @@ def command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TA
     return parser
 
 
-def meshed(parser: argparse.ArgumentParser, is_required: bool = True) -> argparse.ArgumentParser:
+def meshed(parser: Parser, is_required: bool = True) -> Parser:
     """The same parser, of a command that compiles for a mesh."""
     parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
     parser.add_argument(
@@ -87,6 +93,7 @@ def meshed(parser: argparse.ArgumentParser, is_required: bool = True) -> argpars
     parser.add_argument(
         "--links",
         metavar="AXIS=LINK,...|FILE",
+        type=named,
         help=f"what joins an axis's ranks, for estimated times: {', '.join(LINKS)}; or a file of shardc bench-links",
     )
     parser.add_argument(
@@ -94,48 +101,84 @@ def meshed(parser: argparse.ArgumentParser, is_required: bool = True) -> argpars
         action="store_true",
         help="refuse ops without a rule, gathers no one asked for and annotations of modules that are not called",
     )
-    parser.add_argument("--device", metavar="NAME", help=f"what a rank computes on: {', '.join(DEVICES)}")
+    parser.add_argument("--device", metavar="NAME", type=named, help=f"what a rank computes on: {', '.join(DEVICES)}")
     return parser
 
 
-def compiling(parser: argparse.ArgumentParser, is_required: bool = True) -> argparse.ArgumentParser:
+def compiling(parser: Parser, is_required: bool = True) -> Parser:
     """The same parser, of a command that looks at the compiled program: ``meshed``, and what changes it further.
 
     ``is_required``: the mesh; a command that also takes dumps needs none for these.
     """
     meshed(parser, is_required)
     parser.add_argument("--precision", choices=DTYPES, help="compute in this dtype, reduce and keep parameters in fp32")
+    parser.set_defaults(compiling=parser.names)
     return parser
 
 
-def written(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, of a command whose output may go to a file."""
+def check_dumps(options: argparse.Namespace, dumps: Sequence[str]) -> None:
+    """A UsageError for options of ``compiling`` where there is nothing to compile, but dumps alone."""
+    idle = [name for name in options.given if name in options.compiling]
+    if idle:
+        what = f"with {' and '.join(dict.fromkeys(dumps))}"
+        problem = "a dump is of a plan that is compiled already, for its own mesh and options"
+        remedy = f"leave {'them' if len(idle) > 1 else 'it'} out, or name the TARGET, path.py:function, not its dump"
+        raise UsageError(", ".join(idle), what, problem, remedy)
+
+
+def written(parser: Parser, schema: str = "") -> Parser:
+    """The same parser, of a command whose output may go to a file; ``schema``: the name of that of its JSON."""
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
+    if schema:
+        form = "what it writes" if schema == "trace" else "--format json"
+        help_ = f"print the JSON Schema of {form}, and no more"
+        parser.add_argument("--schema", action=_Schema, const=schema, nargs=0, help=help_)
     return parser
+
+
+class _Schema(argparse.Action):
+    """Prints the schema and ends, as ``--help`` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *further: Any) -> None:
+        print(schema_text(self.const), end="")
+        parser.exit()
+
+
+def named(text: str) -> str:
+    """A text that is not empty."""
+    if not text.strip(" ,"):
+        raise unread(text, "it names nothing", "say a name, or leave the option out")
+    return text
 
 
 def count(text: str) -> int:
     """A whole number, 1 or more."""
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text[:20]):
         raise unread(text, "it is no whole number of 1 or more", "write digits alone, as in 8")
+    if int(text[:20]) > MOST:
+        raise unread(text, f"it is more than {MOST}, beyond which nothing is counted", "say less")
     return int(text)
 
 
 def mesh(text: str) -> Mesh:
     """What ``dp=2,tp=4`` says."""
     axes = [item.partition("=") for item in text.split(",")]
-    if not all(name.isidentifier() and size.isdigit() for name, _, size in axes):
+    if not all(name.isidentifier() and size.isdecimal() for name, _, size in axes):
         raise unread(text, "it does not read as axes and their sizes", "write --mesh dp=2,tp=4")
     if len({name for name, _, _ in axes}) < len(axes):
         raise unread(text, "it has an axis twice", "write each axis once, as in --mesh dp=2,tp=4")
-    if not all(int(size) for _, _, size in axes):
+    sizes = [int(size[:20]) for _, _, size in axes]
+    if not all(sizes):
         raise unread(text, "an axis has at least one rank", "write --mesh dp=2,tp=4")
-    return Mesh(device_ids=None, **{name: int(size) for name, _, size in axes})
+    if prod(sizes) > MOST_RANKS:
+        remedy = f"say sizes whose product is at most {MOST_RANKS}"
+        raise unread(text, f"a mesh has at most {MOST_RANKS} ranks", remedy, f"{prod(sizes)} ranks")
+    return Mesh(device_ids=None, **{name: size for (name, _, _), size in zip(axes, sizes, strict=True)})
 
 
 def _zero(text: str) -> Zero:
     axis, equals, stage = text.partition("=")
-    if not axis.isidentifier() or (equals and not stage.isdigit()):
+    if not axis.isidentifier() or (equals and not stage.isdecimal()):
         raise unread(text, "it does not read as an axis and a stage", "write --zero dp=3")
     try:
         return Zero(axis, int(stage or 3))  # type: ignore[arg-type]
@@ -147,9 +190,12 @@ def _pipeline(text: str) -> Pipeline:
     axis, *settings = text.split(",")
     if not axis.isidentifier():
         raise unread(text, "it does not begin with an axis of the mesh", "write --pipeline pp,microbatches=8")
-    given = dict(_pipeline_setting(text, each) for each in settings)
+    given = [_pipeline_setting(text, each) for each in settings]
+    twice = [name for name in dict(given) if [each for each, _ in given].count(name) > 1]
+    if twice:
+        raise unread(text, f"it says {twice[0]} twice", "say each setting once")
     try:
-        return Pipeline(axis, **given)
+        return Pipeline(axis, **dict(given))
     except ShardingError as error:
         raise _unfit(text, error) from None
 
@@ -165,7 +211,7 @@ def _pipeline_setting(text: str, setting: str) -> tuple[str, Any]:
 
 
 def _number(text: str) -> Any:
-    return int(text) if text.lstrip("-").isdigit() else text  # Pipeline says what is no count
+    return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline says what is no count
 
 
 def _globs(text: str) -> tuple[str, ...]:
@@ -185,7 +231,7 @@ PIPELINE_EXAMPLES = {"microbatches": "8", "schedule": "1f1b", "balance": "flops"
 
 def _remat(text: str) -> Remat:
     try:
-        return Remat(budget=int(text)) if text.lstrip("-").isdigit() else Remat(text)
+        return Remat(budget=int(text[:20])) if text.removeprefix("-").isdecimal() else Remat(text)
     except ShardingError as error:
         raise _unfit(text, error) from None
 
@@ -197,9 +243,10 @@ def _unfit(text: str, error: ShardingError) -> argparse.ArgumentTypeError:
 
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    if not equals:
-        raise unread(text, "it has no '='", f"write --set {text or 'n_layer'}=2")
+    if not equals or not name:
+        what = "it names nothing" if equals else "it has no '='"
+        raise unread(text, what, f"write --set {text if name else 'n_layer'}=2")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # no Python value: text
         return name, value

@@ -43,7 +43,7 @@ from shardc.fact import Input, Output, Source, types_of
 from shardc.guard import DATA_DEPENDENT, Guards
 from shardc.higher_order import higher_order_ops
 from shardc.joint import Ends, assemble
-from shardc.location import failing_line
+from shardc.location import failing_place
 from shardc.opaque import Opaque, hold_opaques
 from shardc.options import Precision
 from shardc.program import Program
@@ -96,8 +96,8 @@ def capture(
     except Exception as error:
         is_said = is_lookup_by_value(error) or is_collective(error)
         if is_said or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
-            raise capture_error(error) from error
-        raised_by_model(error, failing_line(error))
+            raise capture_error(error, model) from error
+        raised_by_model(error, failing_place(error, model))
         raise
     return joint.captured(traced)
 

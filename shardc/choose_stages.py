@@ -12,7 +12,7 @@ from torch import fx
 
 from shardc.chain import chain
 from shardc.dag import ideals, stages_after, walk
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.forward_flow import Flow, flow_of
 from shardc.min_max import Walk
 from shardc.node import is_getitem
@@ -40,8 +40,8 @@ def choose_stages(
     each by default. ``max_memory``: bytes that a rank may hold of parameters, gradients, Adam's states and what is
     saved of the microbatches in flight under 1F1B. ``pieces``: in how many, over ranks and microbatches, the program's
     batch is cut; by default it is one microbatch. ``homes``: for parameters by name the stages that hold them already,
-    and read them where that can be. Calls of inputs alone go where their first user is. Raises a
-    ShardingError for an unknown balance, a glob without a module, a model of fewer units than stages and for too little
+    and read them where that can be. Calls of inputs alone go where their first user is. Raises an
+    OptionError for an unknown balance, a glob without a module, a model of fewer units than stages and for too little
     memory.
     """
     wish = Wish(num_stages, balance, tuple(cuts or ()), tuple(place), microbatches, max_memory, pieces, homes or {})
@@ -64,7 +64,7 @@ class Wish:
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
             remedy = did_you_mean(str(self.balance), BALANCES) or f"say one of {', '.join(BALANCES)}"
-            raise ShardingError("Pipeline", f"balance={self.balance!r}", "there is no such balance", remedy)
+            raise OptionError("Pipeline", f"balance={self.balance!r}", "there is no such balance", remedy)
         assert len(self.place) in (0, self.num_stages), self
 
     @property
@@ -257,7 +257,7 @@ def _on_ranks(loads: StageLoads, wish: Wish) -> Split:
 
 
 def _check_memory(loads: StageLoads, wish: Wish, stages: Sequence[int]) -> None:
-    """A ShardingError where a rank with several stages holds more than is allowed."""
+    """An OptionError where a rank with several stages holds more than is allowed."""
     ranks = [wish.place[stage] for stage in stages]
     held = [
         loads.memory(mask_of({i for i, its in enumerate(ranks) if its == rank}), wish.num_ranks) for rank in set(ranks)
@@ -268,7 +268,7 @@ def _check_memory(loads: StageLoads, wish: Wish, stages: Sequence[int]) -> None:
 
 def _check_stages(num_units: int, wish: Wish) -> None:
     if wish.num_stages < 1 or num_units < wish.num_stages:
-        raise ShardingError(
+        raise OptionError(
             "the model",
             f"it has {num_units} part{'s' * (num_units != 1)} that compute, for {wish.num_stages} stages on "
             f"{wish.num_ranks} rank{'s' * (wish.num_ranks != 1)}",
@@ -277,9 +277,9 @@ def _check_stages(num_units: int, wish: Wish) -> None:
         )
 
 
-def _too_little(wish: Wish, least: int) -> ShardingError:
+def _too_little(wish: Wish, least: int) -> OptionError:
     assert wish.max_memory is not None
-    return ShardingError(
+    return OptionError(
         f"Pipeline(max_memory={wish.max_memory})",
         f"bytes of a rank, for {wish.num_stages} stages on {wish.num_ranks} ranks",
         f"the fullest rank holds {least} bytes, {least - wish.max_memory} more",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
 from shardc.commands import bench_links, check, cost, diff, dump, explain, stages, trace, verify
-from shardc.error import CaptureError, ShardingError, place_in_model
-from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, USAGE, UsageError
+from shardc.error import CaptureError, OptionError, ShardingError, place_in_model
+from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, INTERRUPTED, USAGE
 from shardc.parser import Parser
 
 COMMANDS = {
@@ -29,12 +29,17 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; argparse itself exits with 2."""
-    options = _parser().options(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal has no letter for
     try:
-        return _run(options)
+        return _run(_parser().options(argv))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
+    except KeyboardInterrupt:
+        print("shardc: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         if place := place_in_model(error):
             problem, remedy = f"{type(error).__name__}: {error}", "run the model eagerly on these inputs, and mend it"
@@ -54,7 +59,7 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace) -> int:
     try:
         return COMMANDS[options.command].run(options)
-    except UsageError as error:
+    except OptionError as error:
         return _complain(error, USAGE)
     except (CaptureError, NotImplementedError) as error:
         return _complain(error, CAPTURE_FAILED)

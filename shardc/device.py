@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardc.error import ShardingError, raise_all
+from shardc.error import OptionError, raise_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Device:
         wrong += [f"{name}={each!r}" for name in ("call", "update") if not (each := getattr(self, name)) >= 0]
         wrong += [] if "float32" in self.flops else [f"flops={dict(self.flops)!r}"]
         remedy = "say Device(flops={'float32': 1e13}, memory=1e12), rates a second and above 0, or name a preset"
-        raise_all([ShardingError("Device", what, "no time can be told by it", remedy) for what in wrong])
+        raise_all([OptionError("Device", what, "no time can be told by it", remedy) for what in wrong])
 
     def seconds(self, flops: int, nbytes: int, dtype: str = "float32", is_attention: bool = False) -> float:
         """The longer of computing and of moving operands and results; nothing where there is nothing to do."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardc.dump_dot import program_dot
 from shardc.dump_json import only_json, program_json
 from shardc.dump_text import only_text, whole_text
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.json_text import json_text
 from shardc.only import Only
 
@@ -38,7 +38,7 @@ def dump(
         return html_report(compiled, program, chosen, asking)
     if format == "text":
         return only_text(program, chosen) if chosen else whole_text(program, seconds)
-    raise ShardingError(
+    raise OptionError(
         f"format {format!r}",
         f"dump knows {', '.join(FORMATS)}",
         "there is no such format",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardc.dump_json import node_entry
-from shardc.error import ShardingError
+from shardc.error import OptionError
 from shardc.json_text import json_text
 from shardc.only import Only
 from shardc.program import Program
@@ -37,7 +37,7 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
         return json_text(found.record(before, after))
     if format == "text":
         return found.text()
-    raise ShardingError(
+    raise OptionError(
         f"--diff {passes}", f"with --format {format}", "a difference is a listing", "say --format text or json"
     )
 
@@ -48,7 +48,7 @@ def _two(passes: str, known: Sequence[str]) -> tuple[str, str]:
         return known[known.index(passes) - 1], passes
     if len(given) != 2:
         what = f"{len(given)} pass{'es' if len(given) != 1 else ''} of {', '.join(known)}"
-        raise ShardingError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
+        raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
     return given[0], given[1]
 
 
@@ -57,7 +57,7 @@ def _asked(program: Program, only: str) -> frozenset[fx.Node] | None:
     found = Only.of(program, only) if only else None
     if found is not None and found.tables:
         problem, remedy = "a listing has no tables", "say a glob of values or modules; shardc diff has the tables"
-        raise ShardingError(f"--only {only}", "with --diff", problem, remedy)
+        raise OptionError(f"--only {only}", "with --diff", problem, remedy)
     return None if found is None else found.nodes
 
 

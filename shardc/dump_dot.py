@@ -14,7 +14,7 @@ from torch import fx
 from shardc.announcement import collectives_of, is_collective
 from shardc.bucket import bucket
 from shardc.collective import COLLECTIVES
-from shardc.error import ShardingError
+from shardc.error import OptionError
 from shardc.fact import Input
 from shardc.fallback import fallbacks_of
 from shardc.node import is_getitem
@@ -41,9 +41,7 @@ def program_dot(program: Program, only: Only | None = None) -> str:
     """
     if only is not None and only.tables:
         what = f"--only {only.text}"
-        raise ShardingError(
-            what, "with --format dot", "a table cannot be drawn", "say a glob, or --format text or json"
-        )
+        raise OptionError(what, "with --format dot", "a table cannot be drawn", "say a glob, or --format text or json")
     found = _Drawing(program, only.nodes if only else frozenset(program.graph.nodes))
     return "\n".join(["digraph program {", STYLE, *found.lines(), "}"]) + "\n"
 

@@ -48,6 +48,10 @@ def raise_all(errors: Sequence[ShardingError]) -> None:
         raise ShardingError.all_of(errors)
 
 
+class OptionError(ShardingError):
+    """A mistake in what is asked beside annotations: in an option, a machine, the name of a pass or of a table."""
+
+
 class CaptureError(RuntimeError):
     """A model that has no graph: ``who`` is the user's line or tensor, ``problem`` why, ``remedy`` what to write."""
 

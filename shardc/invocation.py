@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,15 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
     given: dict[str, Any] = {}
     for text in options.annotate:
         pattern, equals, spec = text.rpartition("=")
-        if not equals:
-            raise ShardingError(
-                f"--annotate {text!r}", "no '='", "an annotation reads PATTERN=SPEC", f"write --annotate '{text}=dp'"
-            )
-        given[pattern] = _spec(text, spec)
+        if not pattern:
+            what = "no pattern" if equals else "no '='"
+            remedy = f"write --annotate '{'x' if equals else text or 'x'}={spec if equals else 'dp'}'"
+            raise ShardingError(f"--annotate {text!r}", what, "an annotation reads PATTERN=SPEC", remedy)
+        said = _spec(text, spec)
+        if given.get(pattern, said) != said:
+            what, problem = f"{spec}, and {given[pattern]}", f"two annotations of {pattern} say different things"
+            raise ShardingError(f"--annotate {text!r}", what, problem, "leave one of them out")
+        given[pattern] = said
     if options.target.startswith("hf:"):
         return given or dict(target.annotations)
     return {**target.annotations, **given}
@@ -119,24 +123,37 @@ def _names(word: str, option: str) -> bool:
 def write(text: str, path: str | None) -> None:
     """Write to a file, or to stdout."""
     if path is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _print(text)
         return
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         what, remedy = f"{error.strerror}", "name a file in a folder that exists and may be written"
         raise UsageError(f"-o {path}", what, "it cannot be written", remedy) from None
     print(f"shardc: wrote {path}", file=sys.stderr)
 
 
+def _print(text: str) -> None:
+    problem, remedy = "it cannot be written", "write to a file: -o FILE"
+    if sys.stdout is None:
+        raise UsageError("stdout", "it is closed", problem, remedy)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError("stdout", f"{error.strerror}", problem, remedy) from None
+
+
 @contextmanager
 def progress(step: str) -> Iterator[None]:
-    """Say what is being done, and how long it took."""
+    """Say what is being done, and how long it took; what the user's code prints meanwhile is no data of ours."""
     print(f"shardc: {step} ...", end="", flush=True, file=sys.stderr)
     start = time.perf_counter()
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except BaseException:
         print(" failed", file=sys.stderr)
         raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from shardc.collective import LOCAL_KINDS, Kind
-from shardc.error import ShardingError, raise_all
+from shardc.error import OptionError, raise_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Link:
         }
         wrong = [(name, problem) for name, (problem, is_good) in problems.items() if not is_good]
         remedy = "say Link(latency=5e-6, bandwidth=4e10), or name a preset"
-        raise_all([ShardingError("Link", f"{name}={getattr(self, name)!r}", what, remedy) for name, what in wrong])
+        raise_all([OptionError("Link", f"{name}={getattr(self, name)!r}", what, remedy) for name, what in wrong])
 
     def seconds(self, kind: Kind, wire_bytes: int, num_ranks: int) -> float:
         """Of a collective over so many ranks, each of which sends so many bytes."""

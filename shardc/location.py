@@ -9,6 +9,7 @@ from functools import cache
 from types import CodeType, FrameType
 
 import torch
+from torch import nn
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
 _DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
@@ -38,6 +39,19 @@ def failing_line(error: BaseException) -> str:
     if not frames:
         return "the model"
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def failing_place(error: BaseException, model: nn.Module) -> str:
+    """The ``failing_line``, and the module in which it failed where that is not the model itself."""
+    module = failing_module(error, model)
+    return f"{failing_line(error)}{f', in {module}' if module else ''}"
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """``path (Class)`` of the innermost module of a model, but itself, through which an error passed; else nothing."""
+    paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    found = [paths.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(found)), "")
 
 
 @cache

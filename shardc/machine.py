@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.device import DEVICES, Device
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.link import LINKS, SHORT, Link, slowest
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.partition import parse_part
@@ -48,11 +48,11 @@ class Machine:
         return self.links.get(name) or self.links.get(ANY, DEFAULT_LINK)
 
     def check(self, mesh: Mesh) -> None:
-        """A ShardingError for a link of an axis that the mesh does not have."""
+        """An OptionError for a link of an axis that the mesh does not have."""
         for axis in self.links:
             if axis not in (*mesh.axis_names, ANY):
                 remedy = did_you_mean(axis, mesh.axis_names) or f"name one of {', '.join(mesh.axis_names)}, or '{ANY}'"
-                raise ShardingError(f"links[{axis!r}]", f"{mesh}", "the mesh has no such axis", remedy)
+                raise OptionError(f"links[{axis!r}]", f"{mesh}", "the mesh has no such axis", remedy)
 
     def text(self) -> str:
         """Two tables: the links, and the device."""
@@ -97,9 +97,12 @@ def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
         return load(links)
     if isinstance(links, str):
         pairs = [each.partition("=") for each in links.split(",")]
+        twice = [axis for i, (axis, *_) in enumerate(pairs) if axis in [other for other, *_ in pairs[:i]]]
+        if twice:
+            raise OptionError("links", repr(links), f"it names {twice[0]!r} twice", "say one link for each axis")
         return Machine({axis: _link(axis, name) for axis, _, name in pairs})
     if links is not None and not isinstance(links, Mapping):
-        raise ShardingError("links", repr(links), "it maps axes to links", "say links={'tp': 'nvlink'}, or name a file")
+        raise OptionError("links", repr(links), "it maps axes to links", "say links={'tp': 'nvlink'}, or name a file")
     return Machine(dict(links or {}))  # type: ignore[arg-type]
 
 
@@ -111,8 +114,8 @@ def load(path: str | Path) -> Machine:
         return Machine({axis: _link_of(**each) for axis, each in found["links"].items()}, Device(**found["device"]))
     except OSError as error:
         raise _unreadable(path, str(error.strerror)) from None
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        if isinstance(error, ShardingError):
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        if isinstance(error, OptionError):
             raise
         raise _unreadable(path, f"it is no file of shardc bench-links, version {VERSION}") from None
 
@@ -121,28 +124,26 @@ def _link_of(kinds: Iterable[Iterable[Any]] = (), **given: Any) -> Link:
     return Link(**given, kinds=tuple((str(kind), float(latency), float(rate)) for kind, latency, rate in kinds))
 
 
-def _unreadable(path: str | Path, problem: str) -> ShardingError:
+def _unreadable(path: str | Path, problem: str) -> OptionError:
     remedy = did_you_mean(str(path), (*LINKS, *SHORT))
     remedy = f"say links by axis, as tp={path}" if str(path) in (*LINKS, *SHORT) else remedy
-    return ShardingError(
-        "links", f"{str(path)!r}", problem, remedy or "run shardc bench-links -o FILE, or say tp=nvlink"
-    )
+    return OptionError("links", f"{str(path)!r}", problem, remedy or "run shardc bench-links -o FILE, or say tp=nvlink")
 
 
 def _link(axis: str, link: Link | str) -> Link:
     if isinstance(link, Link):
         return link
-    found = LINKS.get(SHORT.get(link, link))
+    found = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
     if found is None:
         remedy = did_you_mean(str(link), LINKS) or f"say one of {', '.join(LINKS)}"
-        raise ShardingError(f"links[{axis!r}]", f"{link!r}", "there is no such link", remedy)
+        raise OptionError(f"links[{axis!r}]", f"{link!r}", "there is no such link", remedy)
     return found
 
 
 def _device(device: Device | str) -> Device:
     if isinstance(device, Device):
         return device
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         remedy = did_you_mean(str(device), DEVICES) or f"say one of {', '.join(DEVICES)}"
-        raise ShardingError("device", f"{device!r}", "there is no such device", remedy)
+        raise OptionError("device", f"{device!r}", "there is no such device", remedy)
     return DEVICES[device]

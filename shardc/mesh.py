@@ -11,6 +11,7 @@ from typing import Any
 
 from shardc.error import ShardingError, did_you_mean
 
+MOST_RANKS = 2**20  # more than any job has
 MICROBATCH = "microbatch"  # the axis of time: what it cuts is computed piece after piece, on the same ranks
 
 
@@ -122,6 +123,7 @@ class Mesh:
     def of(mesh: Any) -> Mesh:
         """This mesh, or the description of a torch ``DeviceMesh``."""
         if isinstance(mesh, Mesh):
+            _check_size(mesh)
             return mesh
         names = getattr(mesh, "mesh_dim_names", None)
         if names is None:
@@ -213,6 +215,12 @@ def _check_axis(name: str, size: object) -> None:
     if type(size) is not int or size < 1:
         problem = "a size is a whole number of ranks, 1 or more"
         raise ShardingError("Mesh", f"axis {name!r} has size {size!r}", problem, f"write Mesh({name}=2)")
+
+
+def _check_size(mesh: Mesh) -> None:
+    if mesh.size > MOST_RANKS:
+        remedy = f"say sizes whose product is at most {MOST_RANKS}"
+        raise ShardingError(f"{mesh}", f"{mesh.size} ranks", f"a mesh has at most {MOST_RANKS}", remedy)
 
 
 def _as_tuple(device_ids: object) -> tuple[Any, ...]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
-from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.error import OptionError, did_you_mean, raise_all
 from shardc.fact import Input
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.options import Pipeline
 from shardc.pin import Pin
 from shardc.program import Program
-from shardc.sharding import WHOLE, DimSharding, Sharding
+from shardc.sharding import WHOLE, DimSharding, Sharding, ceil_div
 
 
 def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
     """The pins of a program with those of its inputs cut in microbatches too, within the cut that they have.
 
     An input without an annotation lies along its batch dim as the first that has one. ``mesh``: the program's. Raises
-    a ShardingError for an option ``batch`` that names no input or no dim of it.
+    an OptionError for an option ``batch`` that names no input or no dim of it.
     """
     inputs = {put.name: put for put in program.inputs if put.kind == "input"}
     dims = batch_dims(inputs, pipeline)
@@ -33,12 +34,30 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
         pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
         cut = pin.sharding.dims[dim]
         if cut.minor:
-            raise ShardingError(
+            raise OptionError(
                 f"input {name!r}", f"{pin.text} cuts blocks of dim {dim}", "that dim is cut in microbatches too",
                 f"cut it by an axis, or say Pipeline(batch={{{name!r}: None}})",
             )  # fmt: skip
         sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
         yield replace(pin, sharding=sharding, open=pin.open - {dim})
+
+
+def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline) -> Iterator[str]:
+    """A note where microbatches are empty: of the rows that a rank has, each but the last has equally many."""
+    shapes = {put.name: put.type.shape for put in program.inputs if put.kind == "input"}
+    cuts = [pair for pin in pins if pin.kind == "input"
+            for pair in zip(shapes[pin.name], pin.sharding.dims, strict=True)]  # fmt: skip
+    for size, cut in cuts:
+        sizes = {part.name: part.size for part in cut.axes}
+        count = sizes.pop(MICROBATCH, 1)
+        rows = ceil_div(size, prod(sizes.values()))
+        full = ceil_div(rows, ceil_div(rows, count)) if rows else count
+        if full < count:
+            yield (
+                f"{pipeline.text}: {count - full} of {count} microbatches are empty, for a rank has {rows} "
+                f"row{'s' * (rows != 1)} of the batch; say microbatches={full}"
+            )
+            return
 
 
 def _as_computed(pin: Pin) -> Pin:
@@ -49,17 +68,17 @@ def _as_computed(pin: Pin) -> Pin:
 
 
 def check_loss(program: Program) -> None:
-    """A ShardingError unless backward starts from one number: it runs before the gradients of outputs are known."""
+    """An OptionError unless backward starts from one number: it runs before the gradients of outputs are known."""
     starts = [put for put in program.inputs if put.kind == "tangent"]
     problem = "backward runs within the forward call, and can start from one number alone"
     if len(starts) > 1:
-        raise ShardingError(
+        raise OptionError(
             "Pipeline", f"the outputs {', '.join(put.name for put in starts)} have gradients", problem,
             "return their sum as the loss, and leave differentiable out",
         )  # fmt: skip
     if starts and starts[0].type.shape:
         what = f"the output {starts[0].name!r} is {starts[0].type}"
-        raise ShardingError("Pipeline", what, problem, "return the loss, a 0-dim tensor, or run it under no_grad")
+        raise OptionError("Pipeline", what, problem, "return the loss, a 0-dim tensor, or run it under no_grad")
 
 
 def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int]:
@@ -69,7 +88,7 @@ def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int
         shape = inputs[name].type.shape if name in inputs else ()
         if name in inputs and dim is not None and not 0 <= dim < len(shape):
             remedy = f"say a dim from 0 to {len(shape) - 1}, or None" if shape else "say None"
-            errors.append(ShardingError(f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}",
+            errors.append(OptionError(f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}",
                                         "there is no such dim", remedy))  # fmt: skip
     raise_all(errors)
     found = {name: dim for name, dim in pipeline.batch.items() if dim is not None}
@@ -81,6 +100,6 @@ def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int
     return found
 
 
-def _no_input(name: str, inputs: Mapping[str, Input]) -> ShardingError:
+def _no_input(name: str, inputs: Mapping[str, Input]) -> OptionError:
     remedy = did_you_mean(name, inputs) or f"name one of {', '.join(inputs)}"
-    return ShardingError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)
+    return OptionError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)

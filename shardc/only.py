@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.announcement import collectives_of
 from shardc.collective import Collective
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.program import Program
 from shardc.stage import has_stages
 from shardc.step_record import has_machine
@@ -32,7 +32,10 @@ class Only:
 
     @staticmethod
     def of(program: Program, text: str) -> Only:
-        """What a text keeps of a program; a ShardingError where it finds nothing, or has no stages to show."""
+        """What a text keeps of a program; an OptionError where it finds nothing, or has no stages to show."""
+        if not isinstance(text, str):
+            problem, remedy = "it names tables and globs in one text", "say only='memory,blocks.0.*'"
+            raise OptionError(f"only={text!r}", f"of type {type(text).__name__}", problem, remedy)
         words = text.split(",")
         tables = tuple(word for word in words if word in TABLES)
         if "stages" in tables and not has_stages(program):
@@ -74,8 +77,8 @@ def _matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
 
 
-def _nothing(glob: str, names: Sequence[str]) -> ShardingError:
-    return ShardingError(
+def _nothing(glob: str, names: Sequence[str]) -> OptionError:
+    return OptionError(
         f"--only {glob!r}",
         f"a table ({', '.join(TABLES)}), or a glob over {len(names)} names of values and modules",
         "it is no table, and finds no value and no module",
@@ -83,15 +86,15 @@ def _nothing(glob: str, names: Sequence[str]) -> ShardingError:
     )
 
 
-def _no_stages(program: Program) -> ShardingError:
+def _no_stages(program: Program) -> OptionError:
     what = f"a program that is {program.level}, with {program.options.pipeline or 'no pipeline'}"
-    return ShardingError(
+    return OptionError(
         "--only stages", what, "it has no stages yet", "say --pipeline, and no --after before lower_reshards"
     )
 
 
-def _no_machine(program: Program) -> ShardingError:
+def _no_machine(program: Program) -> OptionError:
     problem = "there is no machine to predict it for, or nothing is sent yet"
-    return ShardingError(
+    return OptionError(
         "--only time", f"a program that is {program.level}", problem, "say --links and --device, and no early --after"
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.error import OptionError, ShardingError, did_you_mean, raise_all
 from shardc.machine import Machine
 from shardc.mesh import MICROBATCH, Mesh
 from shardc.schedule_order import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
@@ -19,7 +19,7 @@ Balance = Literal["params", "flops", "time", "memory"]
 BALANCES: tuple[str, ...] = get_args(Balance)
 SCHEDULES = (*ORDERS, "auto")
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
-BALANCES = ("params", "flops", "time", "memory")  # in what stages of a pipeline are even
+MICROBATCHES, CHUNKS = 2**14, 2**10  # at most: a schedule lists every one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Zero:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise ShardingError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
+            raise OptionError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
 
     @property
     def text(self) -> str:
@@ -45,7 +45,7 @@ class Zero:
         return f"Zero(axis={self.axis!r}, stage={self.stage})"
 
     def check(self, mesh: Mesh) -> None:
-        """A ShardingError where the mesh has no such axis."""
+        """An OptionError where the mesh has no such axis."""
         _check_axis(f"Zero({self.axis!r})", self.axis, mesh)
 
 
@@ -83,9 +83,9 @@ def is_float(dtype: Any) -> bool:
     return type(dtype).__name__ == "dtype" and bool(dtype.is_floating_point)
 
 
-def _no_float(name: str, dtype: Any) -> ShardingError:
+def _no_float(name: str, dtype: Any) -> OptionError:
     who, what = f"Precision({name}={dtype!r})", f"of type {type(dtype).__name__}"
-    return ShardingError(who, what, "it is no floating dtype", "say torch.bfloat16, torch.float16 or torch.float32")
+    return OptionError(who, what, "it is no floating dtype", "say torch.bfloat16, torch.float16 or torch.float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ class Remat:
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, str):
             what, problem = f"blocks={self.blocks!r}", "it is a glob over the paths of modules"
-            raise ShardingError("Remat", what, problem, "say blocks='h.*', or budget= for a number of bytes")
+            raise OptionError("Remat", what, problem, "say blocks='h.*', or budget= for a number of bytes")
         if bool(self.blocks) == (self.budget is not None):
             what = "both blocks and budget" if self.blocks else "neither blocks nor budget"
-            raise ShardingError(
+            raise OptionError(
                 "Remat", what, "one of them says what is saved", "say blocks='h.*', or budget=10**9 for a gigabyte"
             )
         if type(self.every) is not int or self.every < 1:
-            raise ShardingError("Remat", f"every={self.every}", "it counts blocks from 1", "say 1 for all, 2 for half")
+            raise OptionError("Remat", f"every={self.every}", "it counts blocks from 1", "say 1 for all, 2 for half")
         if self.budget is not None and (type(self.budget) is not int or self.budget < 0):
             what, problem = f"budget={self.budget!r}", "it is a whole number of bytes, 0 or more"
-            raise ShardingError("Remat", what, problem, "say budget=10**9 for a gigabyte")
+            raise OptionError("Remat", what, problem, "say budget=10**9 for a gigabyte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,14 @@ class Pipeline:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.microbatches) is not int or self.microbatches < 1:
-            raise ShardingError(
-                "Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", "say 1 or more"
-            )
+        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MICROBATCHES:
+            is_more = type(self.microbatches) is int and self.microbatches > MICROBATCHES
+            remedy = f"say {MICROBATCHES} or less" if is_more else "say 1 or more"
+            raise OptionError("Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", remedy)
         for name, value, known in (("schedule", self.schedule, SCHEDULES), ("balance", self.balance, BALANCES)):
             if value not in known:
                 remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
-                raise ShardingError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
+                raise OptionError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
         self._check_chunks()
         self._check_kinds()
         self._check_offload()
@@ -168,16 +168,16 @@ class Pipeline:
     def _check_offload(self) -> None:
         if not isinstance(self.offload, bool):
             problem = "idle stages lie in host memory or do not"
-            raise ShardingError("Pipeline", f"offload={self.offload!r}", problem, "say True or False")
+            raise OptionError("Pipeline", f"offload={self.offload!r}", problem, "say True or False")
         if self.offload and self.chunks_a_rank == 1:
             problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
-            raise ShardingError("Pipeline", f"offload={self.offload!r}, chunks={self.chunks}", problem, remedy)
+            raise OptionError("Pipeline", f"offload={self.offload!r}, chunks={self.chunks}", problem, remedy)
         if self.offload and self.max_memory is not None:
             what, problem = f"offload=True, max_memory={self.max_memory}", "it bounds what all stages of a rank hold"
-            raise ShardingError("Pipeline", what, problem, "leave max_memory out, and see program.memory['peak']")
+            raise OptionError("Pipeline", what, problem, "leave max_memory out, and see program.memory['peak']")
 
     def _check_kinds(self) -> None:
-        """One ShardingError for all settings that are of another kind."""
+        """One OptionError for all settings that are of another kind."""
         cuts, scale = self.cuts, self.loss_scale
         good = {
             "cuts": cuts is None or (not isinstance(cuts, str) and all(isinstance(each, str) for each in cuts)),
@@ -188,18 +188,20 @@ class Pipeline:
             "loss_scale": scale is None or hasattr(scale, "get_scale"),
         }  # fmt: skip
         raise_all([
-            ShardingError("Pipeline", f"{name}={getattr(self, name)!r}", *_PIPELINE_KINDS[name])
+            OptionError("Pipeline", f"{name}={getattr(self, name)!r}", *_PIPELINE_KINDS[name])
             for name, is_good in good.items() if not is_good
         ])  # fmt: skip
 
     def _check_chunks(self) -> None:
-        if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):
-            raise ShardingError("Pipeline", f"chunks={self.chunks!r}", "it counts a rank's stages", "say 1 or more")
+        if self.chunks is not None and (not isinstance(self.chunks, int) or not 1 <= self.chunks <= CHUNKS):
+            is_more = isinstance(self.chunks, int) and self.chunks > CHUNKS
+            remedy = f"say {CHUNKS} or less" if is_more else "say 1 or more"
+            raise OptionError("Pipeline", f"chunks={self.chunks!r}", "it counts a rank's stages", remedy)
         if self.schedule != "auto" and not fits(self.schedule, self.chunks_a_rank, 1):
             problem = "it has one stage a rank" if self.schedule in LINEAR else "it has two stages a rank"
             others = [name for name in ORDERS if fits(name, self.chunks_a_rank, 1)]
             what = f"schedule={self.schedule!r}, chunks={self.chunks}"
-            raise ShardingError("Pipeline", what, problem, f"leave chunks out, or say {' or '.join(others)} for these")
+            raise OptionError("Pipeline", what, problem, f"leave chunks out, or say {' or '.join(others)} for these")
 
     @property
     def text(self) -> str:
@@ -207,10 +209,10 @@ class Pipeline:
         return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches})"
 
     def check(self, mesh: Mesh) -> None:
-        """A ShardingError where the mesh has no such axis, or one of the name that microbatches go by."""
+        """An OptionError where the mesh has no such axis, or one of the name that microbatches go by."""
         _check_axis(f"Pipeline({self.axis!r})", self.axis, mesh)
         if MICROBATCH in mesh.axis_names:
-            raise ShardingError(
+            raise OptionError(
                 "Pipeline", f"{mesh}", f"its axis {MICROBATCH!r} is the name of an axis of ours", "name it otherwise"
             )
 
@@ -252,11 +254,11 @@ _PIPELINE_KINDS = {
 
 
 def _check_axis(who: str, axis: str, mesh: Mesh) -> None:
-    """A ShardingError in the name of an option where the mesh has no such axis."""
+    """An OptionError in the name of an option where the mesh has no such axis."""
     try:
         mesh.axis_size(axis)
     except ShardingError as error:
-        raise ShardingError(who, error.what, error.problem, error.remedy) from None
+        raise OptionError(who, error.what, error.problem, error.remedy) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class Options:
     machine: Machine = field(default_factory=Machine)
 
     def check(self, mesh: Mesh) -> None:
-        """A ShardingError for an option that is of another type or does not fit the mesh."""
+        """An OptionError for an option that is of another type or does not fit the mesh."""
         given = (
             *(("zero", self.zero, Zero), ("precision", self.precision, Precision), ("remat", self.remat, Remat)),
             ("pipeline", self.pipeline, Pipeline),
@@ -284,13 +286,13 @@ class Options:
         for name, value, wanted in given:
             if value is not None and not isinstance(value, wanted):
                 problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
-                raise ShardingError(f"option {name}", f"{name}={value!r}", problem, remedy)
+                raise OptionError(f"option {name}", f"{name}={value!r}", problem, remedy)
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
-            raise ShardingError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
+            raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
         for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)
         if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter lies on the ranks of one stage"
-            raise ShardingError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
+            raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

@@ -19,13 +19,24 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole_number)
 
     def options(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The command line read, and as ``typed``; an argument that no parser has is an error of its command."""
+        """The command line read, and as ``typed``; an argument that no parser has is an error of its command.
+
+        ``given``: the names of the options that say something else than without them.
+        """
         typed = sys.argv[1:] if argv is None else list(argv)
         found, rest = self.parse_known_args(typed)
+        parser = self._parser_of(found)
         if rest:
-            self._parser_of(found).refuse(rest[0])
-        found.typed = typed
+            parser.refuse(rest[0])
+        optional = [action for action in parser._actions if action.option_strings]
+        changed = [action for action in optional if getattr(found, action.dest, action.default) != action.default]
+        found.typed, found.given = typed, tuple(map(_name, changed))
         return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of its options, but ``--help``."""
+        return tuple(_name(action) for action in self._actions if action.option_strings and action.dest != "help")
 
     def refuse(self, argument: str) -> NoReturn:
         """The error for an argument that is not known."""
@@ -38,8 +49,15 @@ class Parser(argparse.ArgumentParser):
         said = message.replace(",", " ").split() if "\n" not in message else []
         lost = [action for action in self._actions if action.required and _name(action) in said]
         remedy = "".join(f"\n  give {_name(action)}: {_hint(action)}" for action in lost)
-        see = "" if "\n" in message or lost else f"\n  see {self.prog} --help"
+        remedy += "\n  leave one of them out" * ("not allowed with" in message)
+        see = "" if "\n" in message or remedy else f"\n  see {self.prog} --help"
         self.exit(USAGE, f"{self.prog}: {message}{remedy}{see}\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End, after what was printed is out: a reader that is gone is then seen in time."""
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        super().exit(status, message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

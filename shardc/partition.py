@@ -199,7 +199,7 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
         return mesh.axis(name)
     mesh.axis_size(name)
     pre, _, size = rest.removeprefix("(").partition(")")
-    if not (pre.isdigit() and size.isdigit() and int(pre) and int(size)):
+    if not (pre.isdecimal() and size.isdecimal() and int(pre) and int(size)):
         raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
     return AxisPart(name, int(pre), int(size))
 
@@ -213,7 +213,7 @@ def _parse_entries(text: str) -> Iterator[Entry]:
             yield cast("Entry", ...)
         elif item.startswith("blocks("):
             count, _, axes = item.removeprefix("blocks(").removesuffix(")").partition(",")
-            if not (count.strip().isdigit() and axes.strip() and item.endswith(")")):
+            if not (count.strip().isdecimal() and int(count) and axes.strip() and item.endswith(")")):
                 raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
             yield blocks(int(count), *(_axis(text, axis.strip()) for axis in axes.split("+")))
         else:
@@ -231,10 +231,23 @@ def _parse_entries(text: str) -> Iterator[Entry]:
 def _axis(text: str, name: str) -> str:
     """The name of an axis or of a part of one, as it stands in a SPEC."""
     if name == "None" or not _AXIS.fullmatch(name):
-        bare = "".join(re.findall(r"\w+", name.removeprefix("P")))
-        remedy = "write - for a whole dim" if bare in ("", "None") else f"write {bare}, without quotes or brackets"
-        raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", remedy)
+        raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", _typed(name))
     return name
+
+
+def _typed(name: str) -> str:
+    """What to type in place of an entry as Python has it, or of a part of an axis that does not read."""
+    words = re.findall(r"[^\W\d]\w*", re.sub(r"^P\b", "", name))
+    axes = [word for word in words if word not in ("None", "OPEN", "P", "blocks")]
+    if not axes:
+        return "write ? for an open dim" if "OPEN" in words else "write - for a whole dim"
+    if re.search(r"\d", re.sub(r"[^\W\d]\w*", "", name)):
+        axis = axes[0]
+        return f"write {axis}, {axis}:(2)2 for the minor 2 of its 4 ranks, or blocks(3,{axis}) for each of 3 blocks"
+    if len(words) > 1:
+        dims = ",".join({"None": "-", "OPEN": "?"}.get(word, word) for word in words if word not in ("P", "blocks"))
+        return f"write {dims} for {len(words)} dims" + f", {'+'.join(axes)} for one cut by all" * (len(axes) > 1)
+    return f"write {axes[0]}, without quotes or brackets"
 
 
 def _split_commas(text: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.borrow import changed
 from shardc.error import CaptureError, said
 from shardc.guard import DATA_DEPENDENT, NoValueError
-from shardc.location import failing_line, is_users_line
+from shardc.location import failing_line, failing_place, is_users_line
 
 
 class Unfit(RuntimeError):
@@ -160,15 +160,15 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def capture_error(error: Exception) -> CaptureError:
-    """What an error during capture means for the user's line that raised it."""
-    where = failing_line(error)
+def capture_error(error: Exception, model: nn.Module) -> CaptureError:
+    """What an error during capture means for the user's line that raised it, and in which module."""
+    where = failing_place(error, model)
     if isinstance(error, Unfit):
         return CaptureError(where, error.problem, error.remedy)
     if is_collective(error):
         return CaptureError(where, *OWN_COLLECTIVE)
     reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
-    if isinstance(error, DataDependentOutputException) and _is_check(where):
+    if isinstance(error, DataDependentOutputException) and _is_check(failing_line(error)):
         return CaptureError(
             where,
             f"the model checks the values of a tensor, which are unknown during capture{reason}",

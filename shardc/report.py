@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from shardc.error import ShardingError
+from shardc.error import OptionError
 from shardc.only import Only
 from shardc.program import Program
 from shardc.report_record import report_record
@@ -47,12 +47,12 @@ UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "
 
 
 def html_report(compiled: Compiled, program: Program, only: Only | None = None, asking: str = "") -> str:
-    """The page of a compiled model's ``program``, whole. Raises a ShardingError where a part is asked for.
+    """The page of a compiled model's ``program``, whole. Raises an OptionError where a part is asked for.
 
     ``asking``: the command line that explains what is named after it, if there is one.
     """
     if only:
-        raise ShardingError(
+        raise OptionError(
             f"only={only.text!r}",
             "format 'html'",
             "the report is of the whole program, and finds what one looks for by its search box",

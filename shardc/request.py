@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardc.annotations import Matched, Spec, match, resolve
 from shardc.capture import Captured, capture
 from shardc.mesh import Mesh
-from shardc.microbatch import check_loss, with_microbatches
+from shardc.microbatch import check_loss, empty_microbatches, with_microbatches
 from shardc.options import Options
 from shardc.pin import Pin
 from shardc.program import Program
@@ -67,11 +67,15 @@ class Request:
         pipeline = self.options.pipeline
         settled = {(pin.kind, pin.name) for pin in self.fixed}
         pins = (*(pin for pin in asked if (pin.kind, pin.name) not in settled), *self.fixed)
+        notes = captured.notes
         if pipeline:
             check_loss(captured)
             pins = tuple(with_microbatches(captured, pins, pipeline, self.computing))
+            notes = (*notes, *empty_microbatches(captured, pins, pipeline))
         num_stages = pipeline.num_stages(self.mesh) if pipeline else 1
-        return replace(captured, mesh=self.computing, pins=pins, options=self.options, num_stages=num_stages)
+        return replace(
+            captured, mesh=self.computing, pins=pins, options=self.options, num_stages=num_stages, notes=notes
+        )
 
 
 def _on_meta(value: Any) -> Any:

@@ -8,7 +8,7 @@ from itertools import product
 from math import inf
 
 from shardc.action import Edge, Schedule
-from shardc.error import ShardingError
+from shardc.error import OptionError
 from shardc.schedule_bound import lower_bound
 from shardc.schedule_greedy import Policy, greedy
 from shardc.schedule_order import LINEAR, ORDERS, fits, looped_place, named, share, v_place
@@ -27,7 +27,7 @@ def fastest(
 
     Candidates are all named schedules that fit, with every cap on microbatches in flight, and, where these are not
     proven to be the fastest, those of a list scheduler for every place of the stages, with several caps and policies.
-    No rank needs more than ``memory`` bytes; a ShardingError where that is less than any candidate can do. ``place``:
+    No rank needs more than ``memory`` bytes; an OptionError where that is less than any candidate can do. ``place``:
     of each stage the rank, where that is settled.
     """
     best, num_stages = _Best(costs, memory), len(costs.stages)
@@ -47,7 +47,7 @@ def fastest(
     if best.schedule is None:
         what = f"memory={memory}, {num_stages} stages on {num_ranks} ranks"
         problem = f"no schedule is known that needs less than {best.least} bytes on its fullest rank"
-        raise ShardingError("schedule auto", what, problem, f"allow {best.least} bytes, or save less in each stage")
+        raise OptionError("schedule auto", what, problem, f"allow {best.least} bytes, or save less in each stage")
     return best.schedule
 
 

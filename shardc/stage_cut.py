@@ -19,7 +19,7 @@ from torch import fx
 from shardc.bucket import axes_of, members
 from shardc.cause import cause_text
 from shardc.collective import LOCAL_KINDS, adds_microbatches
-from shardc.error import ShardingError, raise_all
+from shardc.error import OptionError, raise_all
 from shardc.knowledge import kept
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
@@ -35,7 +35,7 @@ Calls = dict[Part, tuple[fx.Node, ...]]
 def stages_of(program: Program) -> Stages:
     """The stages of a lowered or localized program.
 
-    Raises a ShardingError for each op that needs the whole batch before its last microbatch is done.
+    Raises an OptionError for each op that needs the whole batch before its last microbatch is done.
     """
     kinds = Kinds(program)
     kinds.check()
@@ -83,7 +83,7 @@ class Kinds:
         return self.timed & (of_parameters | descendants(*work))
 
     def check(self) -> None:
-        """A ShardingError for what needs the whole batch in the middle of a step."""
+        """An OptionError for what needs the whole batch in the middle of a step."""
         counts = {node for node in self.program.calls if adds_microbatches(node)} - self.closing
         twice = {operand(node) for node in counts} & descendants(*counts)
         found = {
@@ -101,10 +101,10 @@ class Kinds:
         source = self.program.source(node)
         return ", ".join(word for word in (source.module, source.location) if word) or "the model"
 
-    def _needs_all(self, where: str, node: fx.Node) -> ShardingError:
+    def _needs_all(self, where: str, node: fx.Node) -> OptionError:
         sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
         what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
-        return ShardingError(
+        return OptionError(
             f"{node.name} in {where}", cause_text(self.program.causes(node)) or what,
             "it needs the whole batch in the middle of a step, and a microbatch is a part of one",
             "compute it of each sample by itself, or leave pipeline out",

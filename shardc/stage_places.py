@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
-from shardc.error import ShardingError, did_you_mean
+from shardc.error import OptionError, did_you_mean
 from shardc.forward_flow import Flow
 
 
 def places_of_cuts(flow: Flow, cuts: Sequence[str], num_stages: int) -> list[int]:
     """The places of the ops with which the user lets a stage begin, rising, the very first left out.
 
-    ``cuts``: globs of module paths. A ShardingError for one that matches nothing and for more places than cuts.
+    ``cuts``: globs of module paths. An OptionError for one that matches nothing and for more places than cuts.
     """
     places = sorted({*_matched(flow, cuts), *_marked(flow)})
     if len(places) >= num_stages:
@@ -43,7 +43,7 @@ def _matched(flow: Flow, cuts: Sequence[str]) -> set[int]:
         if not matched:
             who, known = f"Pipeline(cuts={tuple(cuts)!r})", [path for path in dict.fromkeys(reversed(begin)) if path]
             remedy = did_you_mean(pattern, known) or f"use one of {', '.join(known[:8])}"
-            raise ShardingError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
+            raise OptionError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
         found |= {begin[path] for path in matched if not any(path.startswith(f"{above}.") for above in matched)}
     return found - {0}
 
@@ -54,8 +54,8 @@ def _marked(flow: Flow) -> set[int]:
     return {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}
 
 
-def _too_many(cuts: Sequence[str], modules: Sequence[str], num_stages: int) -> ShardingError:
-    return ShardingError(
+def _too_many(cuts: Sequence[str], modules: Sequence[str], num_stages: int) -> OptionError:
+    return OptionError(
         f"Pipeline(cuts={tuple(cuts)!r})",
         f"with the model's stage_boundary stages begin in {', '.join(modules)}, and at the start",
         f"there are {num_stages} stages for these {len(modules) + 1} beginnings",

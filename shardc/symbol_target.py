@@ -79,12 +79,12 @@ def family(options: argparse.Namespace) -> Family:
         elif what in lists:
             reference[name], repeated = lists[what], Repeated(name, what)
         else:
-            size = _setting(options, what)
-            if size is None:
-                known = [*(f"{each}.0" for each in inputs), *lists]
-                remedy = did_you_mean(what, known) or f"name one of {', '.join(known)}, or a setting that is a number"
+            known = _settings(options)
+            if what not in known:
+                names = [*(f"{each}.{dim}" for each, shape in inputs.items() for dim in range(len(shape))), *lists]
+                remedy = did_you_mean(what, [*names, *known]) or f"name one of {', '.join([*names, *known])}"
                 raise _unknown(name, what, "it is no dim of an input, no list of modules and no setting", remedy)
-            reference[name], settings[name] = size, what
+            reference[name], settings[name] = known[what], what
     if repeated is None and lists and LAYERS not in reference:
         path = max(lists, key=lists.__getitem__)
         reference[LAYERS], repeated = lists[path], Repeated(LAYERS, path)
@@ -124,20 +124,22 @@ def _input_shapes(target: Target) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
-def _setting(options: argparse.Namespace, key: str) -> int | None:
-    """What a setting is: as it was set, or by default."""
+def _settings(options: argparse.Namespace) -> dict[str, int]:
+    """The settings that are numbers: as they were set, or by default."""
     place, _, name = options.target.rpartition(":")
-    value: Any = dict(options.settings).get(key)
-    if value is None and place == "hf":
+    known: dict[str, Any]
+    if place == "hf":
         from transformers import AutoConfig
 
-        value = getattr(AutoConfig.for_model(name, **dict(options.settings)), key, None)
-    elif value is None:
+        config = AutoConfig.for_model(name, **dict(options.settings))
+        known = config.to_dict() | {name: getattr(config, name, None) for name in config.attribute_map}
+    else:
         from shardc.target import function_of
 
-        found = inspect.signature(function_of(place, name)).parameters.get(key)
-        value = None if found is None else found.default
-    return value if type(value) is int else None
+        parameters = inspect.signature(function_of(place, name)).parameters
+        known = {name: each.default for name, each in parameters.items()}
+    given = {**known, **dict(options.settings)}
+    return {name: value for name, value in given.items() if type(value) is int}
 
 
 def _resized(value: Any, sizes: Mapping[tuple[int, int], int]) -> Any:

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.error import did_you_mean, raise_all
+from shardc.admission import check_model
+from shardc.call_leaves import call_leaves
+from shardc.error import ShardingError, did_you_mean, raise_all
+from shardc.location import failing_line
 from shardc.mesh import Mesh
 from shardc.outcome import UsageError
 from shardc.partition import P
@@ -87,7 +89,11 @@ def function_of(place: str, name: str) -> Callable[..., Any]:
 
 def _arguments(text: str, function: Callable[..., Any], wish: Wish, mesh: Mesh) -> dict[str, Any]:
     """What the function is called with: the settings, and the mesh where it takes one."""
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        problem, remedy = "it does not say what it takes", "name a function that is written in Python"
+        raise UsageError(f"TARGET {text!r}", f"of type {type(function).__name__}", problem, remedy) from None
     given = {**wish.settings, **({"mesh": mesh} if "mesh" in signature.parameters else {})}
     try:
         signature.bind(**given)
@@ -103,7 +109,7 @@ def _arguments(text: str, function: Callable[..., Any], wish: Wish, mesh: Mesh) 
 def _module(place: str) -> ModuleType:
     """A file or module, run as python runs it: what stands beside it can be imported."""
     path, is_file = Path(place), place.endswith(".py")
-    if is_file and not path.is_file():
+    if is_file and not os.path.isfile(path):
         near = did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*.py")))
         remedy = near or "write the path of a Python file from this folder on, path.py:function"
         raise UsageError(f"TARGET {place}", "a file", "there is no such file", remedy)
@@ -111,22 +117,29 @@ def _module(place: str) -> ModuleType:
     try:
         return _run_file(path) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and not is_file and error.name in (place, place.partition(".")[0]):
+        if isinstance(error, ModuleNotFoundError) and not is_file and f"{place}.".startswith(f"{error.name}."):
             raise _no_module(place) from None
         raise _failed(place, "importing it", error) from error
 
 
 def _no_module(place: str) -> UsageError:
-    near = f"did you mean {place}.py?" if Path(f"{place}.py").is_file() else did_you_mean(place.lower(), ["hf"])
+    near = f"did you mean {place}.py?" if os.path.isfile(f"{place}.py") else did_you_mean(place.lower(), ["hf"])
     return UsageError(f"TARGET {place}", "a module", "there is no such module", near or FORMS)
 
 
 def _failed(text: str, action: str, error: BaseException) -> UsageError:
     """The error for what the user's own code raised, and on which line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{action} raised {type(error).__name__}"
-    remedy = f"mend {Path(last.filename).name}:{last.lineno}, and run the file with python to see more"
+    line = _line(error)
+    remedy = f"mend {line}, and run the file with python to see more" if line else FORMS
     return UsageError(f"TARGET {text!r}", what, " ".join(str(error).split()) or "it says no more", remedy)
+
+
+def _line(error: BaseException) -> str:
+    """``file.py:line`` of the user's code that an error is about, or through which it passed last."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{Path(error.filename).name}:{error.lineno or 1}"
+    return failing_line(error).partition(": ")[0].removeprefix("the model")
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -148,7 +161,13 @@ def _checked(text: str, made: Any) -> Target:
         remedy = "return (model, args[, kwargs[, annotations]]): an nn.Module, a tuple and two dicts"
         raise UsageError(f"TARGET {text!r}", what, "that is no model with its inputs", remedy)
     args = parts[1] if isinstance(parts[1], (tuple, list)) else (parts[1],)
-    return Target(parts[0], tuple(args), *(part or {} for part in parts[2:]))
+    found = Target(parts[0], tuple(args), *(part or {} for part in parts[2:]))
+    try:
+        check_model(found.model)
+        call_leaves(found.model.forward, found.args, found.kwargs)
+    except ShardingError as error:
+        raise UsageError(f"TARGET {text!r}: {error.who}", error.what, error.problem, error.remedy) from None
+    return found
 
 
 # transformers.
@@ -173,7 +192,8 @@ def _transformers_target(model_type: str, wish: Wish, mesh: Mesh) -> Target:
     except UsageError:
         raise
     except Exception as error:
-        settings = " ".join(f"--set {name}={value}" for name, value in wish.settings.items())
+        sizes = [f"--{name} {size}" for name, size in (("batch", wish.batch), ("seq", wish.seq)) if size]
+        settings = " ".join([*(f"--set {name}={value}" for name, value in wish.settings.items()), *sizes])
         what, problem = f"transformers raised {type(error).__name__}", " ".join(str(error).split())
         remedy = f"give values that fit each other, other than {settings}" if settings else "write a function for it"
         raise UsageError(f"TARGET hf:{model_type}", what, problem, remedy) from error

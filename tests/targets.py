@@ -125,3 +125,50 @@ def weighed() -> tuple[Any, ...]:
     """Has an op without a rule, a buffer, and a cut that moves into the blocks of a fused weight, with a note."""
     torch.manual_seed(0)
     return Weighed(), (torch.randn(8, 8),), {}, {"x": P("dp"), "layer.weight": P("tp")}
+
+
+class Unmade(nn.Module):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("no such size")
+
+
+def unmade() -> tuple[Any, ...]:
+    return Unmade(), ()
+
+
+def overfed() -> tuple[Any, ...]:
+    """More inputs than forward takes."""
+    return Branching(), (torch.ones(4), torch.ones(4))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+class Misfit(nn.Module):
+    """Its second block cannot take what comes out of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).sum()
+
+
+def misfit() -> tuple[Any, ...]:
+    return Misfit(), (torch.ones(2, 4),)
+
+
+def loud() -> tuple[Any, ...]:
+    """Prints, as users do."""
+    print("making the model")
+    return mlp()

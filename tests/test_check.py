@@ -31,6 +31,7 @@ RECORD: dict[str, Any] = {
         entry("all_gather", 500, ("tp:(2)2",), "backward", stage=0, times=4),
         entry("all_reduce", 1000, ("dp", "tp"), "backward"),
     ],
+    **{key: [] for key in ("parameters", "buffers", "inputs", "outputs", "stages", "nodes")},
     "fallbacks": [
         {
             "name": "places",

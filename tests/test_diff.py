@@ -181,7 +181,7 @@ def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.
     assert main(["diff", *passes, *ON_FOUR]) == 1
     out = capsys.readouterr().out
     assert "\nbackward  all_reduce  dp    4 -> 1   1120        1120\n" in out and "parameter " not in out
-    assert main(["diff", "targets:mlp@propagat", "targets:mlp", *ON_FOUR]) == 4
+    assert main(["diff", "targets:mlp@propagat", "targets:mlp", *ON_FOUR]) == 2
     assert "did you mean propagate?" in capsys.readouterr().err
 
 
@@ -190,22 +190,39 @@ def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.
     [
         (None, "No such file or directory\n  it cannot be read\n  write one with shardc dump"),
         ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        (b"\xff{}", "it is no JSON"),
         ("[]", "a list\n  it is no dump of a program"),
+        ("{}", "an object without keys\n  it is no dump of a program"),
+        ("null", "null\n  it is no dump of a program"),
+        ("3.5", "a number\n  it is no dump of a program"),
+        (
+            '{"version": 1, "level": "lowered", "mesh": {}}',
+            "it has no 'collectives'\n  it is not as shardc dump --schema",
+        ),
+        (
+            '{"version": 1, "level": "higher", "mesh": {}, "only": "memory"}',
+            'level is "higher", none of captured, canonical',
+        ),
+        ('{"version": 1, "level": "lowered", "mesh": {"dp": "2"}, "only": "memory"}', 'mesh.dp is "2", no integer\n'),
         ('{"version": 1, "before": "capture"}', "keys version, before\n  it is no dump of a program"),
         (
-            '{"version": 1, "level": "lowered", "mesh": [2]}',
+            '{"version": 1, "level": "lowered", "mesh": [2], "only": "memory"}',
             "mesh is [2], no object\n  it is not as shardc dump --schema",
         ),
-        ('{"version": 1, "level": "lowered", "mesh": {}, "collectives": [{}]}', "collectives[0] has no 'id'"),
+        (
+            '{"version": 1, "level": "lowered", "mesh": {}, "only": "x", "collectives": [{}]}',
+            "collectives[0] has no 'id'",
+        ),
         ('{"version": 2, "level": "lowered", "mesh": {}}', "version 2\n  this shardc reads version 1"),
     ],
 )
 def test_a_file_that_is_no_dump_is_named(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["diff", str(path), str(path)]) == 2
     assert message in capsys.readouterr().err
 

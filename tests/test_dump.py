@@ -1,21 +1,21 @@
 """What dump gives: JSON that is as its schema says, parts of a dump, and what lies between two passes."""
 
 import json
-from collections.abc import Iterator
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from schemas import met, objects, said
 from targets import mlp, weighed
 
 from shardc import Compiled, Mesh, P, Pipeline, ShardingError, Zero, compile
 from shardc.cli import main
 from shardc.dump import dump
 from shardc.dump_diff import dump_diff
+from shardc.json_schema import schema_of
 
-SCHEMA = json.loads((files("shardc") / "dump.schema.json").read_text())
+SCHEMA = schema_of("dump")
 ON_FOUR = ["--mesh", "dp=2,tp=2"]
 
 
@@ -53,60 +53,23 @@ def test_every_dump_is_as_the_schema_says_and_the_schema_says_no_more(compilatio
         for name in compiled.stages:
             record = json.loads(dump(compiled, "json", after=name, verbose=name == "store"))
             assert [error.message for error in validator.iter_errors(record)] == [], name
-            seen |= set(_met(record, SCHEMA, ""))
+            seen |= met(record, SCHEMA)
         record = json.loads(compiled.dump("json", only="memory,*dot*"))
         assert validator.is_valid(record) and "stages" not in record
-        seen |= set(_met(record, SCHEMA, ""))
-    assert seen == set(_said(SCHEMA, ""))
+        seen |= met(record, SCHEMA)
+    assert seen == said(SCHEMA)
 
 
 def test_the_schema_lets_nothing_pass_that_it_does_not_know() -> None:
-    objects = [each for each in _schemas(SCHEMA) if each.get("type") == "object"]
-    assert len(objects) > 12 and all("additionalProperties" in each for each in objects)
-    assert all(each["additionalProperties"] is False for each in objects if "properties" in each)
+    found = objects(SCHEMA)
+    assert len(found) > 12 and all("additionalProperties" in each for each in found)
+    assert all(each["additionalProperties"] is False for each in found if "properties" in each)
 
 
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["dump", "--schema"])
     assert exit_.value.code == 0 and json.loads(capsys.readouterr().out) == SCHEMA
-
-
-def _resolved(schema: Any, place: str) -> tuple[Any, str]:
-    if "$ref" not in schema:
-        return schema, place
-    name = schema["$ref"].removeprefix("#/$defs/")
-    return SCHEMA["$defs"][name], name
-
-
-def _met(value: Any, schema: Any, place: str) -> Iterator[tuple[str, str]]:
-    """The properties of the schema that a value has, each with the object that it is a property of."""
-    schema, place = _resolved(schema, place)
-    if isinstance(value, list):
-        for entry in value:
-            yield from _met(entry, schema.get("items", {}), place)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            if key in schema.get("properties", {}):
-                yield place, key
-                yield from _met(entry, schema["properties"][key], f"{place}.{key}")
-
-
-def _said(schema: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every property that the schema has, likewise."""
-    schema, place = _resolved(schema, place)
-    for key, entry in schema.get("properties", {}).items():
-        yield place, key
-        yield from _said(entry, f"{place}.{key}")
-    if "items" in schema:
-        yield from _said(schema["items"], place)
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(schema, dict):
-        yield schema
-    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _schemas(each)
 
 
 # Parts of a dump.
@@ -203,10 +166,14 @@ def _says(entry: dict[str, Any]) -> tuple[Any, ...]:
     ("further", "code", "message"),
     [
         (["--diff", "propagat"], 2, "did you mean propagate?"),
-        (["--diff", "capture"], 4, "a difference is between two\n  say --diff PASS,PASS"),
-        (["--diff", "capture,propagate,store"], 4, "3 passes of capture, cut_stages"),
-        (["--diff", "propagate", "--format", "dot"], 4, "a difference is a listing"),
-        (["--diff", "propagate", "--only", "memory"], 4, "a listing has no tables"),
+        (["--diff", "capture"], 2, "a difference is between two\n  say --diff PASS,PASS"),
+        (
+            ["--diff", "capture,propagate,store"],
+            2,
+            "3 passes\n  a difference is between two\n  say --diff capture,store",
+        ),
+        (["--diff", "propagate", "--format", "dot"], 2, "a difference is a listing"),
+        (["--diff", "propagate", "--only", "memory"], 2, "a listing has no tables"),
     ],
 )
 def test_mistakes_of_diff_are_named(

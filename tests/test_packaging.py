@@ -24,7 +24,8 @@ def library() -> set[str]:
     """Every file of the library, by its installed name."""
     modules = {f"{home}/{path.name}" for home, source in SOURCES.items() for path in (ROOT / source).glob("*.py")}
     pages = {f"shardc/page/{path.name}" for path in (ROOT / "shardc/page").iterdir()}
-    return modules | pages | {"shardc/py.typed", "shardc/dump.schema.json"}
+    schemas = {f"shardc/{path.name}" for path in (ROOT / "shardc").glob("*.schema.json")}
+    return modules | pages | schemas | {"shardc/py.typed"}
 
 
 @pytest.fixture(scope="module")

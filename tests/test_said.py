@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SAID = {  # and how many parts each takes
-    "ShardingError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2, "said": 4,
+    "ShardingError": 4, "OptionError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2, "said": 4,
 }  # fmt: skip
 OUR_OWN = {
     "AssertionError",  # an invariant

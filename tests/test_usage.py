@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import shardc
 from shardc.cli import main
+from shardc.commands import dump
 
 DIR = str(Path(__file__).parent)
 DUMP = ["dump", "DIR/targets.py:bare", "--mesh", "dp=2,tp=2"]
@@ -104,13 +110,13 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  write --zero dp=3",
     ),
     "zero over no axis": (
-        [*DUMP, "--zero", "dq"], 4,
+        [*DUMP, "--zero", "dq"], 2,
         "shardc: Zero('dq'): the mesh is Mesh(dp=2, tp=2)\n"
         "  it has no such axis\n"
         "  did you mean dp?",
     ),
     "no axis of the pipeline": (
-        [*DUMP, "--pipeline", "pp"], 4,
+        [*DUMP, "--pipeline", "pp"], 2,
         "shardc: Pipeline('pp'): the mesh is Mesh(dp=2, tp=2)\n"
         "  it has no such axis\n"
         "  did you mean tp or dp?",
@@ -134,7 +140,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  did you mean 1f1b?",
     ),
     "remat of nothing": (
-        [*DUMP, "--remat", "upp"], 4,
+        [*DUMP, "--remat", "upp"], 2,
         "shardc: Remat(blocks='upp'): a glob over 2 modules\n"
         "  it matches none that makes a value\n"
         "  did you mean up?",
@@ -245,6 +251,196 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  the model has no position for what is longer\n"
         "  say --seq 1024 or less",
     ),
+    "options of compiling for a dump": (
+        ["check", "plan.json", "--fail-on", "note", "--mesh", "dp=2", "--annotate", "x=dp", "--no-train"], 2,
+        "shardc: --no-train, --mesh, --annotate: with plan.json\n"
+        "  a dump is of a plan that is compiled already, for its own mesh and options\n"
+        "  leave them out, or name the TARGET, path.py:function, not its dump",
+    ),
+    "a mesh for two dumps": (
+        ["diff", "a.json", "b.json", "--mesh", "dp=2"], 2,
+        "shardc: --mesh: with a.json and b.json\n"
+        "  a dump is of a plan that is compiled already, for its own mesh and options\n"
+        "  leave it out, or name the TARGET, path.py:function, not its dump",
+    ),
+    "compiling anew at no point": (
+        ["cost", "DIR/targets.py:bare", "--mesh", "dp=2", "--symbolic", "--recompile"], 2,
+        "shardc: --recompile: without --at\n"
+        "  there is no point at which to compile anew\n"
+        "  say --at dp=64 too, where to compile, or leave --recompile out",
+    ),
+    "a point with a symbol twice": (
+        ["cost", "DIR/targets.py:bare", "--mesh", "dp=2", "--at", "dp=2,dp=4"], 2,
+        "shardc cost: argument --at: 'dp=2,dp=4'\n"
+        "  it has a symbol twice\n"
+        "  write each symbol once, as in --at dp=64,tp=8,B=512",
+    ),
+    "only nothing": (
+        [*DUMP, "--only", ""], 2,
+        "shardc dump: argument --only: ''\n"
+        "  it names nothing\n"
+        "  say a name, or leave the option out",
+    ),
+    "only what is not there": (
+        [*DUMP, "--only", "colectives"], 2,
+        "shardc: --only 'colectives': a table (...), or a glob over ... names of values and modules\n"
+        "  it is no table, and finds no value and no module\n"
+        "  did you mean collectives or notes?",
+    ),
+    "after no pass and a difference": (
+        [*DUMP, "--after", "propagate", "--diff", "propagate"], 2,
+        "shardc dump: argument --diff: not allowed with argument --after\n"
+        "  leave one of them out",
+    ),
+    "a difference of three passes": (
+        [*DUMP, "--diff", "capture,propagate,localize"], 2,
+        "shardc: --diff 'capture,propagate,localize': 3 passes\n"
+        "  a difference is between two\n"
+        "  say --diff capture,localize",
+    ),
+    "a difference of no pass": (
+        [*DUMP, "--diff", "capture,propagat"], 2,
+        "shardc: --diff 'propagat': the passes are capture, ...\n"
+        "  there is no such pass\n"
+        "  did you mean propagate?",
+    ),
+    "seconds of a drawing": (
+        [*DUMP, "-v", "--format", "dot"], 2,
+        "shardc: -v: with --format\n"
+        "  the seconds of each pass are for a whole dump, as text or JSON\n"
+        "  leave -v or --format out",
+    ),
+    "a link that is not known": (
+        [*DUMP, "--links", "tp=nvlnk"], 2,
+        "shardc: links['tp']: 'nvlnk'\n"
+        "  there is no such link\n"
+        "  did you mean nvlink?",
+    ),
+    "a link of no axis": (
+        [*DUMP, "--links", "pp=nvlink"], 2,
+        "shardc: links['pp']: Mesh(dp=2, tp=2)\n"
+        "  the mesh has no such axis\n"
+        "  did you mean tp or dp?",
+    ),
+    "an axis with two links": (
+        [*DUMP, "--links", "tp=nvlink,tp=ib"], 2,
+        "shardc: links: 'tp=nvlink,tp=ib'\n"
+        "  it names 'tp' twice\n"
+        "  say one link for each axis",
+    ),
+    "a file of links that is none": (
+        [*DUMP, "--links", "DIR/targets.py"], 2,
+        "shardc: links: 'DIR/targets.py'\n"
+        "  it is no file of shardc bench-links, version 1\n"
+        "  run shardc bench-links -o FILE, or say tp=nvlink",
+    ),
+    "a device that is not known": (
+        [*DUMP, "--device", "h1000"], 2,
+        "shardc: device: 'h1000'\n"
+        "  there is no such device\n"
+        "  did you mean h100 or a100?",
+    ),
+    "more ranks than anyone has": (
+        ["dump", "DIR/targets.py:bare", "--mesh", "dp=2,tp=1000000000"], 2,
+        "shardc dump: argument --mesh: 'dp=2,tp=1000000000': 2000000000 ranks\n"
+        "  a mesh has at most 1048576 ranks\n"
+        "  say sizes whose product is at most 1048576",
+    ),
+    "a size in letters of another kind": (
+        ["dump", "DIR/targets.py:bare", "--mesh", "dp=²"], 2,
+        "shardc dump: argument --mesh: 'dp=²'\n"
+        "  it does not read as axes and their sizes\n"
+        "  write --mesh dp=2,tp=4",
+    ),
+    "a setting of a pipeline twice": (
+        [*DUMP, "--pipeline", "dp,microbatches=2,microbatches=4"], 2,
+        "shardc dump: argument --pipeline: 'dp,microbatches=2,microbatches=4'\n"
+        "  it says microbatches twice\n"
+        "  say each setting once",
+    ),
+    "microbatches without end": (
+        [*DUMP, "--pipeline", "dp,microbatches=1000000000"], 2,
+        "shardc dump: argument --pipeline: 'dp,microbatches=1000000000': microbatches=1000000000\n"
+        "  it counts pieces of a batch\n"
+        "  say 16384 or less",
+    ),
+    "no processes": (
+        ["bench-links", "--ranks", "0"], 2,
+        "shardc bench-links: argument --ranks: '0'\n"
+        "  it is no whole number of 1 or more\n"
+        "  write digits alone, as in 8",
+    ),
+    "a mesh and a number of processes": (
+        ["bench-links", "--ranks", "4", "--mesh", "dp=2"], 2,
+        "shardc bench-links: argument --mesh: not allowed with argument --ranks\n"
+        "  leave one of them out",
+    ),
+    "more processes than processors": (
+        ["bench-links", "--mesh", "dp=1000"], 2,
+        "shardc: --mesh dp=1000: ... processors\n"
+        "  ranks that share one wait for each other, and not for a link\n"
+        "  say --ranks ..., or start it with torchrun on the ranks of a job",
+    ),
+    "a symbol of nothing": (
+        ["cost", "DIR/targets.py:mlp", "--mesh", "dp=2,tp=2", "--set", "dropout=1", "--symbol", "B=nothing"], 2,
+        "shardc: --symbol B=nothing: 'nothing'\n"
+        "  it is no dim of an input, no list of modules and no setting\n"
+        "  name one of x.0, x.1, target.0, target.1, dropout",
+    ),
+    "a module's name that is none": (
+        ["dump", "..:f", "--mesh", "dp=2"], 2,
+        "shardc: TARGET '..': importing it raised TypeError\n"
+        "  ...\n"
+        "  write path.py:function, package.module:function or hf:MODEL_TYPE",
+    ),
+    "a module that is not there, of a package that is": (
+        ["dump", "shardc.passes.nowhere.at.all:f", "--mesh", "dp=2"], 2,
+        "shardc: TARGET shardc.passes.nowhere.at.all: a module\n"
+        "  there is no such module\n"
+        "  write path.py:function, package.module:function or hf:MODEL_TYPE",
+    ),
+    "a model whose making raises": (
+        ["dump", "DIR/targets.py:unmade", "--mesh", "dp=2"], 2,
+        "shardc: TARGET 'DIR/targets.py:unmade': unmade() raised ValueError\n"
+        "  no such size\n"
+        "  mend targets.py:..., and run the file with python to see more",
+    ),
+    "inputs that the model does not take": (
+        ["dump", "DIR/targets.py:overfed", "--mesh", "dp=2"], 2,
+        "shardc: TARGET 'DIR/targets.py:overfed': the inputs: forward takes (x: torch.Tensor) -> torch.Tensor\n"
+        "  too many positional arguments\n"
+        "  give what forward takes: ...",
+    ),
+    "an input of another shape, deep in the model": (
+        ["dump", "DIR/targets.py:misfit", "--mesh", "dp=2"], 3,
+        "shardc: targets.py:...: return self.up(x), in body.1.up (Linear)\n"
+        "  RuntimeError: ...\n"
+        "  run the model eagerly on these inputs; if that works, write this line with other ops of torch",
+    ),
+    "an annotation of a part of an axis": (
+        [*DUMP, "--annotate", "x=(3)tp"], 4,
+        "shardc: --annotate 'x=(3)tp': entry '(3)tp'\n"
+        "  it is no name of an axis, nor - or ?\n"
+        "  write tp, tp:(2)2 for the minor 2 of its 4 ranks, or blocks(3,tp) for each of 3 blocks; a SPEC reads ...",
+    ),
+    "an annotation as Python has it": (
+        [*DUMP, "--annotate", "x=P('dp', None)"], 4,
+        "shardc: --annotate \"x=P('dp', None)\": entry \"P('dp', None)\"\n"
+        "  it is no name of an axis, nor - or ?\n"
+        "  write dp,- for 2 dims; a SPEC reads ...",
+    ),
+    "two annotations of one pattern": (
+        [*DUMP, "--annotate", "x=dp", "--annotate", "x=tp"], 4,
+        "shardc: --annotate 'x=tp': tp, and dp\n"
+        "  two annotations of x say different things\n"
+        "  leave one of them out",
+    ),
+    "an annotation of nothing": (
+        [*DUMP, "--annotate", "=dp"], 4,
+        "shardc: --annotate '=dp': no pattern\n"
+        "  an annotation reads PATTERN=SPEC\n"
+        "  write --annotate 'x=dp'",
+    ),
     "a SPEC with quotes": (
         [*DUMP, "--annotate", "x='dp'"], 4,
         "shardc: --annotate \"x='dp'\": entry \"'dp'\"\n"
@@ -296,3 +492,64 @@ def test_a_command_line_that_cannot_be_followed(name: str, capsys: pytest.Captur
     found = said(capsys, argv)
     assert found[0] == code
     assert re.fullmatch(".*".join(map(re.escape, expected.split("..."))), found[1], re.DOTALL), found[1]
+
+
+def test_a_file_that_python_cannot_read_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content, expected in (
+        (
+            "mistake",
+            "import os\n\ndef f(:\n    pass\n",
+            "importing it raised SyntaxError\n  ...\n  mend mistake.py:3, and",
+        ),
+        ("indent", "def f():\nreturn 1\n", "importing it raised IndentationError\n  ...\n  mend indent.py:2, and"),
+        ("letters", b"x = '\xff'\n", "importing it raised SyntaxError\n  ...\n  mend letters.py:1, and"),
+        (
+            "absent",
+            "import no_such_module\n",
+            "ModuleNotFoundError\n  No module named 'no_such_module'\n  mend absent.py:1, and",
+        ),
+        ("wrong", "import torch\nx = torch.zeros(2) @ torch.zeros(3)\n", "RuntimeError\n  ...\n  mend wrong.py:2, and"),
+        ("ended", "import sys\nsys.exit(3)\n", "SystemExit\n  3\n  mend ended.py:2, and"),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        code, text = said(capsys, ["dump", f"{path}:f", "--mesh", "dp=2"])
+        assert code == 2 and re.search(".*".join(map(re.escape, expected.split("..."))), text, re.DOTALL), text
+
+
+def test_what_the_target_prints_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", f"{DIR}/targets.py:loud", "--mesh", "dp=2,tp=2", "--only", "memory", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["only"] == "memory" and "making the model" in err
+
+
+def test_what_is_interrupted_says_so_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dump, "compiled", stopped)
+    assert main([*(each.replace("DIR", DIR) for each in DUMP)]) == 130
+    assert capsys.readouterr().err == "shardc: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        ("shardc --help | true", 0, ""),
+        ("shardc dump --schema | head -n 1", 0, "{\n"),
+        ("shardc diff a.json a.json > /dev/full", 2, "shardc: stdout: No space left on device\n"),
+        ("shardc diff a.json a.json >&-", 2, "shardc: stdout: it is closed\n"),
+        ("cd / && shardc diff $OLDPWD/a.json $OLDPWD/a.json", 0, "no difference\n"),
+    ],
+)
+def test_a_shell_that_closes_or_fills_what_is_written_to(command: str, code: int, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"version": 1, "level": "lowered", "mesh": {"dp": 2}, "only": "memory"}')
+    typed = "set -o pipefail; " + command.replace("shardc", f"{sys.executable} -m shardc", 1)
+    environment = {**os.environ, "PYTHONPATH": str(Path(shardc.__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == code and (done.stdout + done.stderr).startswith(text), done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -8,10 +8,11 @@ import os
 import sys
 from typing import Any
 
-from shardc.arguments import EXIT_CODES, mesh, written
+from shardc.arguments import EXIT_CODES, count, mesh, written
 from shardc.invocation import progress, write
 from shardc.mesh import Mesh
-from shardc.outcome import GOOD
+from shardc.outcome import GOOD, UsageError
+from shardc.parser import Parser
 
 HELP = """\
 measure latency and bandwidth between ranks along each mesh axis, and how fast a rank computes; --links FILE of the
@@ -21,24 +22,24 @@ starts local processes that talk gloo."""
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         "bench-links",
         help="measure the links between ranks, and how fast a rank computes",
         description=HELP,
         epilog=EXIT_CODES,
     )
-    parser.add_argument(
-        "--mesh", type=mesh, help="axes and sizes: dp=2,tp=2; without it one link is that of every axis"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--mesh", type=mesh, help="axes and sizes: dp=2,tp=2; without it one link is that of every axis")
+    which.add_argument(
+        "--ranks", metavar="N", type=count, default=2, help="processes to start where no --mesh is given (2)"
     )
-    parser.add_argument(
-        "--ranks", metavar="N", type=int, default=2, help="processes to start where no --mesh is given (2)"
-    )
-    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="how often each thing is timed (7)")
-    written(parser)
+    parser.add_argument("--rounds", metavar="N", type=count, default=7, help="how often each thing is timed (7)")
+    written(parser, "links")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure in the ranks of this job, or in processes of our own; the first rank writes."""
+    _check_ranks(options)
     from shardc.runtime.bench_links import UNNAMED, bench_links
     from shardc.runtime.launch import launch, leave
 
@@ -55,3 +56,23 @@ def run(options: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         leave()
     return GOOD
+
+
+def _check_ranks(options: argparse.Namespace) -> None:
+    """A UsageError for more local processes than say anything of links, or for a mesh that is not the job's."""
+    wanted, given = options.mesh.size if options.mesh else options.ranks, os.environ.get("WORLD_SIZE", "")
+    name = f"--ranks {options.ranks}" if options.mesh is None else f"--mesh {_typed(options.mesh)}"
+    if "RANK" in os.environ:
+        if options.mesh and str(wanted) != given:
+            remedy = f"say a mesh of {given} ranks, or leave --mesh out"
+            raise UsageError(name, f"a job of {given} ranks", f"the mesh has {wanted}", remedy)
+        return
+    processors = os.cpu_count() or 1
+    if wanted > max(8, 4 * processors):
+        what, problem = f"{processors} processors", "ranks that share one wait for each other, and not for a link"
+        remedy = f"say --ranks {max(2, processors)}, or start it with torchrun on the ranks of a job"
+        raise UsageError(name, what, problem, remedy)
+
+
+def _typed(mesh: Mesh) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in zip(mesh.axis_names, mesh.shape, strict=True))

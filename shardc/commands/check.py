@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardc.arguments import command, compiling, written
+from shardc.arguments import check_dumps, command, compiling, written
 from shardc.budget import Budget, held
 from shardc.check_text import check_record, check_text
 from shardc.dump_file import is_dump, read_dump
@@ -31,7 +31,7 @@ Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. >= is b
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
-    check = written(compiling(command(commands, "check", HELP), is_required=False))
+    check = written(compiling(command(commands, "check", HELP), is_required=False), "check")
     check.epilog = BUDGETS + str(check.epilog)
     check.add_argument(
         "--fail-on",
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.budgets:
         what, remedy = "neither --fail-on nor --max-memory", "say --fail-on 'all_gather>10MB' or --max-memory 8GB"
         raise UsageError("shardc check", what, "there is no budget to hold", remedy)
-    record = read_dump(options.target) if is_dump(options.target) else _record(options)
+    record = _record(options)
     findings = [held(budget, record) for budget in options.budgets]
     text = json_text(check_record(findings)) if options.format == "json" else check_text(findings)
     write(text, options.output)
@@ -66,6 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
+    if is_dump(options.target):
+        check_dumps(options, [options.target])
+        return read_dump(options.target)
     from shardc.dump_json import program_json
 
     if options.mesh is None:

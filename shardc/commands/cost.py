@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardc.arguments import command, compiling, written
+from shardc.arguments import MOST, command, compiling, written
 from shardc.error import did_you_mean
 from shardc.invocation import compiled, write
 from shardc.outcome import CHECK_FAILED, GOOD, UsageError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "what a step costs a rank: bytes sent, memory and operations; as functions of the mesh too"
-    cost = written(compiling(command(commands, "cost", help_)))
+    cost = written(compiling(command(commands, "cost", help_)), "cost")
     cost.add_argument("--format", choices=("text", "json"), default="text")
     cost.add_argument(
         "--symbolic", action="store_true", help="as functions of the sizes of the mesh's axes, and where they hold"
@@ -47,6 +47,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compile, and write numbers or expressions; CHECK_FAILED where the plan does not hold at a point."""
+    if options.recompile and not options.at:
+        what, remedy = "without --at", "say --at dp=64 too, where to compile, or leave --recompile out"
+        raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
     if options.symbolic or options.symbol or options.at:
         return _symbolic(options)
     found = compiled(options).cost
@@ -114,6 +117,10 @@ def _symbol(text: str) -> tuple[str, str]:
 
 def _point(text: str) -> dict[str, int]:
     sizes = [item.partition("=") for item in text.split(",")]
-    if not all(name.isidentifier() and size.isdigit() and int(size) for name, _, size in sizes):
+    if not all(name.isidentifier() and size.isdecimal() and int(size[:20]) for name, _, size in sizes):
         raise unread(text, "it does not read as symbols and their sizes", "write --at dp=64,tp=8,B=512")
+    if len({name for name, _, _ in sizes}) < len(sizes):
+        raise unread(text, "it has a symbol twice", "write each symbol once, as in --at dp=64,tp=8,B=512")
+    if not all(int(size[:20]) <= MOST for _, _, size in sizes):
+        raise unread(text, f"a size is more than {MOST}, beyond which nothing is counted", "say less")
     return {name: int(size) for name, _, size in sizes}

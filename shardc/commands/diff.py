@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardc.arguments import command, compiling, written
+from shardc.arguments import check_dumps, command, compiling, written
 from shardc.diff import diff, is_same
 from shardc.diff_text import diff_text
 from shardc.dump_file import is_dump, read_dump
@@ -27,13 +27,15 @@ for --mesh, or TARGET@PASS, as it stands after that pass. In a table what went h
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
-    found = written(compiling(command(commands, "diff", HELP, ("A", "B")), is_required=False))
+    found = written(compiling(command(commands, "diff", HELP, ("A", "B")), is_required=False), "diff")
     found.epilog = OPERANDS + str(found.epilog)
     found.add_argument("--format", choices=("text", "json"), default="text")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare; GOOD where both are the same, as of ``diff``."""
+    if is_dump(options.a) and is_dump(options.b):
+        check_dumps(options, [options.a, options.b])
     known: dict[str, Compiled] = {}
     before, after = (_record(options, each, known) for each in (options.a, options.b))
     difference = diff(before, after)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-from shardc.arguments import command, compiling, written
+from shardc.arguments import command, compiling, named, written
 from shardc.error import did_you_mean
 from shardc.invocation import compiled, retyped, write
 from shardc.outcome import GOOD, UsageError
@@ -21,7 +20,7 @@ OWN = {  # options that explain lacks, and whether each has a value
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
-    dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")))
+    dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")), "dump")
     dump.add_argument(
         "--format",
         choices=("text", "json", "dot", "html"),
@@ -29,20 +28,19 @@ def add(commands: Any) -> None:
         help="dot is for graphviz; html is one page for a browser, with pictures and why everything is as it is",
     )
     which = dump.add_mutually_exclusive_group()
-    which.add_argument("--after", metavar="PASS", default="", help="the program as it stands after this pass")
+    which.add_argument("--after", metavar="PASS", type=named, help="the program as it stands after this pass")
     which.add_argument(
         "--diff",
         metavar="PASS[,PASS]",
-        default="",
+        type=named,
         help="which values came, went and changed between two passes; one alone is held against the one before it",
     )
     dump.add_argument(
         "--only",
         metavar="TABLE|GLOB[,...]",
-        default="",
+        type=named,
         help=f"leave out all else: of {', '.join(TABLES)}, or values and modules by name, as h.0.attn or '*norm*'",
     )
-    dump.add_argument("--schema", action=_Schema, nargs=0, help="print the JSON Schema of --format json, and no more")
     dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
 
 
@@ -51,16 +49,33 @@ def run(options: argparse.Namespace) -> int:
     from shardc.dump import dump
     from shardc.dump_diff import dump_diff
 
-    _check_passes("--after", [options.after] if options.after else [])
-    _check_passes("--diff", options.diff.split(",") if options.diff else [])
+    _check(options)
     found = compiled(options)
     if options.diff:
-        text = dump_diff(found, options.diff, options.format, options.only)
+        text = dump_diff(found, options.diff, options.format, options.only or "")
     else:
         asking = retyped(options.typed, "explain", OWN)
-        text = dump(found, options.format, options.after, options.only, options.verbose, asking)
+        after, only = options.after or "", options.only or ""
+        text = dump(found, options.format, after, only, options.verbose, asking)
     write(text, options.output)
     return GOOD
+
+
+def _check(options: argparse.Namespace) -> None:
+    """A UsageError for what needs no compiling to be refused."""
+    passes = options.diff.split(",") if options.diff else []
+    _check_passes("--after", [options.after] if options.after else [])
+    _check_passes("--diff", passes)
+    if len(passes) > 2:
+        what, problem = f"{len(passes)} passes", "a difference is between two"
+        raise UsageError(f"--diff {options.diff!r}", what, problem, f"say --diff {passes[0]},{passes[-1]}")
+    if options.diff and options.format not in ("text", "json"):
+        what, remedy = f"with --format {options.format}", "say --format text or json"
+        raise UsageError(f"--diff {options.diff}", what, "a difference is a listing", remedy)
+    if options.verbose and (options.diff or options.only or options.format in ("dot", "html")):
+        name = next(each for each in ("--diff", "--only", "--format") if each in options.given)
+        problem = "the seconds of each pass are for a whole dump, as text or JSON"
+        raise UsageError("-v", f"with {name}", problem, f"leave -v or {name} out")
 
 
 def _check_passes(option: str, given: Sequence[str]) -> None:
@@ -71,11 +86,3 @@ def _check_passes(option: str, given: Sequence[str]) -> None:
         if name not in names:
             what, remedy = f"the passes are {', '.join(names)}", did_you_mean(name, names) or "name one of them"
             raise UsageError(f"{option} {name!r}", what, "there is no such pass", remedy)
-
-
-class _Schema(argparse.Action):
-    """Prints the schema and ends, as ``--help`` does."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *further: Any) -> None:
-        print((files("shardc") / "dump.schema.json").read_text(encoding="utf-8"), end="")
-        parser.exit()

@@ -30,7 +30,7 @@ NAME_HELP = (
 def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "say why a parameter, a value or a collective is as it is: the way back to your annotations"
-    explain = written(compiling(command(commands, "explain", help_)))
+    explain = written(compiling(command(commands, "explain", help_)), "explain")
     explain.add_argument("name", metavar="NAME", help=NAME_HELP)
     explain.add_argument("--format", choices=("text", "json"), default="text")
     explain.add_argument(
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     choices, advice = _of_collective(options, program, found)
     if options.format == "json":
         added = {"alternatives": list(map(asdict, choices)), "advice": advice and advice.record()}
-        text = json.dumps(found.record() | (added if found.kind == "collective" else {}), indent=1) + "\n"
+        record = {"version": 1, **found.record(), **(added if found.kind == "collective" else {})}
+        text = json.dumps(record, indent=1) + "\n"
     else:
         is_whole = options.target.startswith("hf:")  # there --annotate stands in place of what the target came with
         parts = [found.text(None if options.verbose else 10), alternatives_text(choices)]

@@ -15,7 +15,7 @@ from shardc.outcome import GOOD
 def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "cut the model into pipeline stages: what each holds, does and is sent"
-    stages = written(command(commands, "stages", help_))
+    stages = written(command(commands, "stages", help_), "stages")
     stages.add_argument("--stages", metavar="N", type=count, required=True, help="how many")
     stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
     stages.add_argument(

@@ -12,13 +12,15 @@ from shardc.outcome import GOOD
 MEASURED = """A measured step has the same names, phase/module/op:
     with torch.profiler.profile() as found:
         step()
-    found.export_chrome_trace("measured.json")"""
+    found.export_chrome_trace("measured.json")
+With compile="inductor" it has one for each part that is compiled, forward/(model)/inductor and
+backward/(model)/inductor: what Inductor fuses is of no one op or module."""
 
 
 def add(commands: Any) -> None:
     """The arguments of the command."""
     help_ = "predict when each op and each collective of a step runs: JSON for ui.perfetto.dev and chrome://tracing"
-    parser = written(compiling(command(commands, "trace", help_)))
+    parser = written(compiling(command(commands, "trace", help_)), "trace")
     parser.description = f"{help_}. {MEASURED}"
 
 
