@@ -176,10 +176,13 @@ class DistributedDoor:
     """Plain global tensors or DTensors to the piece of this rank, and back.
 
     A DTensor may be unable to lie as the value does: then it is cut as far as it can, and passes by way of the whole.
+
+    State: ``_spec``, torch's of the latest DTensor that lies as the value does: a parameter's is one object.
     """
 
     def __init__(self, comm: TorchComm, sharding: Sharding, shape: tuple[int, ...], name: str) -> None:
         self.comm, self.value, self.shape, self.name = comm, sharding, shape, name
+        self._spec: object = None
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -208,7 +211,10 @@ class DistributedDoor:
     def _piece(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return shard(tensor.to(self.comm.device), self.value, self.comm.position)
+        if tensor._spec is self._spec:
+            return tensor._local_tensor
         if tensor.placements == self.placements and self.stored == self.value:
+            self._spec = tensor._spec
             return local(tensor)
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return shard(local(whole), self.value, self.comm.position)

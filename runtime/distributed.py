@@ -28,7 +28,7 @@ STARTED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")  # as fun
 
 
 class TorchComm(AtPositions):
-    """The collectives of this process, by torch's functional collectives.
+    """The collectives of this process.
 
     ``device`` is that of the mesh: this process's own one where there are several of the type. Process groups are made
     when they are first used, which is in the same order on every rank, since all run one program; the groups of a
@@ -44,6 +44,7 @@ class TorchComm(AtPositions):
         self.traffic = (Traffic(),)
         self.gathers_in_place = self.device.type == "cpu"
         self._groups: dict[Axes, Group] = {}
+        self._printed: dict[PartNames, Group | None] = {}
         self._process_groups = self._existing_groups()
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
@@ -57,8 +58,8 @@ class TorchComm(AtPositions):
 
     def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """As one collective, or as messages where the backend does better by these."""
-        group = self.group(parse_parts(self.mesh, flat.parts[0].args[0]))
-        if not _sends_messages(flat.kind, group):
+        group = self._printed_group(flat.parts[0].args[0])
+        if group is None or not _sends_messages(flat.kind, group):
             return start_packed(self, flat, rows)
         (xs,) = rows
         self._count(flat.kind, sum(x.nbytes for x in xs), group)
@@ -116,11 +117,17 @@ class TorchComm(AtPositions):
             self._groups[axes] = self._new_group(axes)
         return self._groups[axes]
 
+    def _printed_group(self, axes: Any) -> Group | None:
+        """The group along axes as they are printed; None where that is this rank alone."""
+        if axes not in self._printed:
+            parts = parse_parts(self.mesh, axes)
+            self._printed[axes] = self.group(parts) if num_shards(parts) > 1 else None
+        return self._printed[axes]
+
     def _begin(self, kind: Any, xs: Tensors, axes: PartNames, *args: Any, is_own: bool, into: Places) -> Results:
-        parts = parse_parts(self.mesh, axes)
-        if num_shards(parts) == 1:
+        group = self._printed_group(axes)
+        if group is None:
             return lambda: xs
-        group = self.group(parts)
         (x,) = xs
         self._count(kind, x.nbytes, group)
         if _sends_messages(kind, group):
@@ -153,9 +160,9 @@ class TorchComm(AtPositions):
         ordered = tuple(sorted(ranks))
         if ordered not in self._process_groups:
             self._process_groups[ordered] = dist.new_group(list(ordered), use_local_synchronization=True)
-        name = self._process_groups[ordered].group_name
         order = tuple(ordered.index(rank) for rank in ranks)
-        return Group(name, len(members), members.index(self.position), order, adds_locally=self.device.type == "cpu")
+        process, index = self._process_groups[ordered], members.index(self.position)
+        return Group(process, len(members), index, order, adds_locally=self.device.type == "cpu")
 
     def _existing_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         groups = [dist.group.WORLD, *(self.device_mesh.get_group(name) for name in self.mesh.axis_names)]

@@ -22,11 +22,11 @@ from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
 from .comm import Starter
+from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .ranges import WAIT, in_range, in_ranges, is_profiled
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
-Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ class Executor:
         self._inputs = [slots[node] for node in program.placeholders]
         self._results = [None if node is None else slots[node] for node in program.results]
         self._part = [PART_OF[output.kind] for output in program.outputs]
+        self._ends: dict[str, list[tuple[int, int]]] = {}
         place, parts = comm.device if comm else torch.device(device), split(program)
         update, fwd, bwd = (
             with_waits(instructions(part, slots, place, program, is_eager))
@@ -160,34 +161,23 @@ class Executor:
         return frozenset(i for slot, i in self._results_of("backward") if slot in self._late)
 
     @cached_property
-    def _kept_in(self) -> dict[tuple[int, int], int]:
-        """Of what the update part returns, where among the outputs it stands, by the call that makes it."""
-        slots = {node: slot for slot, node in enumerate(self.program.graph.nodes)}
-        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part[i] == "update"]
-        return {(slots[node], place): i for each, i in ends for node, place in [self.program.value(each)]}
-
-    @cached_property
     def _late(self) -> set[int]:
         """The slots of what may wait."""
         late = deferrable(self.program) if self.comm else ()
         return {slot for slot, node in enumerate(self.program.graph.nodes) if node in late}
 
     @cached_property
-    def _open(self) -> set[int]:
-        """The slots of what may be added up until then."""
-        return {slot for each in self._bwd if each.result in self._late for slot in each.reads} - self._late
+    def _deferred(self) -> Deferred:
+        """The backward part, parted so."""
+        results = {slot for slot, _ in self._results_of("backward")}
+        return Deferred(self._bwd, self._late, results, self._num_slots)
 
     @cached_property
-    def _early(self) -> list[Instruction]:
-        """The backward part without what may wait."""
-        results = {slot for slot, _ in self._results_of("backward")}
-        return with_deaths([each for each in self._bwd if each.result not in self._late], self._open | results)
-
-    @cached_property
-    def _closing(self) -> list[Instruction]:
-        """What may wait of the backward part."""
-        results = {slot for slot, _ in self._results_of("backward")}
-        return with_deaths([each for each in self._bwd if each.result in self._late], results)
+    def _kept_in(self) -> dict[tuple[int, int], int]:
+        """Of what the update part returns, where among the outputs it stands, by the call that makes it."""
+        slots = {node: slot for slot, node in enumerate(self.program.graph.nodes)}
+        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part[i] == "update"]
+        return {(slots[node], place): i for each, i in ends for node, place in [self.program.value(each)]}
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
         """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.
@@ -222,8 +212,10 @@ class Executor:
                     env[slot] = values[i]
         self._run(self._fwd, envs)
         outputs = [self._collect(env, "forward") for env in envs]
-        saved = tuple([value if i in self._kept else None for i, value in enumerate(env)] for env in envs)
-        return outputs, Saved(saved)
+        saved = self._empty_envs(len(envs))
+        for (env, mine), slot in product(zip(envs, saved, strict=True), self._kept):
+            mine[slot] = env[slot]
+        return outputs, Saved(tuple(saved))
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part: ``tangents`` for each rank, parallel to the program's inputs, None elsewhere.
@@ -237,24 +229,28 @@ class Executor:
         return [self._collect(env, "backward") for env in envs]
 
     def accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool = False
+        self, saved: Saved, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
     ) -> tuple[list[list[Tensor | None]], Sums]:
         """Run the backward part but for reductions that may wait: the gradients without the ``deferred``, and sums.
 
-        Else as ``backward``. The sums of several backwards may be added.
+        ``totals`` of backwards before are used up, and what this one makes is added. One that ``is_last`` reduces them:
+        all gradients are returned, and no sums. Else as ``backward``.
         """
         envs = saved.take(keep)
         self._place(envs, tangents)
-        self._run(self._early, envs)
-        return [self._collect(env, "backward") for env in envs], [{i: env[i] for i in self._open} for env in envs]
+        for env in envs:
+            env += [None] * self._num_slots
+        if totals is not None:
+            move(totals.sums, envs, self._num_slots)
+        self._run(self._deferred.instructions(totals, is_last), envs)
+        sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
+        return [self._collect(env, "backward") for env in envs], sums
 
     def close(self, sums: Sums) -> list[list[Tensor | None]]:
         """Run the reductions that waited: for each rank the ``deferred`` gradients, with None for the others."""
-        envs: list[Env] = [[None] * self._num_slots for _ in sums]
-        for env, values in zip(envs, sums, strict=True):
-            for slot in list(values):
-                env[slot] = values.pop(slot)
-        self._run(self._closing, envs)
+        envs = self._empty_envs(len(sums))
+        move(sums, envs)
+        self._run(self._deferred.closing, envs)
         return [self._collect(env, "backward") for env in envs]
 
     def keeps_input(self, index: int) -> bool:
@@ -271,9 +267,12 @@ class Executor:
         run(instructions, envs, self.comm, self._kept_in if into else {}, into or ())
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
-        envs: list[Env] = [[None] * self._num_slots for _ in inputs]
+        envs = self._empty_envs(len(inputs))
         self._place(envs, inputs)
         return envs
+
+    def _empty_envs(self, count: int) -> list[Env]:
+        return [[None] * self._num_slots for _ in range(count)]
 
     def _place(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
         for env, values in zip(envs, inputs, strict=True):
@@ -287,11 +286,12 @@ class Executor:
             results[i] = env[slot]
         return results
 
-    def _results_of(self, part: str) -> Iterator[tuple[int, int]]:
+    def _results_of(self, part: str) -> list[tuple[int, int]]:
         """The slot of each result of one part, and where among the program's outputs it stands."""
-        for i, (slot, made_by) in enumerate(zip(self._results, self._part, strict=True)):
-            if slot is not None and made_by == part:
-                yield slot, i
+        if part not in self._ends:
+            pairs = enumerate(zip(self._results, self._part, strict=True))
+            self._ends[part] = [(slot, i) for i, (slot, made_by) in pairs if slot is not None and made_by == part]
+        return self._ends[part]
 
     def _read_by(self, instructions: Sequence[Instruction], part: str) -> set[int]:
         """The slots that a part reads."""

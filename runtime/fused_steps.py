@@ -6,6 +6,8 @@ on a small model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ OPS = [
     for overload in packet.overloads()
     if "out" not in overload
 ]
+ALIKE: dict[tuple[int, ...], list[Any]] = {}  # specs of lists that were seen to lie alike, by their ids
+MAX_KNOWN = 64
 
 
 def step_on_pieces() -> None:
@@ -30,7 +34,7 @@ def step_on_pieces() -> None:
 def _step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Update in place. Where parameter, gradient and state lie otherwise than each other, DTensor does it."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(each, DTensor) for each in arg)]
-    if all(map(_lie_alike, zip(*lists, strict=True))) and not any(isinstance(v, DTensor) for v in kwargs.values()):
+    if _lie_alike(lists) and not any(isinstance(v, DTensor) for v in kwargs.values()):
         op(*map(_pieces, args), **kwargs)
         return
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -41,8 +45,20 @@ def _step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handlers[op] = _step
 
 
-def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether tensors are cut alike, and none is a partial sum."""
+def _lie_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether what is updated together is cut alike, and nothing is a partial sum."""
+    specs = [getattr(tensor, "_spec", None) for tensor in chain.from_iterable(lists)]
+    key = tuple(map(id, specs))
+    if key not in ALIKE:
+        if not all(map(_are_alike, zip(*lists, strict=True))):
+            return False
+        if len(ALIKE) == MAX_KNOWN:
+            ALIKE.clear()
+        ALIKE[key] = specs  # which so keep their ids
+    return True
+
+
+def _are_alike(tensors: tuple[Tensor, ...]) -> bool:
     first: Any = getattr(tensors[0], "_spec", None)
     for tensor in tensors:
         spec = getattr(tensor, "_spec", None)

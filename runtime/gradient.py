@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .open_sum import join
+
 
 def is_accumulated(node: Any) -> bool:
     """Whether the backward that runs adds to ``.grad`` there; not so ``autograd.grad``, nor one of other ``inputs``."""
@@ -34,7 +36,7 @@ def once_only(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 def handed_over(
     gradients: Sequence[Tensor | None], values: Sequence[Tensor | None], nodes: Sequence[Any]
 ) -> list[Tensor | None]:
-    """The gradients that are left for autograd, where those of parameters without one yet are set.
+    """The gradients that are left for autograd, where those of parameters are set that have none yet, or an open one.
 
     ``values``: the inputs that the gradients are of; ``nodes`` of autograd: where these would be passed on to, in a
     list that alone holds them. Autograd would detach each gradient first, which for a DTensor costs more than a small
@@ -44,8 +46,8 @@ def handed_over(
     left = list(gradients)
     for i, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
         if isinstance(gradient, DTensor) and isinstance(value, DTensor) and holders[i] == unheld:
-            if _is_free(value) and gradient.stride() == value.stride() and is_accumulated(nodes[i]):
-                value.grad, left[i] = gradient, None
+            if _is_free(value) and is_accumulated(nodes[i]) and _is_set(value, gradient):
+                left[i] = None
     return left
 
 
@@ -60,5 +62,14 @@ def _unheld() -> int:
 
 
 def _is_free(leaf: Tensor) -> bool:
-    """Whether it has no gradient yet, and no one is told of one."""
-    return leaf.is_leaf and leaf.grad is None and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+    """Whether no one is told of its gradient."""
+    return leaf.is_leaf and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+
+
+def _is_set(leaf: DTensor, gradient: DTensor) -> bool:
+    """Whether a leaf has its gradient now, with nothing to be computed."""
+    before = leaf.grad
+    if before is None and gradient.stride() == leaf.stride():
+        leaf.grad = gradient
+        return True
+    return isinstance(before, DTensor) and join(before, gradient)

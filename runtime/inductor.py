@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc.program import Program
 
 from .comm import Starter, Traffic
-from .executor import Executor, Saved, Sums, Values
+from .deferred import Sums, Totals
+from .executor import Executor, Saved, Values
 from .ranges import in_range
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -44,7 +45,9 @@ class InductorRunner:
         """None: the backward is compiled in one piece."""
         return frozenset()
 
-    def accumulate(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> Any:
+    def accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
+    ) -> Any:
         """Never called, as nothing is deferred."""
         raise NotImplementedError
 

@@ -78,16 +78,14 @@ def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], pro
     """A contraction and the sum of it and a bias, in one."""
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
     target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
-    name = range_name(program, product)
-    return Instruction(
-        target,
-        args,
-        tuple(_slots(args)),
-        call_of(target, args, {}),
-        slots[node],
-        name,
-        line=program.source(node).location,
-    )
+    return plain_call(target, args, slots[node], range_name(program, product), program.source(node).location)
+
+
+def plain_call(
+    target: Callable[..., Any], args: tuple[Any, ...], result: int, name: str = "", line: str = ""
+) -> Instruction:
+    """A call of constants and slots, no collective."""
+    return Instruction(target, args, tuple(_slots(args)), call_of(target, args, {}), result, name, line=line)
 
 
 def instruction(

@@ -8,16 +8,16 @@ that are small go together. As many bytes are sent as by a ring. A group of one 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.autograd.profiler import record_function
 
 from .comm import REDUCE
 from .functional import LOCAL, Group, join, split
+from .ranges import in_range
 
 SMALL = 2**17  # bytes: a message costs as much as packing so many, by measurement on 2 and 4 ranks
 TAG = 1 << 20  # of these messages, so that none of the user's own is taken for one
@@ -37,30 +37,29 @@ def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tenso
         packed = torch.cat([given[i][0].reshape(-1) for i in small])
         rows.append(_rows(packed, 0, None, group))
     own = [row[group.index] for row in rows]
-    with record_function("c10d::all_gather"):
+    with in_range("c10d::all_gather"):
         works = _exchange([own] * group.size, [row.unbind() for row in rows], group)
 
     def finish() -> list[Tensor]:
         _wait(works)
-        found = dict(zip(alone, rows, strict=False))
+        found = {i: _joined(row, *given[i]) for i, row in zip(alone, rows, strict=False)}
         if small:
-            sizes = [given[i][0].numel() for i in small]
-            found |= zip(small, rows[-1].view(group.size, -1).split(sizes, 1), strict=True)
-        return [_joined(found[i], *each) for i, each in enumerate(given)]
+            found |= zip(small, _unpacked(rows[-1].view(group.size, -1), [given[i] for i in small]), strict=True)
+        return [found[i] for i in range(len(given))]
 
     return finish
 
 
 def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callable[[], list[Tensor]]:
     """For each of the operands our piece of the reduction over all ranks, which is made in the order of the group."""
-    pieces = [split(x, group.size, dim) for x, dim in given]
-    small = [i for i, each in enumerate(pieces) if each[0].nbytes <= SMALL]
+    shapes = [tuple(size // group.size if i == dim else size for i, size in enumerate(x.shape)) for x, dim in given]
+    small = [i for i, (x, _) in enumerate(given) if x.nbytes <= SMALL * group.size]
     alone = [i for i in range(len(given)) if i not in small]
-    sent = [pieces[i] for i in alone]
+    sent = [split(x, group.size, dim) for x, dim in (given[i] for i in alone)]
     if small:
-        sent.append(torch.cat([pieces[i].flatten(1) for i in small], 1))
+        sent.append(torch.cat([_pieces(*given[i], group.size) for i in small], 1))
     taken = [[torch.empty_like(each[0]) if i != group.index else each[i] for i in range(group.size)] for each in sent]
-    with record_function("c10d::reduce_scatter"):
+    with in_range("c10d::reduce_scatter"):
         works = _exchange([[each[i] for each in sent] for i in range(group.size)], taken, group)
 
     def finish() -> list[Tensor]:
@@ -68,16 +67,15 @@ def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callabl
         made = [_reduced(each, op, group.index) for each in taken]
         found = dict(zip(alone, made, strict=False))
         if small:
-            sizes = [pieces[i][0].numel() for i in small]
-            found |= zip(small, made[-1].split(sizes), strict=True)
-        return [found[i].view(pieces[i].shape[1:]) for i in range(len(given))]
+            found |= zip(small, made[-1].split([math.prod(shapes[i]) for i in small]), strict=True)
+        return [found[i].view(shape) for i, shape in enumerate(shapes)]
 
     return finish
 
 
 def _exchange(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], group: Group) -> Works:
     """Start to send ``given[i]`` to the rank at index i of the group, and to take from it each of ``taken`` at i."""
-    backend: Any = _resolve_process_group(group.name)._get_backend(torch.device("cpu"))  # type: ignore[arg-type]
+    backend: Any = group.process._get_backend(torch.device("cpu"))
     works: Works = []
     for shift in range(1, group.size):  # so that not all send to one at a time
         source, target = (group.index - shift) % group.size, (group.index + shift) % group.size
@@ -95,18 +93,41 @@ def _wait(works: Works) -> None:
 def _rows(x: Tensor, dim: int, into: Tensor | None, group: Group) -> Tensor:
     """Memory for the pieces of all ranks, stacked, with ours in its place: ``into`` itself where it can be."""
     shape = (group.size, *x.shape)
-    is_right = into is not None and dim == 0 and into.is_contiguous() and into.numel() == group.size * x.numel()
-    rows = into.view(shape) if into is not None and is_right else x.new_empty(shape)
+    rows = into.view(shape) if into is not None and _fits(into, x, dim, group.size) else x.new_empty(shape)
     if rows[group.index].data_ptr() != x.data_ptr() or not x.is_contiguous():
         rows[group.index].copy_(x)
     return rows
 
 
+def _pieces(x: Tensor, dim: int, count: int) -> Tensor:
+    """A row for each of equal pieces along ``dim``."""
+    return (x if dim == 0 else split(x, count, dim)).reshape(count, x.numel() // count)
+
+
+def _unpacked(rows: Tensor, given: Sequence[Gather]) -> list[Tensor]:
+    """Values from what all ranks have sent of them together, a row each: one copy of each, two where a dim is inner."""
+    count = len(rows)
+    flats = [
+        into.view(count, x.numel())
+        if into is not None and _fits(into, x, dim, count)
+        else x.new_empty(count, x.numel())
+        for x, dim, into in given
+    ]
+    torch.split_with_sizes_copy(rows, [x.numel() for x, *_ in given], 1, out=flats)
+    return [_joined(flat, *each) for flat, each in zip(flats, given, strict=True)]
+
+
+def _fits(into: Tensor, x: Tensor, dim: int, count: int) -> bool:
+    """Whether the pieces of so many ranks lie in it one after the other."""
+    return dim == 0 and into.is_contiguous() and into.numel() == count * x.numel()
+
+
 def _joined(rows: Tensor, x: Tensor, dim: int, into: Tensor | None) -> Tensor:
-    joined = join(rows.reshape(rows.shape[0], *x.shape), dim)
-    if into is None or into.data_ptr() == joined.data_ptr():
-        return joined if into is None else into
-    return into.copy_(joined)
+    if into is not None and into.data_ptr() == rows.data_ptr():
+        return into
+    count = rows.shape[0]
+    joined = rows.view(count * x.shape[0], *x.shape[1:]) if dim == 0 else join(rows.view(count, *x.shape), dim)
+    return joined if into is None else into.copy_(joined)
 
 
 def _reduced(pieces: Sequence[Tensor], op: str, own: int) -> Tensor:

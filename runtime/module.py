@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardc.borrow import computed_tensors
 from shardc.call_leaves import call_leaves
-from shardc.convention import Signature, call_signature
+from shardc.convention import Signature, signature_of
 from shardc.error import OrderError, ShardingError, said
-from shardc.model_state import State, Watched, tensors_of
+from shardc.model_state import Watched, tensors_of
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
@@ -69,6 +69,7 @@ class ParallelModule(nn.Module):
         self._computed: dict[tuple[str, str], Sharding] = {}
         self._variants: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Variants] = OrderedDict()
         self._latest: Variants | None = None
+        self._latest_key: tuple[Hashable, ...] = ()
         self.seed, self.step = 0, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,21 +77,20 @@ class ParallelModule(nn.Module):
 
         0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
         """
-        state, tensors = self._watched.read()
-        variants = self._variants_for(args, kwargs, state, tensors)
+        variants, tensors, given = self._variants_for(args, kwargs)
         random = torch.tensor([self.seed, self.step])
         self.step += self.training
 
         def run(step: Step) -> Any:
             constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
-            return step({**constants, **tensors}, args, kwargs, random)
+            return step({**constants, **tensors}, given, random)
 
         train = variants.latest.compiled.convention.signature.train
         return variants.run(run, lambda: self._new_step(args, kwargs, train))
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call before it is made; parameters take their shardings."""
-        self._variants_for(args, kwargs, *self._watched.read())
+        self._variants_for(args, kwargs)
 
     @property
     def program(self) -> Any:
@@ -152,21 +152,26 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
 
-    def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State, tensors: Tensors) -> Variants:
-        """The programs for a call; the first is compiled if its signature is new."""
-        leaves, _ = call_leaves(self._model.forward, args, kwargs)
+    def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variants, Tensors, list[Tensor]]:
+        """The programs for a call, the model's tensors, and those of the call.
+
+        The first program is compiled if the call's signature is new.
+        """
+        state, tensors = self._watched.read()
+        leaves, tree = call_leaves(self._model.forward, args, kwargs)
         given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))
         placed = tuple(tensor.placements for tensor in given if isinstance(tensor, DTensor))
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
         autocast = _autocast(self._border.comm.device.type)
-        key = call_signature(self._model, args, kwargs, train, state), placed, dtypes, autocast
-        if key not in self._variants:
-            self._variants[key] = Variants(self._new_step(args, kwargs, train))
-            self._forget_oldest()
-        self._variants.move_to_end(key)
-        self._latest = self._variants[key]
-        return self._latest
+        key = signature_of(leaves, tree, train, state), placed, dtypes, autocast
+        if self._latest is None or key != self._latest_key:
+            if key not in self._variants:
+                self._variants[key] = Variants(self._new_step(args, kwargs, train))
+                self._forget_oldest()
+            self._variants.move_to_end(key)
+            self._latest, self._latest_key = self._variants[key], key
+        return self._latest, tensors, given
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
         compiled = self._compile(self._model, args=args, kwargs=kwargs, train=train, fixed=self._fixed(args, kwargs))

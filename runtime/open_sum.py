@@ -1,8 +1,8 @@
 """Gradients whose sum over ranks is still open: it is closed when someone reads one, for all of them at once.
 
 ``backward`` may run many times before a gradient is read (gradient accumulation). What each run has for the sum is
-added on its rank; the collectives run once, at the first read: the optimizer's step, clipping, a print. Where every
-backward is followed by a read, as was seen at the first one, sums are closed in the backward, among its other ops.
+added on its rank; the collectives run once, at the first read: the optimizer's step, clipping, a print. Once it was
+seen how many backwards there are before a read, sums are closed in the last of them, among its other ops.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .executor import Sums
+from shardc.error import OrderError
+
+from .deferred import Sums, Totals
 from .optimizer_steps import StepWatcher
 from .placement import new_dtensor
 
@@ -43,6 +45,11 @@ class Accumulation(StepWatcher):
         self._count += 1
         return not self._count == self._expected == 1
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the backward that runs is the last before a read, if it goes as it went before."""
+        return self._count == self._expected
+
     def note_read(self) -> None:
         """A gradient is read whose sum was open."""
         self._expected = self._count
@@ -57,19 +64,26 @@ class OpenSums:
 
     State: ``_sums`` until they are closed, then ``_results``, by place among the program's outputs; ``_kept``, what the
     gradients were before, to which the sums are added when they are closed; ``following``, the object that took over
-    what is here, and added its own backward's. ``close``: runs the collectives. ``parameters`` have the gradients.
+    what is here, with its own backward's in it. ``close``: runs the collectives. ``parameters`` have the gradients.
+    ``is_own``: no one else has the sums' memory. ``_is_taken``: a backward has taken the sums, to add to them.
     """
 
-    def __init__(self, sums: Sums, close: Close, parameters: Sequence[Tensor], before: OpenSums | None = None) -> None:
-        earlier: Sums = [] if before is None else before._sums
-        self._sums: Sums = before._added(sums) if before is not None and earlier else sums
-        self._close, self._is_own = close, bool(earlier)
+    def __init__(
+        self,
+        sums: Sums,
+        close: Close,
+        parameters: Sequence[Tensor],
+        before: OpenSums | None = None,
+        is_own: bool = False,
+    ) -> None:
+        self._sums, self._close, self._is_own = sums, close, is_own
         self._kept: Mapping[int, Tensor] = {} if before is None else before._kept
         self._results: Mapping[int, Tensor] = {}
+        self._is_taken = False
         self._holders = [weakref.ref(parameter) for parameter in parameters]
         self.following: OpenSums | None = None
         if before is not None:
-            before._sums, before.following = [], self
+            before.following = self
 
     @staticmethod
     def of_kept(parameters: Mapping[int, Tensor], close: Close) -> OpenSums | None:
@@ -91,30 +105,36 @@ class OpenSums:
         """Whether no one has read a gradient yet, and ``close`` is what will close the sums."""
         return bool(self._sums) and self._close == close
 
+    def take(self) -> Totals | None:
+        """What is open, for a backward that adds to it and whose own open sums follow these; None without any."""
+        sums, self._sums = self._sums, []
+        self._is_taken = bool(sums)
+        return Totals(sums, self._is_own) if sums else None
+
     def result(self, index: int) -> Tensor:
         """A gradient's piece on this rank. Whoever holds one of the gradients then holds its piece itself."""
         if self.following is not None:
             return self.following.result(index)
+        if self._is_taken:
+            what, problem = "which several backwards add to", "one of them has failed"
+            raise OrderError("a gradient", what, problem, "call zero_grad, and begin again with the first")
         if not self._results:
             sums, self._sums = self._sums, []
-            self._results = self._close(sums)
-            if self._kept:
-                kept = [self._kept[i] for i in self._results]
-                torch._foreach_add_(kept, list(self._results.values()))
-                self._results = dict(zip(self._results, kept, strict=True))
+            self.end(self._close(sums) if sums else {})
             for parameter in self._holders:
                 self._settle(parameter())
         return self._results[index]
 
-    def _added(self, sums: Sums) -> Sums:
-        """The sums with others added to them; in place where no one else holds them."""
-        for mine, others in zip(self._sums, sums, strict=True):
-            ours, theirs = list(mine.values()), [others[key] for key in mine]
-            if self._is_own:
-                torch._foreach_add_(ours, theirs)
-            else:
-                mine.update(zip(mine, torch._foreach_add(ours, theirs), strict=True))
-        return self._sums
+    def end(self, results: Mapping[int, Tensor]) -> None:
+        """Know what the gradients are: what came out of the collectives, and what there was before."""
+        if self._kept and results:
+            torch._foreach_add_([self._kept[i] for i in results], list(results.values()))
+        self._results = self._kept or results
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is known what the gradients are."""
+        return bool(self._results)
 
     def _settle(self, parameter: Tensor | None) -> None:
         gradient = None if parameter is None else parameter.grad
@@ -158,9 +178,21 @@ class OpenGradient(Tensor):
 def open_gradient(sums: OpenSums, index: int, parameter: Tensor) -> DTensor:
     """The gradient of a parameter, which lies as the parameter does, in the dtype of its gradients."""
     assert isinstance(parameter, DTensor) and parameter._spec.tensor_meta is not None, type(parameter)
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    spec = replace(parameter._spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
+    spec, dtype = parameter._spec, getattr(parameter, "grad_dtype", None) or parameter.dtype
+    if dtype != parameter.dtype:
+        spec = replace(spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
     return new_dtensor(OpenGradient(sums, index, parameter._local_tensor, dtype), spec)
+
+
+def join(accumulated: DTensor, added: DTensor) -> bool:
+    """Let an open gradient be what is added to it, where that holds it already; whether that is so."""
+    mine, other = accumulated._local_tensor, added._local_tensor
+    if not _is_joined(mine, other):
+        return False
+    mine.sums = other.sums  # type: ignore[attr-defined]
+    if mine.sums.is_closed:  # type: ignore[attr-defined]
+        accumulated._local_tensor = mine.sums.result(mine.place)  # type: ignore[attr-defined]
+    return True
 
 
 def open_sums_of(parameters: Sequence[Tensor], close: Close) -> OpenSums | None:

@@ -21,7 +21,8 @@ from shardc.stage_schedule import schedule_of
 
 from .channel import Channel, Mailbox
 from .comm import Comm
-from .executor import Sums, Values
+from .deferred import Sums, Totals
+from .executor import Values
 from .host import Host
 from .pipeline_step import PipelineStep
 from .stage_results import StageResults
@@ -124,7 +125,7 @@ class PipelineRunner:
         return [[None] * len(self.program.outputs) for _ in inputs]
 
     def accumulate(
-        self, saved: Gradients, tangents: Sequence[Values], keep: bool = False
+        self, saved: Gradients, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
     ) -> tuple[list[list[Tensor | None]], Sums]:
         """As ``backward``: no reduction waits."""
         return self.backward(saved, tangents, keep), [{} for _ in tangents]

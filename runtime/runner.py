@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .executor import Sums, Values
+from .deferred import Sums, Totals
+from .executor import Values
 
 
 class Runner(Protocol):
@@ -19,7 +20,7 @@ class Runner(Protocol):
     ) -> tuple[list[list[Tensor | None]], Any]: ...
     def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
     def accumulate(
-        self, saved: Any, tangents: Sequence[Values], keep: bool = False
+        self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
     ) -> tuple[list[list[Tensor | None]], Sums]: ...
     def close(self, sums: Sums) -> list[list[Tensor | None]]: ...
     @property

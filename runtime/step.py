@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch.distributed.tensor import DTensor
 
 from shardc.convention import CallingConvention
-from shardc.error import OrderError, ShardingError
+from shardc.error import ShardingError
 from shardc.fact import Input, Output
 from shardc.lifetime import is_row_of_kept
 from shardc.program import Program
 
+from .autograd import Call
 from .border import Border, Door
 from .copies import Copies, Made
+from .deferred import Sums
 from .ends import Ends
-from .executor import Saved, Sums, Values
-from .gradient import handed_over, is_accumulated, once_only
+from .executor import Saved, Values
+from .gradient import is_accumulated
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
 from .runner import Runner
@@ -61,10 +62,16 @@ class Step:
         ends = zip(self._results, self.program.outputs, strict=True)
         self._exits = [self._door(node, end) if node is not None else None for node, end in ends]
         self._starts = dict(self._find_starts())
+        self._kept_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
+        self._kept_outputs = {i for i in self._ends.outputs if runner.keeps_output(i)}
+        self._copied = self._ends.buffers.keys() & set(self._kept_inputs)  # written back before the backward reads them
 
-    def __call__(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], random: Tensor) -> Any:
-        """Run a call: its result is in the model's own containers; buffers are written back."""
-        given = iter(self.compiled.convention.flatten(args, kwargs))
+    def __call__(self, state: State, tensors: Iterable[Tensor], random: Tensor) -> Any:
+        """Run a call with these tensors among its arguments: its result is in the model's own containers.
+
+        Buffers are written back.
+        """
+        given = iter(tensors)
         values: list[Tensor | None] = []
         for put in self.program.inputs:
             if put.kind == "input":
@@ -74,7 +81,7 @@ class Step:
             else:
                 values.append(random if put.kind == "random" else state[put.kind, put.name])
         if self._ends.tangents and torch.is_grad_enabled():
-            outputs = _Run.apply(self, *values)
+            outputs = Call.apply(self, *values)
         else:
             with torch.no_grad():
                 outputs = self.forward(values)[0]
@@ -100,15 +107,12 @@ class Step:
         ``waiting``: by index of the program's outputs, the parameters whose gradients may be left open sums.
         """
         tangents = self._enter(self._as_tangents(gradients))
-        with self._as_compiled():
-            if waiting:
-                before = open_sums_of(list(waiting.values()), self._close)
-                results, sums = self.runner.accumulate(saved, tangents, keep)
-                before = before or OpenSums.of_kept(waiting, self._close)
-                opened = OpenSums(sums, self._close, list(waiting.values()), before)
-            else:
+        if waiting:
+            columns, opened = self._accumulate(saved, tangents, keep, waiting)
+        else:
+            with self._as_compiled():
                 results = self.runner.backward(saved, tangents, keep)
-        columns = list(zip(*rows_apart(results, tangents), strict=True))
+            columns = list(zip(*rows_apart(results, tangents), strict=True))
         found: list[Tensor | None] = [None] * len(is_plain)
         for put, i in self._ends.gradients.items():
             if i in waiting:
@@ -116,6 +120,23 @@ class Step:
             elif any(piece is not None for piece in columns[i]):  # of a pipeline, another stage has it
                 found[put] = self._leave(i, columns[i], is_plain[put])
         return found
+
+    def _accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool, waiting: Mapping[int, Tensor]
+    ) -> tuple[list[tuple[Tensor | None, ...]], OpenSums]:
+        """Run the backward part, adding to what backwards before made: the gradients by output, and the open sums."""
+        assert self.accumulation is not None
+        before = open_sums_of(list(waiting.values()), self._close)
+        totals = before.take() if before is not None else None
+        is_last = totals is not None and self.accumulation.is_last
+        with self._as_compiled():
+            results, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
+        columns = list(zip(*rows_apart(results, tangents), strict=True))
+        before = before or OpenSums.of_kept(waiting, self._close)
+        opened = OpenSums(sums, self._close, list(waiting.values()), before, is_own=totals is not None)
+        if is_last:
+            opened.end(self._pieces(columns))
+        return columns, opened
 
     def waiting(self, values: Sequence[Tensor | None], nodes: Sequence[Any]) -> dict[int, Tensor]:
         """The parameters whose gradients may be left open sums: none, unless all of them are to be accumulated.
@@ -142,13 +163,17 @@ class Step:
         self.accumulation.note_read()
         with torch.no_grad(), self._as_compiled():
             columns = list(zip(*rows_apart(self.runner.close(sums), [()] * len(sums)), strict=True))
+        return self._pieces(columns)
+
+    def _pieces(self, columns: Sequence[Sequence[Tensor | None]]) -> dict[int, Tensor]:
+        """The pieces of gradients whose reductions may wait, by index of the program's outputs, which have columns."""
         return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
 
     def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:
         """The tensors in the user's hands whose memory is saved for backward, each with its version."""
-        inputs = [value for i, value in enumerate(values) if value is not None and self.runner.keeps_input(i)]
+        inputs = [value for i in self._kept_inputs if (value := values[i]) is not None]
         pairs = zip(self._ends.outputs, outputs, strict=True)
-        inputs += [output for i, output in pairs if isinstance(output, DTensor) and self.runner.keeps_output(i)]
+        inputs += [output for i, output in pairs if isinstance(output, DTensor) and i in self._kept_outputs]
         return [(ref(tensor), tensor._version) for tensor in inputs if not tensor.is_inference()]
 
     def _computed(self, values: Values, inputs: Sequence[Values]) -> list[list[Tensor | None]] | None:
@@ -183,21 +208,19 @@ class Step:
         absent = [None] * len(self.border.comm.positions)
         for i, (door, value) in enumerate(zip(self._entries, values, strict=True)):
             pieces: list[Any] = absent if value is None else door.enter(value)
-            is_kept = value is not None and self.runner.keeps_input(i)
-            if is_kept and i in self._ends.buffers:  # written back before the backward reads it
-                pieces = [piece.clone() for piece in pieces]
-            columns.append(pieces)
+            columns.append([piece.clone() for piece in pieces] if i in self._copied and value is not None else pieces)
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _as_tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of all outputs as values of the program's inputs, zeros where there is none."""
         values: list[Tensor | None] = [None] * len(self.program.inputs)
-        for put in self._ends.tangents.values():
-            type_ = self.program.inputs[put].type
-            values[put] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.border.comm.device)
         for i, gradient in zip(self._ends.outputs, gradients, strict=True):
             if gradient is not None:
                 values[self._tangent(i)] = gradient
+        for put in self._ends.tangents.values():
+            if values[put] is None:
+                type_ = self.program.inputs[put].type
+                values[put] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.border.comm.device)
         return values
 
     def _tangent(self, i: int) -> int:
@@ -215,7 +238,7 @@ class Step:
         output = self._leave(i, pieces, self._is_plain[i])
         if isinstance(output, DTensor):
             return output
-        return output.clone() if self.runner.keeps_output(i) else output.detach()
+        return output.clone() if i in self._kept_outputs else output.detach()
 
     def _leave(self, i: int, pieces: Sequence[Tensor | None], is_plain: bool) -> Tensor:
         return self._exit(i).leave(_present(pieces), is_plain)
@@ -252,48 +275,3 @@ class Step:
 
 def _present(pieces: Sequence[Tensor | None]) -> list[Tensor]:
     return [piece for piece in pieces if piece is not None]
-
-
-def _check(watched: Sequence[tuple[ReferenceType[Tensor], int]]) -> None:
-    """RuntimeError where a tensor that the backward needs was changed since the forward."""
-    for reference, version in watched:
-        tensor = reference()
-        if tensor is not None and tensor._version != version:
-            what, problem = (
-                f"it needs a tensor of shape {list(tensor.shape)}",
-                "that was changed in place after forward",
-            )
-            raise OrderError("backward", what, problem, "call backward before the optimizer's step")
-
-
-class _Run(torch.autograd.Function):
-    """The forward part in torch's forward, the backward part in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, *values: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        outputs, ctx.saved = step.forward(values)
-        ctx.step, ctx.watched = step, step.watched(values, outputs)
-        ctx.is_plain = [not isinstance(value, DTensor) for value in values]
-        ctx.given = [None if value is None else ref(value) for value in values]
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = _gradients(ctx, gradients)
-        if torch.is_grad_enabled():
-            return None, *once_only(found)
-        nodes = [node for node, _ in ctx.next_functions][-len(found) :]
-        return None, *handed_over(found, [value and value() for value in ctx.given], nodes)
-
-
-def _gradients(ctx: Any, gradients: Values) -> list[Tensor | None]:
-    """Those of the inputs of a call, from those of its outputs."""
-    _check(ctx.watched)
-    if ctx.step.copies is not None:
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.step.copies.note_backward)
-    nodes = [node for node, _ in ctx.next_functions[-len(ctx.given) :]]
-    waiting = ctx.step.waiting([value and value() for value in ctx.given], nodes)
-    found: list[Tensor | None] = ctx.step.backward(ctx.saved, gradients, ctx.is_plain, keeps_graph(), waiting)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, preserve_format
 
@@ -22,6 +23,8 @@ def rows_apart(rows: Sequence[Values], tangents: Sequence[Values]) -> list[list[
 
 def apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
     """Gradients each in memory of its own: torch adds to them and scales them in place."""
+    if _are_apart([each for each in (*gradients, *tangents) if each is not None]):
+        return list(gradients)
     taken: dict[int, list[tuple[int, int]]] = {}  # stretches by storage, in order: a bucket holds many gradients
     for tangent in tangents:
         if tangent is not None:
@@ -30,6 +33,13 @@ def apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
         gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=preserve_format)
         for gradient in gradients
     ]
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether no two lie in the same memory, as is seen without asking which memory it is."""
+    stretches = sorted((each.data_ptr(), each.nbytes) for each in tensors if each.numel())
+    is_dense = all(each.is_contiguous() for each in tensors)
+    return is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(stretches))
 
 
 def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:

@@ -120,8 +120,13 @@ def call_signature(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
 ) -> Signature:
     """The signature of a call of ``model``, whose ``state`` may be known."""
-    leaves, tree = call_leaves(model.forward, args, kwargs)
-    state = model_state(model) if state is None else state
+    return signature_of(
+        *call_leaves(model.forward, args, kwargs), train, model_state(model) if state is None else state
+    )
+
+
+def signature_of(leaves: Sequence[tuple[str, Any]], tree: Tree, train: bool, state: State) -> Signature:
+    """That of a call with these leaves, of a model of this state."""
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     described = tuple((name, leaf_of(value)) for name, value in leaves)
     return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))

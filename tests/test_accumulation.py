@@ -67,6 +67,48 @@ def test_gradients_that_are_zeroed_and_kept_are_reduced_once_a_step(gloo, plan):
         assert counted == [1, 1, 1, 2, 1], "a step more where one backward was expected"
 
 
+def run_early():
+    """In which backward of each step gradients are summed over ranks; 0 is the read after them."""
+    alone, parallel, traffic = made(Mesh(dp=4), DATA, None)
+    found = []
+    for count in (3, 3, 2, 2, 4, 4):
+        calls = []
+        for i in range(count):
+            for model in (alone, parallel):
+                loss = model(*doubles(i))
+                traffic.clear()
+                loss.backward()
+            calls.append(traffic.calls["all_reduce"])
+        traffic.clear()
+        for theirs, mine in zip(alone.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, atol=1e-12, rtol=0)
+            assert type(mine.grad._local_tensor) is torch.Tensor
+        calls.append(traffic.calls["all_reduce"])
+        found.append([i for i, each in enumerate(calls[-1:] + calls[:-1]) if each])
+        for model in (alone, parallel):
+            model.zero_grad()
+    return found
+
+
+def test_gradients_are_reduced_in_the_last_backward_that_is_expected(gloo):
+    for found in gloo.run(run_early):
+        assert found == [[0], [3], [0], [2], [0, 2], [4]]
+
+
+def run_graph():
+    """Backwards that make a graph of the gradients, which torch adds up itself."""
+    alone, parallel, _ = made(Mesh(dp=4), DATA, None)
+    for model in (alone, parallel):
+        for i in range(2):
+            model(*doubles(i)).backward(create_graph=True)
+    for theirs, mine in zip(alone.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad.detach()), theirs.grad.detach(), atol=1e-12, rtol=0)
+
+
+def test_gradients_with_a_graph_accumulate(gloo):
+    gloo.run(run_graph)
+
+
 def run_reads():
     """Gradients that are read, dropped or asked for otherwise in the midst of an accumulation."""
     alone, parallel, traffic = made(Mesh(dp=4), DATA, None)

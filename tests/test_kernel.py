@@ -32,6 +32,10 @@ def test_a_bound_contraction_equals_its_einsum_for_every_shape_it_is_called_with
         expected = torch.einsum(spec.replace(" ", ""), a, b)
         torch.testing.assert_close(bound(a, b), expected)
         torch.testing.assert_close(dot(a, b, spec), expected)
+        total = Draw(seed).floats(*expected.shape)
+        torch.testing.assert_close(bound.plus(total, a, b), total + expected)
+        torch.testing.assert_close(bound.add_to(added := total.clone(), a, b), total + expected)
+        torch.testing.assert_close(added, total + expected)
         if bound.takes_bias and a.ndim > 1:
             bias = Draw(seed).floats(expected.shape[-1])
             torch.testing.assert_close(bound(a, b, bias), expected + bias)

@@ -53,15 +53,32 @@ class BoundDot:
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The contraction."""
-        if self._shapes != (a.shape, b.shape):
-            self._bind(a.shape, b.shape)
-        left, right = _stepped(a, self._left), _stepped(b, self._right)
-        if self.plan.is_swapped:
-            left, right = right.mT, left.mT
+        left, right = self._matrices(a, b)
         product = self._multiply(left, right) if bias is None else torch.addmm(bias, left, right)
         if self._shape is not None:
             product = product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
+
+    def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The contraction and ``total``, which is of its shape."""
+        left, right = self._matrices(a, b)
+        if self._shape is not None or self._order is not None:
+            return total + self(a, b)
+        return (torch.baddbmm if self.plan.left[0] else torch.addmm)(total, left, right)
+
+    def add_to(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """``total``, to which the contraction is added in place."""
+        left, right = self._matrices(a, b)
+        if self._shape is not None or self._order is not None:
+            return total.add_(self(a, b))
+        return (total.baddbmm_ if self.plan.left[0] else total.addmm_)(left, right)
+
+    def _matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What is multiplied."""
+        if self._shapes != (a.shape, b.shape):
+            self._bind(a.shape, b.shape)
+        left, right = _stepped(a, self._left), _stepped(b, self._right)
+        return (right.mT, left.mT) if self.plan.is_swapped else (left, right)
 
     def _bind(self, a: torch.Size, b: torch.Size) -> None:
         plan, self._shapes = self.plan, (a, b)
