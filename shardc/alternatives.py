@@ -13,7 +13,7 @@ from functools import cached_property
 from torch import fx
 
 from shardc.alternative import Alternative
-from shardc.announcement import collective_at
+from shardc.announcement import collective_at, is_collective
 from shardc.api import Compiled
 from shardc.bucket import axes_of
 from shardc.collective import EXCHANGES
@@ -72,7 +72,9 @@ class Chooser:
         module = program.source(op).module
         question = f"to compute {op.name}{f' ({module})' if module else ''}"
         ways = compare_cuts(self.plan, op, axes)
-        for way in ways[: MOST + 1] if len(ways) > 1 else ():
+        for way in (
+            ways[: MOST + 1] if len(ways) > 1 and ways[0].wire_bytes else ()
+        ):  # else it is sent for other reasons
             unasked = "" if way.is_considered or way.work > 1 else "nothing that it takes or makes is cut so"
             note = f"each rank computes {way.work:.0f} times as much" if way.work > 1 else unasked
             yield Alternative(question, way.text, way.wire_bytes, way.is_chosen, note)
@@ -91,12 +93,11 @@ class Chooser:
             costs = compare_forms(before, gone)
             if costs is not None:
                 question = f"to compute {op_name(gone.target).lstrip('_')} ({source.location})"
-                edges = [
-                    each for each in self.whole.calls if each.target in EXCHANGES and self._is_of(before, gone, each)
-                ]
-                sent = sum(collective_at(self.whole, each).wire_bytes for each in edges)
+                sent = [each for each in self.whole.calls if is_collective(each) and self._is_of(before, gone, each)]
+                edges = [each for each in sent if each.target in EXCHANGES]
                 way = _edges_text(len(edges)) if edges else "local work and sums of a few numbers"
-                yield Alternative(question, way, sent if edges else costs.apart, True)
+                announced = sum(collective_at(self.whole, each).wire_bytes for each in edges or sent)
+                yield Alternative(question, way, announced if edges else costs.apart or announced, True)
                 yield Alternative(question, "gather the whole dim", costs.gathered, False)
 
     def _is_of(self, before: Program, op: fx.Node, node: fx.Node) -> bool:

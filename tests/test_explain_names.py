@@ -126,6 +126,7 @@ def shifted() -> Compiled:
     return shardc.compile(Shifted(), Mesh(dp=2, tp=4), annotations, args=given)
 
 
+DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 SOME = ("gpt2", "moe", "vit", "pipeline", "tied, zero 3")
 
 
@@ -180,10 +181,8 @@ def of_text(text: str) -> Iterator[str]:
         if value:
             yield value[1]
             taken = re.sub(r'"[^"]*"', "", value[2])
-            yield from re.findall(
-                r"(?<![\w.=@])(?:tangent\([\w.]+\)|[A-Za-z_][\w.]*)(?![\w.=])",
-                re.sub(r"\b(?:None|True|False|inf|nan)\b", "", taken),
-            )
+            words = re.findall(r"(?<![\w.=@])(?:tangent\([\w.]+\)|[A-Za-z_][\w.]*)(?![\w.=])", taken)
+            yield from (each for each in words if each not in ("None", "True", "False", "inf", *DTYPES))
         elif end := re.match(r"  (\w+ [\w.]+): .*? = (\S+)$", code):
             yield from end.groups()
         elif given := re.match(r"  (parameter|buffer|input|tangent) (\S+): ", code):
