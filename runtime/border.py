@@ -205,16 +205,16 @@ class DistributedDoor:
 
     def enter(self, tensor: Tensor) -> list[Tensor]:
         """One piece; of a DTensor that lies otherwise, after a redistribution by torch."""
+        if isinstance(tensor, DTensor) and tensor._spec is self._spec:
+            return [tensor._local_tensor]
         piece = self._piece(tensor)
         return [pad(piece, self.value, self.shape, self.comm.position) if self._is_padded else piece]
 
     def _piece(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return shard(tensor.to(self.comm.device), self.value, self.comm.position)
-        if tensor._spec is self._spec:
-            return tensor._local_tensor
         if tensor.placements == self.placements and self.stored == self.value:
-            self._spec = tensor._spec
+            self._spec = None if self._is_padded else tensor._spec
             return local(tensor)
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return shard(local(whole), self.value, self.comm.position)

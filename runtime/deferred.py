@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardc.ops.contraction import BoundDot
 
+from .code import Part
 from .instruction import Env, Instruction, Slot, plain_call, with_deaths, with_waits
 
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, what is not summed over ranks yet
@@ -41,22 +42,22 @@ class Deferred:
         closing = [each for each in instructions if each.result in late]
         self._before = [each for each in instructions if each.result not in late]
         self.open = {slot for each in closing for slot in each.reads} - set(late)
-        self.closing = with_deaths(closing, self._results)
-        self._known: dict[tuple[bool, bool, bool], list[Instruction]] = {}
+        self.closing = Part(with_deaths(closing, self._results))
+        self._known: dict[tuple[bool, bool, bool], Part] = {}
 
-    def instructions(self, totals: Totals | None, is_last: bool) -> list[Instruction]:
+    def instructions(self, totals: Totals | None, is_last: bool) -> Part:
         """Those of a backward that adds to totals, if there are any; what is late runs if it ``is_last``."""
         key = totals is not None, totals is not None and totals.is_own, is_last
         if key not in self._known:
             self._known[key] = self._made(*key)
         return self._known[key]
 
-    def _made(self, has_totals: bool, is_own: bool, is_last: bool) -> list[Instruction]:
+    def _made(self, has_totals: bool, is_own: bool, is_last: bool) -> Part:
         order = self._before
         if is_last:
             order = self._all if self._is_read_late_last else [*self._before, *self.closing]
         added = self._added(order, is_own) if has_totals else order
-        return with_deaths(with_waits(added), self._results if is_last else self.open | self._results)
+        return Part(with_deaths(with_waits(added), self._results if is_last else self.open | self._results))
 
     @property
     def _is_read_late_last(self) -> bool:

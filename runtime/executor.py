@@ -7,26 +7,24 @@ alive between the two is what is saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardc.deferral import deferrable
-from shardc.error import CaptureError, ShardingError, raised_by_model, second_backward
+from shardc.error import second_backward
 from shardc.lifetime import PART_OF, split
 from shardc.program import Program
 
+from .code import Part
 from .comm import Starter
 from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
-from .ranges import WAIT, in_range, in_ranges, is_profiled
-
-Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
+from .interpreter import Values, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,79 +47,6 @@ class Saved:
     def tensors(self) -> Iterator[tuple[Tensor, ...]]:
         """The tensors alive, for each rank."""
         return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A collective that is under way."""
-
-    instruction: Instruction
-    results: Callable[[], Sequence[Any]]
-
-    def finish(self, envs: Sequence[Env]) -> None:
-        """Wait for it."""
-        with in_range(self.instruction.name + WAIT):
-            results = self.results()
-        for env, result in zip(envs, results, strict=True):
-            env[self.instruction.result] = result
-
-
-def run(
-    instructions: Iterable[Instruction],
-    envs: Sequence[Env],
-    comm: Starter | None,
-    kept: Mapping[tuple[int, int], int] | None = None,
-    into: Sequence[Values] = (),
-) -> None:
-    """Run instructions, an ``Env`` for each rank of ``comm`` that lives in this process.
-
-    Collectives are started in the order of the program, which is the same on every rank, and waited for late.
-    ``into``: for each rank tensors where what gathers make may be put, ``kept`` by slot and member.
-    """
-    started: dict[int, Started] = {}
-    for each in in_ranges(instructions) if is_profiled() else instructions:
-        for slot in each.waits:
-            if slot in started:
-                started.pop(slot).finish(envs)
-        if each.collective:
-            assert comm is not None, each
-            with in_range(each.name):
-                started[each.result] = _start(each, envs, comm, kept or {}, into)
-        else:
-            call, result = each.call, each.result
-            try:
-                for env in envs:
-                    env[result] = call(env)
-            except Exception as error:
-                _note_place(error, each)
-                raise
-        for slot in each.dead:
-            for env in envs:
-                env[slot] = None
-    for left in started.values():
-        left.finish(envs)
-
-
-def _note_place(error: Exception, each: Instruction) -> None:
-    """Say where in the model an op failed; an index that is out of bounds is in what the user gave."""
-    place = f"{each.line or 'the model'}, {each.name}"
-    if isinstance(error, IndexError) or "out of bounds" in str(error):
-        raised_by_model(error, place)
-    elif not isinstance(error, (CaptureError, ShardingError)):
-        error.add_note(f"in {place}")
-
-
-def _start(
-    each: Instruction, envs: Sequence[Env], comm: Starter, kept: Mapping[tuple[int, int], int], into: Sequence[Values]
-) -> Started:
-    slots = each.reads
-    results = [kept.get((each.result, i)) for i in range(len(slots))] if into else []
-    places = [[None if i is None else values[i] for i in results] for values in into]
-    if each.flat is not None:
-        rows = [[env[slot] for slot in slots] for env in envs]
-        return Started(each, comm.start_bucket(each.flat, rows, places))
-    xs, first = [env[slots[0]] for env in envs], [place for place, *_ in places]
-    return Started(each, comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first))
 
 
 class Executor:
@@ -150,10 +75,10 @@ class Executor:
         )
         made = {slot for slot, _ in self._results_of("update")}
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
-        self._update = with_deaths(update, made)
-        self._fwd = with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")})
+        self._update = Part(with_deaths(update, made))
+        self._fwd = Part(with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")}))
         results = {slot for slot, _ in self._results_of("backward")}
-        self._bwd = with_deaths(bwd, results)
+        self._bwd = Part(with_deaths(bwd, results))
 
     @cached_property
     def deferred(self) -> frozenset[int]:

@@ -16,7 +16,8 @@ from shardc.program import Program
 
 from .comm import Starter, Traffic
 from .deferred import Sums, Totals
-from .executor import Executor, Saved, Values
+from .executor import Executor, Saved
+from .interpreter import Values
 from .ranges import in_range
 
 Compiled = Callable[..., Sequence[Tensor]]

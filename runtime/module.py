@@ -82,8 +82,7 @@ class ParallelModule(nn.Module):
         self.step += self.training
 
         def run(step: Step) -> Any:
-            constants = {("buffer", name): tensor for name, tensor in step.compiled.convention.constants.items()}
-            return step({**constants, **tensors}, given, random)
+            return step(tensors, given, random)
 
         train = variants.latest.compiled.convention.signature.train
         return variants.run(run, lambda: self._new_step(args, kwargs, train))

@@ -22,8 +22,8 @@ from shardc.stage_schedule import schedule_of
 from .channel import Channel, Mailbox
 from .comm import Comm
 from .deferred import Sums, Totals
-from .executor import Values
 from .host import Host
+from .interpreter import Values
 from .pipeline_step import PipelineStep
 from .stage_results import StageResults
 from .stage_runner import StageRunner

@@ -14,8 +14,8 @@ from shardc.stage_turns import ways_after
 
 from .channel import Key, Message
 from .comm import REDUCE
-from .executor import Values
 from .instruction import Env
+from .interpreter import Values
 from .offload import Offload, settled
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .deferred import Sums, Totals
-from .executor import Values
+from .interpreter import Values
 
 
 class Runner(Protocol):

@@ -13,7 +13,8 @@ from shardc.program import Program
 from shardc.sharding import Sharding
 
 from .comm import Comm, SimulatedComm
-from .executor import Executor, Values
+from .executor import Executor
+from .interpreter import Values
 from .piece import pad, shard, unshard
 from .pipeline import PipelineRunner
 

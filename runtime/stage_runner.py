@@ -10,9 +10,10 @@ from shardc.node import operand
 from shardc.stage import PARTS, Part, Stages
 from shardc.stage_lifetime import kept_after, read_beside, sums_in_place
 
+from . import code
 from .comm import Starter
-from .executor import run
 from .instruction import Env, instructions, with_deaths, with_waits
+from .interpreter import run
 
 
 class StageRunner:
@@ -48,7 +49,7 @@ class StageRunner:
         self.beside = {part: {slots[node] for node in read_beside(stages, index, part)} for part in PARTS}
         lasting = set(range(len(slots)))
         read = {part: self.kept[part] | self.beside[part] for part in self.kept}
-        self.calls = {part: with_deaths(calls[part], read.get(part, lasting)) for part in PARTS}
+        self.calls = {part: code.Part(with_deaths(calls[part], read.get(part, lasting))) for part in PARTS}
 
     def run(self, part: Part, envs: Sequence[Env], comm: Starter) -> None:
         """Run a part."""

@@ -22,8 +22,9 @@ from .border import Border, Door
 from .copies import Copies, Made
 from .deferred import Sums
 from .ends import Ends
-from .executor import Saved, Values
+from .executor import Saved
 from .gradient import is_accumulated
+from .interpreter import Values
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
 from .runner import Runner
@@ -64,6 +65,10 @@ class Step:
         self._starts = dict(self._find_starts())
         self._kept_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
         self._kept_outputs = {i for i in self._ends.outputs if runner.keeps_output(i)}
+        self._given = [i for i, put in enumerate(self.program.inputs) if put.kind == "input"]
+        self._random = [i for i, put in enumerate(self.program.inputs) if put.kind == "random"]
+        self._state: State = {}
+        self._held: list[Tensor | None] = []
         self._copied = self._ends.buffers.keys() & set(self._kept_inputs)  # written back before the backward reads them
 
     def __call__(self, state: State, tensors: Iterable[Tensor], random: Tensor) -> Any:
@@ -71,21 +76,26 @@ class Step:
 
         Buffers are written back.
         """
-        given = iter(tensors)
-        values: list[Tensor | None] = []
-        for put in self.program.inputs:
-            if put.kind == "input":
-                values.append(next(given))
-            elif put.kind == "tangent":
-                values.append(None)
-            else:
-                values.append(random if put.kind == "random" else state[put.kind, put.name])
+        values = self._values(state, tensors, random)
         if self._ends.tangents and torch.is_grad_enabled():
             outputs = Call.apply(self, *values)
         else:
             with torch.no_grad():
                 outputs = self.forward(values)[0]
         return self.compiled.convention.unflatten(outputs)
+
+    def _values(self, state: State, tensors: Iterable[Tensor], random: Tensor) -> list[Tensor | None]:
+        """Parallel to the program's inputs; what the model holds is looked up where ``state`` is another object."""
+        if state is not self._state or not self._held:
+            constants = {("buffer", name): each for name, each in self.compiled.convention.constants.items()}
+            held, self._state = {**constants, **state}, state
+            self._held = [held.get((put.kind, put.name)) for put in self.program.inputs]
+        values = list(self._held)
+        for i, tensor in zip(self._given, tensors, strict=True):
+            values[i] = tensor
+        for i in self._random:
+            values[i] = random
+        return values
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
         """Run the forward part: the outputs, and what is saved."""
@@ -117,8 +127,8 @@ class Step:
         for put, i in self._ends.gradients.items():
             if i in waiting:
                 found[put] = open_gradient(opened, i, waiting[i])
-            elif any(piece is not None for piece in columns[i]):  # of a pipeline, another stage has it
-                found[put] = self._leave(i, columns[i], is_plain[put])
+            elif pieces := _present(columns[i]):  # of a pipeline, another stage has it
+                found[put] = self._exit(i).leave(pieces, is_plain[put])
         return found
 
     def _accumulate(
@@ -204,12 +214,12 @@ class Step:
 
     def _enter(self, values: Values) -> list[list[Tensor | None]]:
         """For each rank its pieces, parallel to the program's inputs."""
-        columns: list[list[Any]] = []
-        absent = [None] * len(self.border.comm.positions)
-        for i, (door, value) in enumerate(zip(self._entries, values, strict=True)):
-            pieces: list[Any] = absent if value is None else door.enter(value)
-            columns.append([piece.clone() for piece in pieces] if i in self._copied and value is not None else pieces)
-        return [list(row) for row in zip(*columns, strict=True)]
+        rows: list[list[Tensor | None]] = [[None] * len(values) for _ in self.border.comm.positions]
+        for i, value in enumerate(values):
+            if value is not None:
+                for row, piece in zip(rows, self._entries[i].enter(value), strict=True):
+                    row[i] = piece.clone() if i in self._copied else piece
+        return rows
 
     def _as_tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of all outputs as values of the program's inputs, zeros where there is none."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor, preserve_format
 
-from .executor import Values
+from .interpreter import Values
 
 
 def rows_apart(rows: Sequence[Values], tangents: Sequence[Values]) -> list[list[Tensor | None]]:

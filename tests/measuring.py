@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardc.api import Compiled
 from shardc.runtime.comm import SimulatedComm
-from shardc.runtime.executor import Executor, Values
+from shardc.runtime.executor import Executor
 from shardc.runtime.instruction import Env, Instruction
+from shardc.runtime.interpreter import Values
 from shardc.runtime.simulator import cut_inputs
 
 

@@ -16,8 +16,8 @@ from shardc.api import Compiled
 from shardc.runtime import pipeline, pipeline_step
 from shardc.runtime.channel import Key, Mailbox, Message, Types
 from shardc.runtime.comm import REDUCE, SimulatedComm, Starter
-from shardc.runtime.executor import Values, run
 from shardc.runtime.instruction import Env
+from shardc.runtime.interpreter import Values, run
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
 from shardc.runtime.stage_runner import StageRunner
 from shardc.stage import Part

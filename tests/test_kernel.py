@@ -77,3 +77,28 @@ def test_results_written_over_operands_are_those_written_apart(model: nn.Module)
 
 def executor_of(program: shardc.Compiled) -> Executor:
     return Executor(program.program, SimulatedComm(program.mesh))
+
+
+@pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
+def test_code_gives_what_the_instructions_give_that_it_is_made_of(model: nn.Module) -> None:
+    args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
+    program = shardc.compile(model, Mesh(dp=1), args=args)
+    executor = executor_of(program)
+    pieces = cut_inputs(program.program, program.inputs(program.program, args))
+    found = []
+    for _ in range(3):
+        outputs, saved = executor.forward(pieces)
+        found.append([*outputs, *executor.backward(saved, pieces, keep=True), *executor.backward(saved, pieces)])
+        assert not any(map(any, saved.envs)), "what was saved is freed"
+    assert executor._fwd._code is not None and executor._bwd._code is not None
+    torch.testing.assert_close(found[1:], found[:1] * 2, atol=0, rtol=0)
+
+
+def test_an_error_in_code_says_where_in_the_model_it_arose() -> None:
+    model = shardc.parallelize(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), Mesh(dp=1))
+    ids = torch.arange(6)
+    for _ in range(3):
+        model(ids)
+    with pytest.raises(Exception, match="out of") as found:
+        model(ids + 4)
+    assert "/embedding" in "".join((str(found.value), *getattr(found.value, "__notes__", ())))

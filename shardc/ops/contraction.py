@@ -59,6 +59,24 @@ class BoundDot:
             product = product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it was called, and knows its shapes."""
+        return self._shapes is not None
+
+    def matrix_texts(self, a: str, b: str) -> tuple[str, str]:
+        """Python expressions of what is multiplied, from those of operands of the shapes that it knows."""
+        left, right = _stepped_text(a, self._left), _stepped_text(b, self._right)
+        return (f"{right}.mT", f"{left}.mT") if self.plan.is_swapped else (left, right)
+
+    def product_text(self, left: str, right: str, *bias: str) -> str:
+        """The Python expression of the result, from those of the matrices; it calls ``mm``, ``bmm`` or ``addmm``."""
+        name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
+        product = f"{name}({', '.join((*bias, left, right))})"
+        if self._shape is not None:
+            product += f".view({tuple(self._shape)})"
+        return product if self._order is None else f"{product}.permute({tuple(self._order)})"
+
     def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The contraction and ``total``, which is of its shape."""
         left, right = self._matrices(a, b)
@@ -105,6 +123,13 @@ def _stepped(x: Tensor, steps: Steps) -> Tensor:
     if order is not None:
         x = x.permute(order)
     return x if shape is None else x.reshape(shape)
+
+
+def _stepped_text(x: str, steps: Steps) -> str:
+    order, shape = steps
+    if order is not None:
+        x += f".permute({tuple(order)})"
+    return x if shape is None else f"{x}.reshape({tuple(shape)})"
 
 
 def dot_type(a: TensorType, b: TensorType, spec: str) -> TensorType:
