@@ -11,7 +11,7 @@ from shardc.collective import EXCHANGES, LOCAL_KINDS, Collective, Kind, adds_mic
 from shardc.payload import payload_numel, rechunked_numel
 from shardc.permutation import wire_bytes_total
 from shardc.sharding import TensorType, dtype_name
-from shardc.window import moves_rows, overlap_add, rows_sent
+from shardc.window import most_sent, moves_rows, overlap_add
 
 if TYPE_CHECKING:
     from torch import fx
@@ -55,6 +55,7 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
     moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
     before = joined_type([program.local_type(each) for each in moved])
     after = joined_type([program.local_type(node, i) for i in range(len(moved))])
+    ranks = 0
     if node.target in EXCHANGES:
         kind: Kind = "collective_permute"
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
@@ -65,15 +66,16 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
     else:
         assert program.mesh is not None
         kind, axes = parts[0].kind, parts[0].args[0]
-        count = group_size(program.mesh, kind, parts[0].args)
-        payload = sum(_payload(program, node, part, count) for part in parts)
-        wire = wire_bytes(kind, payload, count)
+        ranks = group_size(program.mesh, kind, parts[0].args)
+        payload = sum(_payload(program, node, part, ranks) for part in parts)
+        wire = wire_bytes(kind, payload, ranks)
     sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
     return Collective(
         kind, axes, dtype_name(after.dtype), before.shape, after.shape,
         payload, wire, _total(program, node, parts, wire), name=node.name, phase=program.source(node).phase,
         node=", ".join(each.name for each in moved),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),
+        ranks=ranks,
     )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def joined_type(types: Sequence[TensorType | None]) -> TensorType:
 def edge_bytes(node: fx.Node, before: TensorType) -> tuple[int, int]:
     """Payload and wire bytes of an exchange with neighbours: of the rank that takes or gives most, and gives most."""
     dim, values = node.args[2:4]
-    gives, takes = map(max, rows_sent(values))  # type: ignore[arg-type]
+    gives, takes = most_sent(values)  # type: ignore[arg-type]
     if node.target is overlap_add:
         gives, takes = takes, gives
     row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)

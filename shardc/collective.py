@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.cause import Cause, cause_text
@@ -32,6 +33,7 @@ Kind = Literal[
     "mask_padding",
     "rechunk",
 ]
+WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # is what a rank sends
 LOCAL_KINDS = ("shard_slice", "mask_padding")  # a rank's own work, by where it stands on the mesh
 
 
@@ -114,6 +116,7 @@ class Collective:
     all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
     ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
+    ``ranks``: in a group, of those kinds of which a rank sends a share.
     """
 
     kind: Kind
@@ -131,6 +134,21 @@ class Collective:
     causes: tuple[Cause, ...] = field(default=(), repr=False, compare=False)
     stage: int | None = None
     times: int = 1
+    ranks: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def share(self) -> Any:
+        """The bytes that a rank sends, not rounded to whole ones."""
+        if self.kind in WHOLE_PAYLOAD or self.ranks in (0, 1):
+            return self.wire_bytes
+        sent: Any = (2 if self.kind == "all_reduce" else 1) * self.bytes * (self.ranks - 1)
+        is_number = isinstance(sent, int) and isinstance(self.ranks, int)
+        return Fraction(sent, self.ranks) if is_number else sent / self.ranks
+
+    @property
+    def num_values(self) -> int:
+        """How many values it moves: a bucket moves several."""
+        return len(self.node.split(", "))
 
     @property
     def cause(self) -> str:
@@ -146,7 +164,7 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
     n = group_size
     if kind in LOCAL_KINDS or n == 1:
         return 0
-    if kind in ("collective_permute", "send", "recv"):
+    if kind in WHOLE_PAYLOAD:
         return payload
     once = payload * (n - 1) // n
     return 2 * once if kind == "all_reduce" else once
@@ -171,7 +189,7 @@ def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:
 
 
 def _moving(axes: Axes) -> Axes:
-    return tuple(part for part in axes if part.size > 1)
+    return tuple(part for part in axes if part.size != 1)
 
 
 def _parts(mesh: Mesh, axes: Iterable[str]) -> Axes:

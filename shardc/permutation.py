@@ -44,9 +44,12 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
     """Bytes that all ranks together send in a collective of which one rank sends at most ``wire``.
 
     ``args`` are those after the value. In most kinds all send alike. In a permute some ranks keep what they have, and
-    of exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each sends what others need of it.
+    of exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each sends what others need of it; where
+    bytes are an expression it is as if all sent the most.
     """
     ranks = math.prod(size for name, size in mesh.sizes.items() if name != MICROBATCH)
+    if not isinstance(wire, int):
+        return wire * ranks
     if kind in ("windows", "overlap_add", "rechunk"):
         gives, takes = rows_sent(args[2])
         rows = takes if kind == "overlap_add" else gives

@@ -28,15 +28,17 @@ from shardc.stage_turns import Turns, turns_of, ways_after
 Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
 
 
-def rank_bytes(stages: Stages, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """For each rank of a pipeline ``saved`` and ``peak``.
+def rank_bytes(
+    stages: Stages, schedule: Schedule, owners: Mapping[Value, Value] | None = None
+) -> Iterator[tuple[int, int]]:
+    """For each rank of a pipeline ``saved`` and ``peak``; ``owners``, where they are known: see ``owners_of``.
 
     ``saved``: the most that lives between two of its actions of what microbatches under way have made; ``peak``: the
     most that lives at any time, inputs (of all microbatches), gradients and messages included. A message lives from
     where it is made until it is sent, and from where its receive is posted until it is read for the last time. Of
     stages that are offloaded nothing lives on the rank's device while they are idle.
     """
-    for replay in _replays(stages, schedule):
+    for replay in _replays(stages, schedule, owners):
         yield replay.saved, replay.memory.peak
 
 
@@ -49,10 +51,11 @@ def bytes_over_time(stages: Stages, schedule: Schedule) -> Iterator[list[tuple[s
         yield replay.highs
 
 
-def _replays(stages: Stages, schedule: Schedule) -> Iterator[_Replay]:
+def _replays(stages: Stages, schedule: Schedule, owners: Mapping[Value, Value] | None = None) -> Iterator[_Replay]:
     pipeline = stages.program.options.pipeline
     is_offloaded = pipeline is not None and pipeline.offload
-    owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
+    if owners is None:
+        owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
     for rank in range(schedule.num_ranks):
         turns = Turns(turns_of(stages, schedule, rank)) if is_offloaded else None
         replay = _Replay(stages, schedule, rank, owners, turns)

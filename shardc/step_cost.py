@@ -25,13 +25,17 @@ class StepCost:
 
     def record(self) -> dict[str, Any]:
         """As JSON has it."""
-        names = ("phase", "kind", "axes", "count", "bytes", "wire_bytes")
+        names = ("phase", "kind", "axes", "values", "count", "bytes", "wire_bytes")
         traffic = [{name: getattr(each, name) for name in names} for each in self.traffic]
         return {"traffic": traffic, "memory": dict(self.memory), "flops": self.flops}
 
     def text(self) -> str:
         """Three tables; numbers in full."""
-        parts = traffic_text(self.traffic), memory_text(self.memory), flops_text({"one rank": self.flops})
+        parts = (
+            traffic_text(self.traffic, has_values=True),
+            memory_text(self.memory),
+            flops_text({"one rank": self.flops}),
+        )
         return "\n".join(parts)
 
 

@@ -2,111 +2,71 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardc.announcement import collectives_of, moves_edges
-from shardc.bucket import members
-from shardc.collective import Collective
-from shardc.cost import alive, flops_of, held
-from shardc.error import ShardingError
-from shardc.lifetime import Storage, storages
-from shardc.mesh import Mesh
-from shardc.partition import parse_part
+from shardc.announcement import collectives_of
+from shardc.cost import flops_of, flops_of_call
 from shardc.program import Program
+from shardc.stage import TIMED, has_stages
+from shardc.stage_cut import stages_of
 from shardc.step_cost import StepCost
 from shardc.symbol_expression import Symbolic, named
+from shardc.symbol_memory import expressed_memory
 from shardc.traffic import traffic_of
 
-if TYPE_CHECKING:
-    from torch import fx
 
+def expressed_cost(symbolic: Symbolic, lowered: Program, final: Program) -> StepCost:
+    """Of a plan before its collectives go in buckets; ``lowered``, ``final``: its program at a point, as it ends too.
 
-WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # is what a rank sends
-
-
-def expressed_cost(symbolic: Symbolic, lowered: Program, localized: Program) -> StepCost:
-    """Of a plan before its collectives go in buckets; ``lowered``, ``localized``: its program at a point.
-
-    Bytes on the wire are not rounded down to whole ones, as they are of each collective. ``peak`` is what lives where
-    most does at that point.
+    Bytes on the wire are not yet rounded down. What lives is what does where most lives at that point.
     """
-    _check(symbolic.reference)
-    program, _ = symbolic.expressed()
-    by_name = {node.name: node for node in program.graph.nodes}
-    live = list(storages(localized))
-    if any(each.value[0].name not in by_name for each in live):  # made longer or cut short, where cuts are uneven
-        live = list(storages(lowered))
-    assert program.mesh is not None
-    traffic = tuple(traffic_of(_unrounded(each, program.mesh) for each in collectives_of(program)))
-    memory: dict[str, Any] = {
-        **held(program),
-        "saved": sum(_nbytes(program, by_name, each) for each in live if each.is_saved),
-        "peak": sum(_nbytes(program, by_name, each) for each in _fullest(live)),
-    }
-    return StepCost(traffic, memory, flops_of(program, of_rank=True))
+    program, _ = symbolic.expressed
+    traffic = tuple(replace(each, count=None) for each in traffic_of(collectives_of(program)))
+    flops = _stage_flops(program) if has_stages(program) else flops_of(program, of_rank=True)
+    memory = {name: symbolic.evened(size) for name, size in expressed_memory(program, lowered, final).items()}
+    return StepCost(traffic, memory, flops)
 
 
-def _check(program: Program) -> None:
-    found = [
-        node.name for node in program.calls if moves_edges(node) or any(p.kind == "rechunk" for p in members(node))
-    ]
-    if found:
-        raise ShardingError(
-            f"{', '.join(found)}",
-            "what neighbours exchange of their chunks' edges",
-            "how many rows that are goes by steps, and has no expression",
-            "count without --symbolic",
-        )
+def _stage_flops(program: Program) -> Any:
+    """Of the rank of a pipeline that has most of them."""
+    import sympy
+
+    pipeline = program.options.pipeline
+    assert pipeline is not None
+    of_rank: dict[int, Any] = {}
+    for stage, rank in zip(stages_of(program).stages, pipeline.place(program.num_stages), strict=True):
+        for part, calls in stage.parts.items():
+            times = pipeline.microbatches if part in TIMED else 1
+            of_rank[rank] = of_rank.get(rank, 0) + times * sum(flops_of_call(program, node) for node in calls)
+    return sympy.Max(*map(sympy.expand, of_rank.values()))
 
 
-def _nbytes(program: Program, by_name: Mapping[str, fx.Node], storage: Storage) -> Any:
-    node, index = storage.value
-    type_ = program.types(by_name[node.name])[index]
-    assert type_ is not None, storage
-    return type_.nbytes
-
-
-def _fullest(live: Sequence[Storage]) -> list[Storage]:
-    """What lives at the place where most bytes do."""
-    sums = alive(live)
-    place = max(sums, key=sums.__getitem__)
-    return [each for each in live if each.born <= place <= each.last]
-
-
-def _unrounded(found: Collective, mesh: Mesh) -> Collective:
-    """With its share of the payload on the wire as it is, not rounded down to whole bytes."""
-    if found.kind in WHOLE_PAYLOAD:
-        return found
-    ranks: Any = math.prod(parse_part(axis, mesh).size for axis in found.axes)
-    wire: Any = (2 if found.kind == "all_reduce" else 1) * found.bytes * (ranks - 1) / ranks
-    return replace(found, wire_bytes=wire)
-
-
-def along(name: str, start: int, several: Sequence[StepCost], here: StepCost) -> StepCost:
-    """The cost for any number of modules, from those of ``start``, one and two more.
+def along(name: str, several: Sequence[tuple[int, StepCost]], here: StepCost) -> StepCost:
+    """The cost for any number of modules, from those of three numbers of them.
 
     What does not grow evenly is as it is ``here``.
     """
-    count = named([name])[name] - start
+    import sympy
+
+    symbol = named([name])[name]
+    counts = [count for count, _ in several]
 
     def line(values: Sequence[Any], otherwise: Any) -> Any:
-        import sympy
-
         first, second, third = map(sympy.sympify, values)
-        is_even = sympy.expand(third - 2 * second + first) == 0
-        return first + count * (second - first) if is_even else otherwise
+        slope = (second - first) / (counts[1] - counts[0])
+        is_even = sympy.expand(first + (counts[2] - counts[0]) * slope - third) == 0
+        return first + (symbol - counts[0]) * slope if is_even else otherwise
 
-    rows = [{each.key: each for each in cost.traffic} for cost in several]
+    rows = [{each.key: each for each in cost.traffic} for _, cost in several]
     traffic = []
     for each in here.traffic:
         same = [row.get(each.key) for row in rows]
         fields = {
             part: line([getattr(found, part) if found else 0 for found in same], getattr(each, part))
-            for part in ("count", "bytes", "wire_bytes")
+            for part in ("values", "bytes", "wire_bytes")
         }
         traffic.append(replace(each, **fields))
-    memory = {part: line([cost.memory[part] for cost in several], held_) for part, held_ in here.memory.items()}
-    return StepCost(tuple(traffic), memory, line([cost.flops for cost in several], here.flops))
+    memory = {part: line([cost.memory[part] for _, cost in several], held_) for part, held_ in here.memory.items()}
+    return StepCost(tuple(traffic), memory, line([cost.flops for _, cost in several], here.flops))

@@ -1,6 +1,7 @@
-"""A number as a function of named sizes: found from its values at three points, and exact or none.
+"""A number as a function of named sizes: found from its values at a few points, and exact or none.
 
-A form is ``coefficient * product of (symbol + shift) ** power + offset``: what dims of tensors are made of.
+A form is a sum of ``coefficient * product of (symbol + shift) ** power`` and an offset: what dims of tensors are made
+of.
 """
 
 from __future__ import annotations
@@ -18,36 +19,55 @@ POWERS = (0, 1, 2, -1)
 SHIFTS = (1, -1, 2, -2)  # a next token, a class token, both ends
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """``factors``: (symbol, shift, power) each."""
+Factors = tuple[tuple[str, int, int], ...]  # a symbol, shift and power each
 
-    coefficient: Fraction = Fraction(0)
-    factors: tuple[tuple[str, int, int], ...] = ()
-    offset: int = 0
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A product."""
+
+    coefficient: Fraction
+    factors: Factors
 
     def exact(self, point: Point) -> Fraction:
         """The value at a point."""
         bases = (Fraction(point[name] + shift) ** power for name, shift, power in self.factors)
-        return math.prod(bases, start=self.coefficient) + self.offset
+        return math.prod(bases, start=self.coefficient)
+
+    def expression(self, symbols: Mapping[str, Any]) -> Any:
+        """As an expression in symbols."""
+        bases = ((symbols[name] + shift) ** power for name, shift, power in self.factors)
+        return math.prod(bases, start=self.coefficient.numerator) / self.coefficient.denominator
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A sum of terms and a whole number."""
+
+    terms: tuple[Term, ...] = ()
+    offset: int = 0
+
+    def exact(self, point: Point) -> Fraction:
+        """The value at a point."""
+        return sum((term.exact(point) for term in self.terms), start=Fraction(self.offset))
 
     def at(self, point: Point) -> int:
         """The value, cut to a whole number where the sizes of a point do not divide as they must."""
         return int(self.exact(point))
 
     def expression(self, symbols: Mapping[str, Any]) -> Any:
-        """As an expression in symbols."""
-        bases = ((symbols[name] + shift) ** power for name, shift, power in self.factors)
-        return (
-            math.prod(bases, start=self.coefficient.numerator) / self.coefficient.denominator + self.offset
-            if (self.factors)
-            else self.offset
-        )
+        """As an expression in symbols; an int where it has none."""
+        return sum((term.expression(symbols) for term in self.terms), start=self.offset)
 
 
 def constant(value: int) -> Form:
     """What does not depend on sizes."""
     return Form(offset=value)
+
+
+def product_form(coefficient: Fraction, factors: Factors, offset: int = 0) -> Form:
+    """One product and a whole number."""
+    return Form((Term(coefficient, factors),), offset)
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,9 @@ class Fitter:
             yield from self._lines(values, name)
         for name, shift in product(symbols, SHIFTS):
             yield from self._products(values, {other: shift if other == name else 0 for other in symbols})
+        for shift in SHIFTS:
+            for form in self._products([value - shift for value in values], dict.fromkeys(symbols, 0)):
+                yield Form(form.terms, shift)
 
     def _products(self, values: Sequence[int], shifts: Mapping[str, int]) -> Iterator[Form]:
         """Monomials, by what they are multiplied with from the first point to the second."""
@@ -90,8 +113,8 @@ class Fitter:
                 == grown
             ):
                 factors = tuple((name, shifts[name], power) for name, power in zip(steps, powers, strict=True) if power)
-                unit = Form(Fraction(1), factors).exact(self.points[0])
-                yield Form(first / unit, factors)
+                unit = Term(Fraction(1), factors).exact(self.points[0])
+                yield product_form(first / unit, factors)
 
     def _lines(self, values: Sequence[int], name: str) -> Iterator[Form]:
         """A multiple of one symbol and a constant."""
@@ -100,4 +123,4 @@ class Fitter:
             slope = Fraction(values[1] - values[0], high - low)
             rest = values[0] - slope * low
             if slope and rest.denominator == 1:
-                yield Form(slope, ((name, 0, 1),), int(rest))
+                yield product_form(slope, ((name, 0, 1),), int(rest))

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from shardc.mesh import Axes, AxisPart, Mesh
+from shardc.node import is_pointwise
 from shardc.program import Program
 from shardc.sharding import DimSharding, Sharding, TensorType
 
@@ -50,7 +51,8 @@ def _line(program: Program, node: fx.Node) -> str:
     source, args = program.source(node), map_aggregate((node.args, dict(node.kwargs)), blank)
     types = [None if each is None else (len(each.shape), str(each.dtype)) for each in program.types(node)]
     cuts = [each and _cuts(each) for each in program.shardings(node)]
-    return f"{source.phase} {source.module}: {node.name} {types} {cuts} = {_name(node.target)} {args}"
+    stage = f" (stage {source.stage})" if source.stage >= 0 else ""
+    return f"{source.phase} {source.module}{stage}: {node.name} {types} {cuts} = {_name(node.target)} {args}"
 
 
 def _name(target: Any) -> str:
@@ -117,8 +119,9 @@ class _Rewrite:
         program = self.program
         types, shardings = program.types(node), program.shardings(node)
         has_many = program.has_many(node)
-        node.args = map_aggregate(node.args, self._leaf)
-        node.kwargs = map_aggregate(node.kwargs, self._leaf)
+        if not is_pointwise(node.target):  # of which a number is no size
+            node.args = map_aggregate(node.args, self._leaf)
+            node.kwargs = map_aggregate(node.kwargs, self._leaf)
         if node.op == "output":
             return
         made = tuple(None if each is None else self._type(each) for each in types)

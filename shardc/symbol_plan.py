@@ -7,20 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shardc.action import COMPUTE, Action
 from shardc.api import Compiled
 from shardc.error import ShardingError
-from shardc.passes.localize import localize
 from shardc.passes.pipeline import run_passes
 from shardc.passes.rematerialize import rematerialize
 from shardc.passes.verify import verify
 from shardc.program import Program
+from shardc.stage import has_stages
+from shardc.stage_schedule import schedule_of
 from shardc.step_cost import StepCost, step_cost
 from shardc.symbol_cost import along, expressed_cost
-from shardc.symbol_expression import Symbolic
+from shardc.symbol_expression import Cut, Symbolic
 from shardc.symbol_form import Form, Point, constant
+from shardc.symbol_memory import fullest
 from shardc.symbol_numbers import Key, numbers, outline
 from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, places_of, point_text
-from shardc.symbol_region import Region, probed, widest
+from shardc.symbol_region import Region, other_meshes, probed, widest
+from shardc.symbol_window import Reach, reaches
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class SymbolicPlan:
     region: Region
     repeated: Repeated | None = None
     known: dict[int, Symbolic] = field(default_factory=dict, repr=False)
+    judged: dict[tuple[tuple[str, int], ...], str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def cost(self) -> StepCost:
@@ -53,7 +58,10 @@ class SymbolicPlan:
         if self.repeated is None:
             return here
         name = self.repeated.symbol
-        return along(name, FEW, [self._expressed({**self.reference, name: FEW + i}) for i in range(3)], here)
+        last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # which is held against a compile
+        counts = [FEW, FEW + 1, last]
+        several = [(count, self._expressed({**self.reference, name: count})) for count in counts]
+        return along(name, several, here)
 
     def at(self, point: Point) -> StepCost:
         """The numbers at a point: a size for each symbol that is another than at the reference.
@@ -72,7 +80,10 @@ class SymbolicPlan:
 
     def why_not(self, point: Point) -> str:
         """Why the plan is not known to be that of a point, which has all symbols; nothing where it is."""
-        return self.region.why_not(point) or self._other_plan(point)
+        outside, key = self.region.why_not(point), tuple(sorted(point.items()))
+        if not outside and key not in self.judged:
+            self.judged[key] = self._other_plan(point) or self._other_order(point)
+        return outside or self.judged[key]
 
     def refusal(self, point: Point, reason: str) -> ShardingError:
         """The error for a point outside."""
@@ -93,6 +104,25 @@ class SymbolicPlan:
         ours, theirs = self.learned.outlines["rematerialize"], outline(program)
         return "" if ours == theirs else first_difference(ours, theirs)
 
+    def _other_order(self, point: Point) -> str:
+        """Of a pipeline: where another rank is the fullest, or microbatches go in another order."""
+        if self.rank is None:
+            return ""
+        program = self.substituted(point)
+        if fullest(program) != self.rank:
+            return f"rank {fullest(program)} of the pipeline is the fullest there, and not rank {self.rank}"
+        return "" if _order(program) == _order(self.here) else f"the schedule is {schedule_of(program).name} there"
+
+    @cached_property
+    def rank(self) -> int | None:
+        """Of a pipeline the rank whose memory is counted, the fullest."""
+        return fullest(self.here) if has_stages(self.here) else None
+
+    @cached_property
+    def here(self) -> Program:
+        """The localized program at the reference."""
+        return self.substituted(self.reference)
+
     def is_same(self, point: Point) -> bool:
         """Whether a fresh compile at a point has this plan, and its cost."""
         logging.disable(logging.ERROR)  # torch's own, of tensors that no machine could address
@@ -110,7 +140,7 @@ class SymbolicPlan:
         symbolic = self._lowered(point)
         lowered = symbolic.at(point)
         verify(lowered)  # asks of each call in global types whether it has a rule, which localize relies on
-        return expressed_cost(symbolic, lowered, localize(lowered))
+        return expressed_cost(symbolic, lowered, run_passes(lowered, after=rematerialize))
 
     def _lowered(self, point: Point) -> Symbolic:
         """The program with as many repeated modules; one compile for each such number."""
@@ -127,15 +157,31 @@ class SymbolicPlan:
     def _read(self, count: int) -> Symbolic:
         """From a compile where the fewest sizes are alike: the first of the multiples, if that tells them apart."""
         assert self.repeated is not None
-        for i, is_last in ((1, False), (2, False), (0, True)):
+        for i, other in ((1, 2), (2, 1), (0, 1)):
             point = {**self.learned.points[i], self.repeated.symbol: count}
             program = levels_of(self.compile(point))["rematerialize"]
             try:
-                return Symbolic(program, [self._form(i, *each) for each in numbers(program)], point, self.axes)
+                found = Symbolic(program, [self._form(i, *each) for each in numbers(program)], point, self.axes)
             except ShardingError:
-                if is_last:
+                if i == 0:
                     raise
+                continue
+            if count != FEW + 1:  # what goes for fewer and for more goes for it
+                self._check(found, {**self.learned.points[other], self.repeated.symbol: count})
+            return found
         raise AssertionError("the last one returns or raises")
+
+    def _check(self, found: Symbolic, point: Point) -> None:
+        """A ShardingError unless a program with more modules is what a compile at another point has."""
+        program = levels_of(self.compile(point))["rematerialize"]
+        same = [form.exact(point) for form in found.forms] == [size for _, size in numbers(program)]
+        if not same or outline(program) != outline(found.reference):
+            raise ShardingError(
+                "--symbolic",
+                f"the plan at {point_text(point)}",
+                f"some of its sizes or choices go by how many modules there are, not as those of {FEW}",
+                "count at sizes: --at ... --recompile",
+            )
 
     def _form(self, i: int, key: Key, size: int) -> Form:
         """As in one of the few modules; else as any number of this value is; what none has, as a seed, is fixed."""
@@ -169,10 +215,26 @@ def symbolic_plan(
     few = {**reference, **({repeated.symbol: FEW} if repeated else {})}
     told = _remembering(compile_, progress)
     learned = learn(told, few, axes, *((repeated.symbol, repeated.path) if repeated else ()))
-    _, cuts = learned.symbolic["rematerialize"].expressed()
-    region = widest(few, axes, repeated.symbol if repeated else "", cuts, learned.points)
+    lowered = learned.symbolic["rematerialize"]
+    learned = learned.on_meshes(told, other_meshes(lowered, lowered.expressed[1]))
+    region = _region(learned, repeated.symbol if repeated else "")
     plan = SymbolicPlan(told, reference, axes, learned, region, repeated)
     return replace(plan, region=probed(region, plan.is_same))
+
+
+def _region(learned: Learned, count: str) -> Region:
+    """Where numbers are whole and cuts as even as in the plan: what is tried first."""
+    lowered = learned.symbolic["rematerialize"]
+    found = list(reaches(lowered))
+    cuts = [each for symbolic in learned.symbolic.values() for each in symbolic.wholes()]
+    cuts += [*lowered.expressed[1], *(each for each in found if isinstance(each, Cut))]
+    region = widest(lowered, count, tuple(dict.fromkeys(cuts)), learned.points)
+    return replace(region, reaches=tuple(dict.fromkeys(each for each in found if isinstance(each, Reach))))
+
+
+def _order(program: Program) -> list[list[Action]]:
+    """What each rank of a pipeline computes, in order."""
+    return [[action for action in row if action.kind in COMPUTE] for row in schedule_of(program).actions]
 
 
 def _remembering(compile_: Compile, progress: Callable[[str], None]) -> Compile:

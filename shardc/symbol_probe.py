@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 from shardc.error import ShardingError
 from shardc.program import Program
+from shardc.symbol_axes import Widening
 from shardc.symbol_expression import Symbolic
 from shardc.symbol_form import Fitter, Form, Point
 from shardc.symbol_numbers import Key, numbers, outline
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from shardc.api import Compiled
 
 Compile = Callable[[Point], "Compiled"]
+Levels = Mapping[str, Program]
 LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
 FEW = 2  # repeated modules of the programs that are compiled at many points
 MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as another does, and one more
@@ -28,17 +32,80 @@ MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as an
 )
 
 
+Place = tuple[int, Key | None, int]
+
+
 @dataclass(frozen=True)
 class Learned:
-    """``symbolic`` by level: the captured, the canonical and the lowered program, all of the first of ``points``.
+    """``symbolic`` by level: the captured and the lowered program, all of the first of ``points``.
 
     ``forms``: those that numbers have that are of one value at one of the points and stand at the same place.
+    ``keyed``: of each number of the lowered program what it is of, and its values at the points.
     """
 
     points: Sequence[Point]
     symbolic: Mapping[str, Symbolic]
     outlines: Mapping[str, list[str]]
-    forms: Mapping[tuple[int, Key | None, int], set[Form]] = field(repr=False)
+    keyed: Sequence[tuple[Key, tuple[int, ...]]] = field(repr=False)
+    repeated: str = ""
+
+    @cached_property
+    def forms(self) -> Mapping[Place, set[Form]]:
+        """Where to look for the form of a number of a program with more modules."""
+        found: dict[Place, set[Form]] = {}
+        for (key, values), form in zip(self.keyed, self.symbolic[LEVELS[-1]].forms, strict=True):
+            for place in places_of(key, self.repeated):
+                for i, value in enumerate(values):
+                    found.setdefault((i, place, value), set()).add(form)
+        return found
+
+    def on_meshes(self, compile_: Compile, points: Iterable[Point]) -> Learned:
+        """With forms that hold on meshes of other sizes too, where the plan is the same at enough of these points.
+
+        Where it has what the forms say at the first of them there is nothing to learn.
+        """
+        seen: list[tuple[Point, Levels]] = []
+        for point in points:
+            found = _compiled(compile_, point)
+            if isinstance(found, Exception) or self.differs(found):
+                continue
+            seen.append((point, found))
+            if len(seen) == 1 and self._says(*seen[0]):
+                return self
+            if all(len({self.points[0][name], *(each[name] for each, _ in seen)}) > 2 for name in self._moving):
+                break
+        else:
+            return self
+        symbolic = dict(self.symbolic)
+        for level, known in self.symbolic.items():
+            forms = self._widened(known, [(point, numbers(found[level])) for point, found in seen])
+            if forms is None:
+                return self
+            symbolic[level] = replace(known, forms=forms)
+        return replace(self, symbolic=symbolic)
+
+    def differs(self, levels: Levels) -> bool:
+        """Whether programs are of another plan."""
+        return any(outline(levels[level]) != ours for level, ours in self.outlines.items())
+
+    @property
+    def _moving(self) -> list[str]:
+        """The axes that have other sizes too."""
+        known = self.symbolic[LEVELS[-1]]
+        return [name for name in known.axes if name not in known.held and known.point[name] > 1]
+
+    def _says(self, point: Point, levels: Levels) -> bool:
+        return all(
+            [form.exact(point) for form in known.forms] == [value for _, value in numbers(levels[level])]
+            for level, known in self.symbolic.items()
+        )
+
+    def _widened(self, known: Symbolic, seen: Sequence[tuple[Point, list[tuple[Key, int]]]]) -> list[Form] | None:
+        widening = Widening({name: known.point[name] for name in self._moving}, [point for point, _ in seen])
+        widen = functools.cache(widening.widen)
+        columns = zip(*([value for _, value in values] for _, values in seen), strict=True)
+        found = [widen(form, values) for form, values in zip(known.forms, columns, strict=True)]
+        return None if None in found else [form for form in found if form is not None]
 
 
 def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str = "", repeated: str = "") -> Learned:
@@ -50,21 +117,17 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
     points, programs = _alike(compile_, reference, dims)
     fitter = Fitter([{name: point[name] for name in dims} for point in points])
     symbolic: dict[str, Symbolic] = {}
-    known: dict[tuple[int, Key | None, int], set[Form]] = {}
+    keyed: list[tuple[Key, tuple[int, ...]]] = []
     cache: dict[tuple[int, ...], Form] = {}
     for level in LEVELS:
-        found = []
-        for several in zip(*(numbers(program[level]) for program in programs), strict=True):
-            key, values = several[0][0], tuple(value for _, value in several)
+        several = zip(*(numbers(program[level]) for program in programs), strict=True)
+        keyed = [(same[0][0], tuple(value for _, value in same)) for same in several]
+        for key, values in keyed:
             if values not in cache:
                 cache[values] = _fitted(fitter, key, values)
-            found.append(cache[values])
-            for place in places_of(key, repeated) if level == LEVELS[-1] else ():
-                for i, value in enumerate(values):
-                    known.setdefault((i, place, value), set()).add(cache[values])
-        symbolic[level] = Symbolic(programs[0][level], found, reference, axes)
+        symbolic[level] = Symbolic(programs[0][level], [cache[values] for _, values in keyed], reference, axes)
     outlines = {level: outline(programs[0][level]) for level in LEVELS}
-    return Learned(points, symbolic, outlines, known)
+    return Learned(points, symbolic, outlines, keyed, repeated)
 
 
 def _fitted(fitter: Fitter, key: Key, values: tuple[int, ...]) -> Form:
@@ -103,7 +166,12 @@ def _unnumbered(text: str, repeated: str) -> str:
     return f"{repeated}.*{dot}{rest}" if number.isdigit() else text
 
 
-Levels = Mapping[str, Program]
+def _compiled(compile_: Compile, point: Point) -> Levels | Exception:
+    """The programs at a point, or what is wrong there: whatever a model says of sizes that it does not take."""
+    try:
+        return levels_of(compile_(point))
+    except Exception as error:
+        return error
 
 
 def levels_of(compiled: Compiled) -> Levels:
@@ -118,10 +186,9 @@ def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[li
     for point in _multiples(reference, dims):
         if len(points) == 3:
             break
-        try:
-            found = levels_of(compile_(point))
-        except Exception as error:  # whatever a model says of sizes that it does not take
-            problem = error
+        found = _compiled(compile_, point)
+        if isinstance(found, Exception):
+            problem = found
             continue
         problem = difference(programs[0], found) or problem
         if not difference(programs[0], found) and _tell_apart([*points, point], dims):

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardc.symbol_expression import Cut, value
+from shardc.symbol_expression import Cut, Symbolic
 from shardc.symbol_form import Point
+from shardc.symbol_probe import FEW
+from shardc.symbol_window import Reach
 
 IsSame = Callable[[Point], bool]
 RANKS = 65536
@@ -21,7 +23,8 @@ HALVINGS = 3
 class Region:
     """``low`` and ``high``: of each symbol, both included; ``cuts``: what divides what; ``probes``: points compiled.
 
-    ``count``: the symbol that counts modules, if there is one.
+    ``reaches``: chunks that are long enough for what neighbours take. ``count``: the symbol that counts modules, if
+    there is one.
     """
 
     reference: Point
@@ -31,6 +34,7 @@ class Region:
     cuts: Sequence[Cut]
     probes: Sequence[Point] = ()
     count: str = ""
+    reaches: Sequence[Reach] = ()
 
     def why_not(self, point: Point) -> str:
         """What puts a point outside; nothing where it is inside."""
@@ -41,33 +45,33 @@ class Region:
                 )
         if math.prod(point[name] for name in self.axes) > RANKS:
             return f"the mesh has more than {RANKS} ranks"
-        broken = next((cut for cut in self.cuts if not cut.holds(point)), None)
+        asked: list[Cut | Reach] = [*self.cuts, *self.reaches]
+        broken = next((each for each in asked if not each.holds(point)), None)
         return f"it must hold that {broken.text()}" if broken else ""
 
-    def text(self) -> str:
-        """The conditions, a line each."""
-        ranges = [f"{name} {self.low[name]} to {self.high[name]}" for name in self.low]
-        return "\n".join([", ".join(ranges), *(cut.text() for cut in self.conditions)])
-
     @property
-    def conditions(self) -> list[Cut]:
-        """What must divide what."""
-        return telling(self.cuts)
+    def conditions(self) -> list[str]:
+        """What must divide what, and be how long."""
+        asked: list[Cut | Reach] = [*telling(self.cuts), *self.reaches]
+        return list(dict.fromkeys(each.text() for each in asked))
 
 
 def telling(cuts: Sequence[Cut]) -> list[Cut]:
     """The cuts that say something: what no other implies."""
-    from sympy import sympify
+    from sympy import expand, sympify
 
-    found = [cut for cut in _fewer(cuts) if not (sympify(cut.size) / cut.shards).is_integer]
+    found = [cut for cut in _fewer(cuts) if not expand(sympify(cut.size) / cut.shards).is_integer]
     symbols = {cut.size: cut.shards for cut in found if cut.is_even and getattr(cut.size, "is_Symbol", False)}
 
     def is_implied(cut: Cut) -> bool:
+        finer = [other.shards / sympify(cut.shards) for other in found if other.size == cut.size and other.is_even]
+        if cut.is_even and any(times != 1 and times.is_integer for times in finer):
+            return True
         rest = sympify(cut.size) / cut.shards
         for symbol, shards in symbols.items():
             if symbol != cut.size and rest.has(symbol):
                 rest = rest.subs(symbol, symbol * shards)
-        return cut.is_even and bool(rest.is_integer) and bool(_names(cut.size))
+        return cut.is_even and bool(expand(rest).is_integer) and bool(_names(cut.size))
 
     return [cut for cut in dict.fromkeys(found) if not is_implied(cut)]
 
@@ -82,19 +86,34 @@ def _fewer(cuts: Sequence[Cut]) -> list[Cut]:
     return [*rest, *(Cut(size, shards, is_even=True) for shards, size in fixed.items())]
 
 
-def widest(reference: Point, axes: Sequence[str], count: str, cuts: Sequence[Cut], probes: Sequence[Point]) -> Region:
+def widest(symbolic: Symbolic, count: str, cuts: Sequence[Cut], probes: Sequence[Point]) -> Region:
     """What is tried first: as many ranks as there are, and batches as large as those need."""
-    limits = {axis: _limit(axis, cuts) if reference[axis] > 1 else 1 for axis in axes}
-    low, high, said = {count: 1}, {count: MODULES}, telling(cuts)
+    reference, axes = symbolic.point, symbolic.axes
+    held = {axis for axis in axes if reference[axis] == 1 or axis in symbolic.held}
+    limits = {axis: reference[axis] if axis in held else _limit(axis, cuts) for axis in axes}
+    low, high, said = {count: FEW}, {count: MODULES}, telling(cuts)
     for name, size in reference.items():
         if name in axes:
-            low[name], high[name] = min(size, 2), limits[name]
+            low[name], high[name] = size if name in held else 2, limits[name]
         elif name != count:
             axes_of = {axis for cut in said if name in _names(cut.size) for axis in _names(cut.shards)}
-            grows = any(limits[axis] == RANKS for axis in axes_of)
+            grows = any(limits.get(axis) == RANKS for axis in axes_of)
             low[name], high[name] = max(1, size // SHRINK), size * (RANKS if grows else GROWTH)
     low, high = ({name: end[name] for name in reference} for end in (low, high))
     return Region(reference, axes, low, high, cuts, tuple(probes), count)
+
+
+def other_meshes(symbolic: Symbolic, cuts: Sequence[Cut]) -> Iterator[Point]:
+    """Points of other meshes, with dims as much larger as their cuts need: all axes larger, each alone, all again."""
+    moving = [axis for axis in symbolic.axes if symbolic.point[axis] > 1 and axis not in symbolic.held]
+    alone = [([axis], 2) for axis in moving] if len(moving) > 1 else []
+    for names, factor in ((moving, 2), *alone, (moving, 4), (moving, 3)) if moving else ():
+        point = {name: size * factor if name in names else size for name, size in symbolic.point.items()}
+        for cut in cuts:
+            free = _names(cut.size) - {*symbolic.axes}
+            if cut.is_even and free and not cut.holds(point):
+                point[min(free)] *= cut.lacks(point)
+        yield point
 
 
 def _limit(axis: str, cuts: Sequence[Cut]) -> int:
@@ -129,26 +148,32 @@ def _dims(region: Region) -> list[str]:
 
 
 def _narrowed(region: Region, names: Sequence[str], is_high: bool, is_same: IsSame, halvings: int) -> Region | None:
-    """With one end of the ranges of some symbols as far as the plan is found to hold; none where it never does."""
+    """With one end of the ranges of some symbols as far as the plan is found to hold; none where it never does.
+
+    Dims go no further than a point that was compiled: between two points where a size is of one form it is of that.
+    """
     for i in range(halvings):
-        region = _moved(region, names, is_high, lambda here, end: math.isqrt(here * end)) if i else region
-        point = _reached(region, names, region.high if is_high else region.low)
-        if point in (region.reference, *region.probes):
-            return region
-        if is_same(point):
-            return replace(region, probes=(*region.probes, point))
+        end = region.high if is_high else region.low
+        if i:
+            end = {**end, **{name: math.isqrt(region.reference[name] * end[name]) for name in names}}
+            region = _ending(region, end, is_high)
+        point = _reached(region, names, end)
+        is_known = point in (region.reference, *region.probes)
+        if is_known or is_same(point):
+            found = region if is_known else replace(region, probes=(*region.probes, point))
+            dims = [name for name in names if name not in region.axes]
+            return _ending(found, {**end, **{name: point[name] for name in dims}}, is_high)
     return None
 
 
 def _fixed(region: Region, names: Sequence[str], is_high: bool) -> Region:
     """With symbols going no further than they are at the reference."""
-    return _moved(region, names, is_high, lambda here, end: here)
-
-
-def _moved(region: Region, names: Sequence[str], is_high: bool, move: Callable[[int, int], int]) -> Region:
     end = region.high if is_high else region.low
-    moved = {**end, **{name: move(region.reference[name], end[name]) for name in names}}
-    return replace(region, high=moved) if is_high else replace(region, low=moved)
+    return _ending(region, {**end, **{name: region.reference[name] for name in names}}, is_high)
+
+
+def _ending(region: Region, end: Mapping[str, int], is_high: bool) -> Region:
+    return replace(region, high=end) if is_high else replace(region, low=end)
 
 
 def _reached(region: Region, names: Sequence[str], bound: Mapping[str, int]) -> Point:
@@ -187,6 +212,5 @@ def _with(region: Region, point: Point, name: str, size: int) -> Point | None:
         free = _names(broken.size) - {name, region.count, *region.axes}
         if not free or not broken.is_even:
             return None
-        dim, shards = min(free), value(broken.shards, made)
-        made[dim] *= shards // math.gcd(shards, value(broken.size, made))
+        made[min(free)] *= broken.lacks(made)
     return None

@@ -76,6 +76,9 @@ def family(options: argparse.Namespace) -> Family:
         if path in inputs and dim.isdigit() and int(dim) < len(inputs[path]):
             reference[name] = inputs[path][int(dim)]
             dims[name] = Dim(int(dim), reference[name])
+        elif what in lists and _is_one(options):
+            problem = "stages, or what is made again, go by all modules together, so that their number is fixed"
+            raise _unknown(name, what, problem, f"leave {name} out")
         elif what in lists:
             reference[name], repeated = lists[what], Repeated(name, what)
         else:
@@ -85,10 +88,15 @@ def family(options: argparse.Namespace) -> Family:
                 remedy = did_you_mean(what, [*names, *known]) or f"name one of {', '.join([*names, *known])}"
                 raise _unknown(name, what, "it is no dim of an input, no list of modules and no setting", remedy)
             reference[name], settings[name] = known[what], what
-    if repeated is None and lists and LAYERS not in reference:
+    if repeated is None and lists and LAYERS not in reference and not _is_one(options):
         path = max(lists, key=lists.__getitem__)
         reference[LAYERS], repeated = lists[path], Repeated(LAYERS, path)
     return Family(options, reference, dims, settings, repeated)
+
+
+def _is_one(options: argparse.Namespace) -> bool:
+    """Whether something is chosen of all modules together, which fewer of them would not tell."""
+    return options.pipeline is not None or (options.remat is not None and options.remat.budget is not None)
 
 
 def _unknown(name: str, what: str, problem: str, remedy: str) -> UsageError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from shardc.cause import cause_text
@@ -17,7 +19,11 @@ _IS_ORIGIN = re.compile(r"\S+ from ").match
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes."""
+    """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes.
+
+    ``values`` go in ``count`` collectives, which has no expression. ``wire_bytes`` are rounded down to whole ones all
+    together, where each collective's own are by itself; as an expression they are not rounded.
+    """
 
     phase: str
     kind: str
@@ -25,6 +31,7 @@ class Traffic:
     count: Size
     bytes: Size
     wire_bytes: Size
+    values: Size = 0
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -42,17 +49,27 @@ def traffic_of(collectives: Iterable[Collective]) -> list[Traffic]:
             *key,
             sum(each.times for each in same),
             sum(each.bytes * each.times for each in same),
-            sum(each.wire_bytes * each.times for each in same),
+            _whole(sum(each.share * each.times for each in same)),
+            sum(each.num_values * each.times for each in same),
         )
         for key, same in found.items()
     ]
 
 
-def traffic_text(traffic: Sequence[Traffic]) -> str:
-    """A row for each, and one of all; numbers in full, so that two meshes print the same but for sizes."""
-    rows: list[tuple[Any, ...]] = [(*each.key, each.count, each.bytes, each.wire_bytes) for each in traffic]
-    total = [sum(row[i] for row in rows) for i in (3, 4, 5)]
-    header = ("phase", "kind", "axes", "count", "bytes", "wire bytes")
+def _whole(sent: Size) -> Size:
+    return math.floor(sent) if isinstance(sent, (int, Fraction)) else sent
+
+
+def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
+    """A row for each, and one of all; numbers in full, so that two meshes print the same but for sizes.
+
+    ``has_values``: how many values go in those collectives, beside how many these are.
+    """
+    names = {"values": "values"} if has_values else {}
+    names |= {"count": "count", "bytes": "bytes", "wire_bytes": "wire bytes"}
+    rows: list[tuple[Any, ...]] = [(*each.key, *(getattr(each, name) for name in names)) for each in traffic]
+    total = [sum(getattr(each, name) for each in traffic) for name in names]
+    header = ("phase", "kind", "axes", *names.values())
     return table(header, [*rows, ("total", "", "", *total)]) if rows else "no collectives\n"
 
 

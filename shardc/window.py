@@ -125,7 +125,22 @@ def _element(element: Any, window: Windows) -> Any:
 @lru_cache(maxsize=1024)
 def moves_rows(values: tuple[int, ...]) -> bool:
     """Whether any rank gives any rows to another."""
-    return any(rows_sent(values)[0])
+    return bool(most_sent(values)[0] != 0)
+
+
+@lru_cache(maxsize=1024)
+def most_sent(values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Elements that the rank gives to others that gives most, and that the one takes that takes most.
+
+    Where numbers are expressions, of windows that have one (see ``shardc.symbol_window``).
+    """
+    if all(isinstance(number, int) for number in values):
+        gives, takes = rows_sent(values)
+        return max(gives), max(takes)
+    from shardc.symbol_window import rows_expressed
+
+    rows = rows_expressed(Windows(*values))
+    return rows, rows
 
 
 def rows_sent(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardc.arguments import MOST, command, compiling, written
-from shardc.error import did_you_mean
+from shardc.error import ShardingError, did_you_mean
 from shardc.invocation import compiled, write
 from shardc.outcome import CHECK_FAILED, GOOD, UsageError
 from shardc.parser import unread
@@ -42,7 +42,11 @@ def add(commands: Any) -> None:
         default=[],
         help="the numbers where symbols have these sizes, without compiling there; may be repeated",
     )
-    cost.add_argument("--recompile", action="store_true", help="compile at each --at that the plan does not hold at")
+    cost.add_argument(
+        "--recompile",
+        action="store_true",
+        help="compile at each --at where the plan does not hold, or has no expressions",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,36 +70,36 @@ def _symbolic(options: argparse.Namespace) -> int:
     from shardc.json_text import json_text
     from shardc.symbol_plan import symbolic_plan
     from shardc.symbol_target import family
-    from shardc.symbol_text import plan_record, plan_text
+    from shardc.symbol_text import numbers_text, plan_record, plan_text
 
-    _check_plan(options)
     of = family(options)
     for point in options.at:
         _check_point(of.reference, point)
-    plan = symbolic_plan(of.compile, of.reference, options.mesh.axis_names, of.repeated, _tell)
+    points = [{**of.reference, **point} for point in options.at]
+    try:
+        plan = symbolic_plan(of.compile, of.reference, options.mesh.axis_names, of.repeated, _tell)
+    except ShardingError as error:
+        if not points or not options.recompile or options.format == "json":
+            raise
+        print(f"shardc: no expressions: {error}", file=sys.stderr)
+        write(numbers_text([(point, of.compile(point).cost) for point in points]), options.output)
+        return GOOD
     found: list[tuple[Mapping[str, int], StepCost]] = []
-    for point in options.at:
-        whole = {**of.reference, **point}
-        reason = plan.why_not(whole)
+    for point in points:
+        reason = plan.why_not(point)
         if not reason or options.recompile:
-            found.append((whole, of.compile(whole).cost if reason else plan.at(whole)))
+            found.append((point, of.compile(point).cost if reason else plan.at(point)))
         if reason:
             print(
-                f"shardc: {'compiled anew, since ' * options.recompile}{plan.refusal(whole, reason)}", file=sys.stderr
+                f"shardc: {'compiled anew, since ' * options.recompile}{plan.refusal(point, reason)}", file=sys.stderr
             )
     text = json_text(plan_record(plan, found)) if options.format == "json" else plan_text(plan, found)
     write(text, options.output)
-    return GOOD if len(found) == len(options.at) else CHECK_FAILED
+    return GOOD if len(found) == len(points) else CHECK_FAILED
 
 
 def _tell(point: str) -> None:
     print(f"shardc: compiling at {point}", file=sys.stderr)
-
-
-def _check_plan(options: argparse.Namespace) -> None:
-    if options.pipeline:
-        problem = "what a rank of a pipeline holds goes by the order of its schedule, which is no function of sizes"
-        raise UsageError("--symbolic", "given with --pipeline", problem, "leave one of them out")
 
 
 def _check_point(reference: Mapping[str, int], point: Mapping[str, int]) -> None:
