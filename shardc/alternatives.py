@@ -92,7 +92,8 @@ class Chooser:
         for gone in (each for each in before.calls if each.name not in after and self._is_of(before, each, made)):
             costs = compare_forms(before, gone)
             if costs is not None:
-                question = f"to compute {op_name(gone.target).lstrip('_')} ({source.location})"
+                place = f" ({source.location or source.module})" if source.location or source.module else ""
+                question = f"to compute {op_name(gone.target).lstrip('_')}{place}"
                 sent = [each for each in self.whole.calls if is_collective(each) and self._is_of(before, gone, each)]
                 edges = [each for each in sent if each.target in EXCHANGES]
                 way = _edges_text(len(edges)) if edges else "local work and sums of a few numbers"

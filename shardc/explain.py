@@ -64,7 +64,8 @@ class Explainer:
         have it, ``gradient:`` and ``stage:`` ask for what has no name of its own; so do the words of the dump, as in
         ``the gradient w``. Raises a ShardingError for a name that nothing has, or several.
         """
-        kind, bare = kind_and_name(str(name))
+        is_exact = any(name in self.tables[each] for each in TYPED)
+        kind, bare = ("", name) if is_exact else kind_and_name(str(name))
         tables = {each: self.tables[each] for each in ([kind] if kind else TYPED)}
         for typed in dict.fromkeys((bare, without_place(bare))):
             found = [each for each, table in tables.items() if typed in table]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.bucket import bucket, members, results
-from shardc.cause import Cause, Moved, Place, Stored
+from shardc.cause import Cause, Edges, Moved, Place, Stored
 from shardc.collective import COLLECTIVES, Collective
 from shardc.explain_chain import Chains
 from shardc.explain_stage import StageExplainer
 from shardc.explanation import Chain, End, Explanation, Reason, Sent
 from shardc.fact import Origin
 from shardc.mesh import axis_of
-from shardc.node import is_cast, is_getitem, operands
+from shardc.node import is_cast, is_getitem, is_view, operands
 from shardc.program import Program
 from shardc.stage_traffic import sender
 from shardc.step_time import collective_seconds
@@ -107,7 +107,7 @@ class CollectiveExplainer:
             taken = operands(node) if node is not None and node.op == "call_function" else ()
             given = taken.index(made) if made in taken else cause.operand
             return self._end(cause.user, cause.wants.text(cause.type), given)
-        reader = next(iter(_readers(made)), made)
+        reader = next(iter(_readers(made, isinstance(cause, Edges))), made)
         source = self.program.source(reader)
         place = Place(reader.name, source.module, source.location)
         return self._end(place, type_text(self.program, made), None)
@@ -131,11 +131,11 @@ def _stored_axes(stored: Stored) -> set[str]:
     return {part.name for part in stored.stored.cut_axes} - {part.name for part in stored.computed.cut_axes}
 
 
-def _readers(made: fx.Node) -> Iterator[fx.Node]:
-    """Who reads what a collective makes, behind casts and further steps."""
+def _readers(made: fx.Node, is_view_passed: bool) -> Iterator[fx.Node]:
+    """Who reads what a collective makes, behind casts and further steps, and behind views."""
     for user in made.users:
         is_step = user.op == "call_function" and (user.target in COLLECTIVES or user.target is bucket)
-        if is_step or is_getitem(user) or is_cast(user):
-            yield from _readers(user)
+        if is_step or is_getitem(user) or is_cast(user) or (is_view_passed and is_view(user)):
+            yield from _readers(user, is_view_passed)
         else:
             yield user

@@ -77,14 +77,12 @@ class StageExplainer:
         nodes = [self.chains.nodes[name] for name in cause.values]
         behind = descendants(*nodes)
         ends = zip(self.program.outputs, self.program.results, strict=True)
-        held = {name for stage in (cause.source, cause.target) for name in self._held(stage)}
+        held = set(self._held(cause.source)) & set(self._held(cause.target))
         for put, result in ends:
-            if result not in behind:
-                continue
-            if put.kind == "gradient" and put.name in held:
-                yield f"stages that hold {put.name} add up their parts of its gradient"
-            elif put.kind != "gradient":
+            if result in behind and put.kind != "gradient":
                 yield f"every rank has the {put.kind} {put.name} at the end of a step"
+            elif result in behind and put.name in held:
+                yield f"both stages hold {put.name}, and add up their parts of its gradient"
 
     def _held(self, stage: int) -> tuple[str, ...]:
         return self.record.stages.stages[stage].parameters

@@ -281,7 +281,7 @@ def test_a_stage_is_explained_by_who_says_where_it_begins() -> None:
     found = tied.explain("stage 0")
     assert found.parts and "stage 0 begins with the model" in found.text()
     sums = [each.name for each in tied.collectives if each.name.startswith("send_after")]
-    assert any("stages that hold tokens.weight add up" in tied.explain(name).text() for name in sums)
+    assert any("both stages hold tokens.weight, and add up" in tied.explain(name).text() for name in sums)
     assert all(REPLICATED not in tied.explain(each.name).ends for each in tied.collectives)
 
 
