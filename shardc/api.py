@@ -16,7 +16,7 @@ from shardc.annotations import Spec, check_annotations
 from shardc.announcement import collectives_of
 from shardc.capture import CallingConvention
 from shardc.collective import Collective
-from shardc.ends import gradient_names
+from shardc.ends import gradient_names, shardings_of
 from shardc.error import OptionError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
 from shardc.machine import Links, machine_of
@@ -88,16 +88,7 @@ class Compiled:
     @property
     def shardings(self) -> dict[str, Sharding]:
         """The sharding of every parameter, buffer, input, output and node, by name."""
-        program = self.program
-        nodes = (node for node in program.graph.nodes if node.op != "output" and not program.has_many(node))
-        found = {node.name: program.sharding(node) for node in nodes}
-        for output, node in zip(program.outputs, program.results, strict=True):
-            if node is not None and output.kind == "output":
-                found[output.name] = program.sharding(node)
-        for given, node in zip(program.inputs, program.placeholders, strict=True):
-            if given.kind != "tangent":
-                found[given.name] = program.sharding(node)
-        return found
+        return shardings_of(self.program)
 
     @property
     def memory(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Whose a program's ends are: its parameters by name, and what gradients and new values of buffers belong to."""
+"""A program's ends by name, and whose they are: what gradients and new values of buffers belong to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import fx
 
 from shardc.fact import Output
 from shardc.program import Program
+from shardc.sharding import Sharding
 
 End = tuple[Output, fx.Node | None, fx.Node | None]
 
@@ -43,4 +44,17 @@ def gradient_names(program: Program) -> dict[str, tuple[str, str]]:
         if output.kind == "gradient" and owner is not None:
             kind, name = keys[owner]
             found[f"{kind}:{name}" if name in found else name] = kind, name
+    return found
+
+
+def shardings_of(program: Program) -> dict[str, Sharding]:
+    """The sharding of every parameter, buffer, input, output and node, by name."""
+    nodes = (node for node in program.graph.nodes if node.op != "output" and not program.has_many(node))
+    found = {node.name: program.sharding(node) for node in nodes}
+    for output, node in zip(program.outputs, program.results, strict=True):
+        if node is not None and output.kind == "output":
+            found[output.name] = program.sharding(node)
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        if given.kind != "tangent":
+            found[given.name] = program.sharding(node)
     return found

@@ -70,7 +70,7 @@ def _beginnings(program: Program) -> dict[str, int]:
 
 def _one_stage(program: Program, pipeline: Pipeline, mesh: Mesh) -> Change:
     """The pipeline's ranks given to the axis that cuts the batch, else to any other, else left out."""
-    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    sizes = mesh.sizes
     freed, sizes[pipeline.axis] = sizes[pipeline.axis], 1
     data = [part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes]
     other = next((name for name in [*data, *sizes] if name in sizes and name != pipeline.axis), None)

@@ -75,4 +75,4 @@ def _check_ranks(options: argparse.Namespace) -> None:
 
 
 def _typed(mesh: Mesh) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in zip(mesh.axis_names, mesh.shape, strict=True))
+    return ",".join(f"{axis}={size}" for axis, size in mesh.sizes.items())

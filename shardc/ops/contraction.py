@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardc.rule import Call, Rule, make_rule, rule
-from shardc.sharding import TensorType
 
 aten = torch.ops.aten
 Names = tuple[str, ...]
@@ -130,13 +129,6 @@ def _stepped_text(x: str, steps: Steps) -> str:
     if order is not None:
         x += f".permute({tuple(order)})"
     return x if shape is None else f"{x}.reshape({tuple(shape)})"
-
-
-def dot_type(a: TensorType, b: TensorType, spec: str) -> TensorType:
-    """The type of ``dot(a, b, spec)``."""
-    plan = _plan(spec)
-    sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
-    return TensorType(tuple(sizes[name] for name in plan.out), a.dtype)
 
 
 @dataclass(frozen=True, slots=True)
