@@ -10,7 +10,7 @@ from torch import nn
 
 from shardc.error import ShardingError, did_you_mean
 from shardc.mesh import Mesh
-from shardc.options import Pipeline
+from shardc.options import Options, Pipeline
 from shardc.program import Program
 
 from .border import border_of
@@ -48,6 +48,7 @@ def parallel_module(
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
+    Options(pipeline=pipeline).check_kinds()
     if pipeline is None:
         return ParallelModule(model, border_of(mesh, device), compile_fn, RUNNERS[backend])
     if backend != "eager":

@@ -43,8 +43,10 @@ def _check_parts(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def check_maker(model: Any) -> None:
-    """A ShardingError for what ``init_parameters`` can make no model of."""
+def check_maker(model: Any, initialize: Any = None) -> None:
+    """A ShardingError for what ``init_parameters`` can make no model of, or not give values."""
+    if initialize is not None and not callable(initialize):
+        raise _no_kind("initialize", initialize, "it is a function of the model", "say initialize=lambda model: ...")
     if not callable(model):
         problem = "it takes a model on meta, or a function that makes one"
         raise _no_kind("init_parameters", model, problem, "give init_parameters(lambda: Model(config), ...)")
@@ -75,8 +77,8 @@ def check_draw(seed: Any, step: Any) -> None:
     """A ShardingError for a seed or a step of random numbers that is no whole number."""
     given = {"seed": seed, "step": step}
     raise_all([
-        _no_kind(name, value, "it is a whole number", f"say {name}=0")
-        for name, value in given.items() if not isinstance(value, int)
+        _no_kind(name, value, "it is a whole number of less than 64 bits", f"say {name}=0")
+        for name, value in given.items() if not isinstance(value, int) or not -(2**63) <= value < 2**63
     ])  # fmt: skip
 
 

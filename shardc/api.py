@@ -295,5 +295,7 @@ def parallelize(
     )  # fmt: skip
     module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline)
     if args is not None or kwargs is not None:
-        module.compile_for(args or (), kwargs or {})
+        given = () if args is None else args
+        check_call(given, {} if kwargs is None else kwargs, True, differentiable, strict)
+        module.compile_for(given, kwargs or {})
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -230,6 +231,8 @@ PIPELINE_EXAMPLES = {"microbatches": "8", "schedule": "1f1b", "balance": "flops"
 
 
 def _remat(text: str) -> Remat:
+    if not text or (re.fullmatch(r"[\d.e]+[kKMGT]?i?B?", text) and not text.isdecimal()):
+        raise unread(text, "it is no glob over modules, and no number of bytes", "write 'h.*', or digits alone")
     try:
         return Remat(budget=int(text[:20])) if text.removeprefix("-").isdecimal() else Remat(text)
     except ShardingError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shardc.arguments import EXIT_CODES
 from shardc.commands import bench_links, check, cost, diff, dump, explain, stages, trace, verify
-from shardc.error import CaptureError, OptionError, ShardingError, place_in_model
+from shardc.error import CaptureError, OptionError, ShardingError, place_in_model, raised
 from shardc.outcome import BAD_ANNOTATION, CAPTURE_FAILED, GOOD, INTERNAL, INTERRUPTED, USAGE
 from shardc.parser import Parser
 
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if place := place_in_model(error):
-            problem, remedy = f"{type(error).__name__}: {error}", "run the model eagerly on these inputs, and mend it"
-            return _complain(CaptureError(place, problem, remedy), CAPTURE_FAILED)
+            remedy = "run the model eagerly on these inputs, and mend it"
+            return _complain(CaptureError(place, raised(error), remedy), CAPTURE_FAILED)
         traceback.print_exc()
         return INTERNAL
 
@@ -65,6 +65,11 @@ def _run(options: argparse.Namespace) -> int:
         return _complain(error, CAPTURE_FAILED)
     except ShardingError as error:
         return _complain(error, BAD_ANNOTATION)
+    except SystemExit as error:
+        from shardc.location import failing_line
+
+        remedy = "raise an error there, or leave it out"
+        return _complain(CaptureError(failing_line(error), "it ends the process", remedy), CAPTURE_FAILED)
 
 
 def _complain(error: Exception, code: int) -> int:

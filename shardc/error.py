@@ -88,6 +88,11 @@ def place_in_model(error: Exception) -> str:
     return next((note.removeprefix(_RAISED) for note in notes if note.startswith(_RAISED)), "")
 
 
+def raised(error: BaseException) -> str:
+    """The type of an error, and what it says, if anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def did_you_mean(name: object, names: Iterable[str]) -> str:
     """A sentence with the near matches of a name, or the empty string."""
     near = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardc.annotations import Match, Spec, annotated_parameters
+from shardc.annotations import Match, Spec, annotated_parameters, check_annotations
 from shardc.api import compile
 from shardc.mesh import Mesh
 from shardc.sharding import Sharding
@@ -38,19 +38,23 @@ def init_parameters(
     Numbers are drawn by a counter, keyed by seed, the parameter's name and the index in it. An initialiser that needs
     its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
     """
-    from shardc.admission import check_maker
+    from shardc.admission import check_call, check_draw, check_maker
     from shardc.initializer import record_initializers
     from shardc.passes.canonicalize import canonicalize
     from shardc.passes.name_draws import name_draws
     from shardc.runtime.initialize import initialize as place
 
-    check_maker(model)
+    check_maker(model, initialize)
+    check_draw(seed, 0)
+    check_annotations(annotations or {})
     found = record_initializers(model, initialize)
     found = replace(found, program=canonicalize(name_draws(found.program)))
     if args is None and kwargs is None:
         shardings = _annotated(annotations or {}, found.model, Mesh.of(mesh))
     else:
-        shardings = _compiled(found.model, Mesh.of(mesh), annotations, args or (), kwargs)
+        given = () if args is None else args
+        check_call(given, kwargs or {}, True, (), False)
+        shardings = _compiled(found.model, Mesh.of(mesh), annotations, given, kwargs)
     return place(found, mesh, shardings, seed)
 
 

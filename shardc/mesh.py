@@ -111,7 +111,7 @@ class Mesh:
         self.axis_names = tuple(axes)
         self.shape = tuple(axes.values())
         self.device_ids = device_ids = None if device_ids is None else _as_tuple(device_ids)
-        if (device_ids is not None and set(device_ids) != set(range(self.size))) or len(device_ids or ()) > self.size:
+        if device_ids is not None and not _has_each(device_ids, self.size):
             raise ShardingError(
                 "Mesh",
                 f"device_ids={self.device_ids}",
@@ -221,6 +221,12 @@ def _check_size(mesh: Mesh) -> None:
     if mesh.size > MOST_RANKS:
         remedy = f"say sizes whose product is at most {MOST_RANKS}"
         raise ShardingError(f"{mesh}", f"{mesh.size} ranks", f"a mesh has at most {MOST_RANKS}", remedy)
+
+
+def _has_each(device_ids: tuple[Any, ...], size: int) -> bool:
+    """Whether every rank is there once."""
+    is_right = len(device_ids) == size and all(hasattr(each, "__index__") for each in device_ids)
+    return is_right and set(device_ids) == set(range(size))
 
 
 def _as_tuple(device_ids: object) -> tuple[Any, ...]:

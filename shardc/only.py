@@ -36,7 +36,7 @@ class Only:
         if not isinstance(text, str):
             problem, remedy = "it names tables and globs in one text", "say only='memory,blocks.0.*'"
             raise OptionError(f"only={text!r}", f"of type {type(text).__name__}", problem, remedy)
-        words = text.split(",")
+        words = [word for word in text.split(",") if word]
         tables = tuple(word for word in words if word in TABLES)
         if "stages" in tables and not has_stages(program):
             raise _no_stages(program)

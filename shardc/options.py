@@ -19,7 +19,7 @@ Balance = Literal["params", "flops", "time", "memory"]
 BALANCES: tuple[str, ...] = get_args(Balance)
 SCHEDULES = (*ORDERS, "auto")
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
-MICROBATCHES, CHUNKS = 2**14, 2**10  # at most: a schedule lists every one
+MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Pipeline:
         """One OptionError for all settings that are of another kind."""
         cuts, scale = self.cuts, self.loss_scale
         good = {
-            "cuts": cuts is None or (not isinstance(cuts, str) and all(isinstance(each, str) for each in cuts)),
+            "cuts": cuts is None or (isinstance(cuts, (tuple, list)) and all(isinstance(each, str) for each in cuts)),
             "max_memory": self.max_memory is None or (type(self.max_memory) is int and self.max_memory > 0),
             "batch": isinstance(self.batch, Mapping) and all(
                 each is None or type(each) is int for each in self.batch.values()
@@ -279,20 +279,21 @@ class Options:
 
     def check(self, mesh: Mesh) -> None:
         """An OptionError for an option that is of another type or does not fit the mesh."""
-        given = (
-            *(("zero", self.zero, Zero), ("precision", self.precision, Precision), ("remat", self.remat, Remat)),
-            ("pipeline", self.pipeline, Pipeline),
-        )
-        for name, value, wanted in given:
-            if value is not None and not isinstance(value, wanted):
-                problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
-                raise OptionError(f"option {name}", f"{name}={value!r}", problem, remedy)
-        if type(self.bucket) is not int or self.bucket < 1:
-            what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
-            raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
+        self.check_kinds()
         for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)
         if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter lies on the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
+
+    def check_kinds(self) -> None:
+        """An OptionError for an option that is of another type."""
+        for name, wanted in {"zero": Zero, "precision": Precision, "remat": Remat, "pipeline": Pipeline}.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, wanted):
+                problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
+                raise OptionError(f"option {name}", f"{name}={value!r}", problem, remedy)
+        if type(self.bucket) is not int or self.bucket < 1:
+            what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
+            raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from shardc.borrow import changed
-from shardc.error import CaptureError, said
+from shardc.error import CaptureError, raised, said
 from shardc.guard import DATA_DEPENDENT, NoValueError
 from shardc.location import failing_line, failing_place, is_users_line
 
@@ -200,7 +200,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
         )
     return CaptureError(
         where,
-        f"{type(error).__name__}: {error}",
+        raised(error),
         "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
     )
 

@@ -66,6 +66,12 @@ def register_rule(
         raise ShardingError(
             who, "it has a rule", "a second one would hide it", "say override=True to put yours in its place"
         )
+    for name, value in (("linear", linear), ("whole", whole)):
+        if not isinstance(value, str):
+            what, problem = f"{name}={value!r}", "it is text, words with blanks between them"
+            raise ShardingError(who, what, problem, f"say {name}={'0 1' if name == 'linear' else 'd'!r}")
+    if not isinstance(spec, str) and not callable(spec):
+        raise ShardingError(who, f"spec={spec!r}", "it is no text, and no function of the call", _GRAMMAR)
     if isinstance(spec, str):
         _check_spec(who, op, spec, linear, whole, sizes is not None or local is not None)
     if reduce not in ("sum", "max", "min"):

@@ -40,6 +40,9 @@ def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) 
     in turn. A stage lies on the rank that computes it. Where ``edges`` are not given they are the chain of stages and
     whatever else the messages name.
     """
+    if not isinstance(text, str):
+        problem, remedy = "a CSV is text", "give what to_csv() returns, or Path(file).read_text()"
+        raise ShardingError("schedule", f"of type {type(text).__name__}", problem, remedy)
     rows = [tuple(_actions(line, rank)) for rank, line in enumerate(text.strip("\n").split("\n"))]
     named = {edge_of(action) for row in rows for action in row if action.kind in (*SENDS, *RECEIVES)}
     place = _place(rows)

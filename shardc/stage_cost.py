@@ -28,7 +28,8 @@ class StageCost:
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in self.__slots__}
         remedy = "say seconds and bytes of 0 or more"
-        raise_all([_negative(f"{name}={value!r}", remedy) for name, value in given.items() if value < 0])
+        wrong = [name for name, value in given.items() if not isinstance(value, (int, float)) or not value >= 0]
+        raise_all([_no_cost(f"{name}={given[name]!r}", remedy) for name in wrong])
 
     def seconds(self, kind: str) -> float:
         """Of an action; a B does I and W."""
@@ -41,8 +42,8 @@ class StageCost:
         return by_kind.get(kind, 0)
 
 
-def _negative(what: str, remedy: str) -> ShardingError:
-    return ShardingError("cost of a stage", what, "it is negative", remedy)
+def _no_cost(what: str, remedy: str) -> ShardingError:
+    return ShardingError("cost of a stage", what, "it is negative, or no number", remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Costs:
 
 def costs_for(num_stages: int, costs: Costs | StageCost | None) -> Costs:
     """Costs of every stage; one StageCost is that of each, and nothing means a second for each of F, I and W."""
+    if isinstance(costs, Costs) and not all(isinstance(each, StageCost) for each in costs.stages):
+        problem, remedy = "a stage's cost is a shardc.StageCost", "say Costs((StageCost(...), ...))"
+        raise ShardingError("costs", repr(costs.stages), problem, remedy)
     if isinstance(costs, Costs):
         if len(costs.stages) != num_stages:
             what = f"costs of {len(costs.stages)} stages for a schedule of {num_stages}"

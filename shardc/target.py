@@ -130,7 +130,7 @@ def _no_module(place: str) -> UsageError:
 def _failed(text: str, action: str, error: BaseException) -> UsageError:
     """The error for what the user's own code raised, and on which line."""
     what = f"{action} raised {type(error).__name__}"
-    line = _line(error)
+    line = _line(error) or (Path(text).name if text.endswith(".py") else "")
     remedy = f"mend {line}, and run the file with python to see more" if line else FORMS
     return UsageError(f"TARGET {text!r}", what, " ".join(str(error).split()) or "it says no more", remedy)
 

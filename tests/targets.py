@@ -172,3 +172,25 @@ def loud() -> tuple[Any, ...]:
     """Prints, as users do."""
     print("making the model")
     return mlp()
+
+
+class Ending(nn.Module):
+    """Ends the process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise SystemExit(5)
+
+
+def ending() -> tuple[Any, ...]:
+    return Ending(), (torch.ones(4),)
+
+
+class Silent(nn.Module):
+    """Raises, and says nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise LookupError
+
+
+def silent() -> tuple[Any, ...]:
+    return Silent(), (torch.ones(4),)

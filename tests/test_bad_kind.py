@@ -314,6 +314,80 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "  it is no P and no Sharding\n"
         "  write for example P('dp', None)",
     ),
+    "ranks in lists": (
+        lambda: Mesh(dp=2, device_ids=[[0], [1]]),  # type: ignore[list-item]
+        "Mesh: device_ids=([0], [1])\n"
+        "  Mesh(dp=2, device_ids=([0], [1])) has 2 ranks, each must appear once\n"
+        "  list each of 0..1 once",
+    ),
+    "more ranks than anyone has": (
+        lambda: compile(mesh=Mesh(dp=10**9)),
+        "Mesh(dp=1000000000): 1000000000 ranks\n"
+        "  a mesh has at most 1048576\n"
+        "  say sizes whose product is at most 1048576",
+    ),
+    "one number of stages for places": (
+        lambda: Pipeline("pp", cuts=3),  # type: ignore[arg-type]
+        "Pipeline: cuts=3\n"
+        "  it lists globs over the paths of modules\n"
+        "  say cuts=('h.4', 'h.8')",
+    ),
+    "an input for the inputs": (
+        lambda: shardc.parallelize(Net(), MESH, {}, args="x"),  # type: ignore[arg-type]
+        "args: 'x'\n"
+        "  it holds the positional arguments of forward, in order\n"
+        "  say args=(x,) for a single input",
+    ),
+    "a link in a list": (
+        lambda: compile(links={"tp": ["nvlink"]}),
+        "links['tp']: ['nvlink']\n"
+        "  there is no such link\n"
+        "  did you mean nvlink?",
+    ),
+    "tables in a list": (
+        lambda: compile().dump(only=["memory"]),
+        "only=['memory']: of type list\n"
+        "  it names tables and globs in one text\n"
+        "  say only='memory,blocks.0.*'",
+    ),
+    "a runner in a list": (
+        lambda: shardc.parallelize(Net(), MESH, {}, compile=["eager"]),  # type: ignore[arg-type]
+        "parallelize: compile=['eager']\n"
+        "  there is no such compile\n"
+        "  did you mean eager?",
+    ),
+    "a pipeline by name": (
+        lambda: shardc.parallelize(Net(), Mesh(pp=2), {}, pipeline="pp"),  # type: ignore[arg-type]
+        "option pipeline: pipeline='pp'\n"
+        "  it is no shardc.Pipeline\n"
+        "  say pipeline=shardc.Pipeline(...)",
+    ),
+    "seconds in words": (
+        lambda: shardc.StageCost(forward="a"),  # type: ignore[arg-type]
+        "cost of a stage: forward='a'\n"
+        "  it is negative, or no number\n"
+        "  say seconds and bytes of 0 or more",
+    ),
+    "a schedule of no text": (
+        lambda: shardc.Schedule.from_csv(None),  # type: ignore[arg-type]
+        "schedule: of type NoneType\n"
+        "  a CSV is text\n"
+        "  give what to_csv() returns, or Path(file).read_text()",
+    ),
+    "initial values from no seed": (
+        lambda: shardc.init_parameters(Net, MESH, seed="a"),  # type: ignore[arg-type]
+        "seed: 'a'\n"
+        "  it is a whole number of less than 64 bits\n"
+        "  say seed=0",
+    ),
+    "factors in a list": (
+        lambda: shardc.register_rule(
+            torch.ops.aten.mm.default, "m k, k n -> m n", whole=["k"], override=True  # type: ignore[arg-type]
+        ),
+        "register_rule(aten.mm.default): whole=['k']\n"
+        "  it is text, words with blanks between them\n"
+        "  say whole='d'",
+    ),
     "no weights": (
         lambda: shardc.balance(None, 2),  # type: ignore[arg-type]
         "balance: weights=None\n"
@@ -365,7 +439,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a seed that is none": (
         lambda: compile().simulate(X, seed="a"),
         "seed: 'a'\n"
-        "  it is a whole number\n"
+        "  it is a whole number of less than 64 bits\n"
         "  say seed=0",
     ),
 }  # fmt: skip

@@ -145,6 +145,30 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  it matches none that makes a value\n"
         "  did you mean up?",
     ),
+    "remat of bytes in words": (
+        [*DUMP, "--remat", "8GB"], 2,
+        "shardc dump: argument --remat: '8GB'\n"
+        "  it is no glob over modules, and no number of bytes\n"
+        "  write 'h.*', or digits alone",
+    ),
+    "a cut nowhere": (
+        ["stages", "DIR/targets.py:bare", "--stages", "2", "--cut", ""], 2,
+        "shardc stages: argument --cut: ''\n"
+        "  it names nothing\n"
+        "  say a name, or leave the option out",
+    ),
+    "a model that ends the process": (
+        ["dump", "DIR/targets.py:ending", "--mesh", "dp=2"], 3,
+        "shardc: targets.py:...: raise SystemExit(5)\n"
+        "  it ends the process\n"
+        "  raise an error there, or leave it out",
+    ),
+    "a model that raises and says nothing": (
+        ["dump", "DIR/targets.py:silent", "--mesh", "dp=2"], 3,
+        "shardc: targets.py:...: raise LookupError\n"
+        "  LookupError\n"
+        "  run the model eagerly on these inputs, and mend it",
+    ),
     "bytes that are none": (
         [*DUMP, "--bucket", "25MB"], 2,
         "shardc dump: argument --bucket: '25MB'\n"
@@ -362,7 +386,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*DUMP, "--pipeline", "dp,microbatches=1000000000"], 2,
         "shardc dump: argument --pipeline: 'dp,microbatches=1000000000': microbatches=1000000000\n"
         "  it counts pieces of a batch\n"
-        "  say 16384 or less",
+        "  say 1024 or less",
     ),
     "no processes": (
         ["bench-links", "--ranks", "0"], 2,
@@ -511,6 +535,7 @@ def test_a_file_that_python_cannot_read_is_named_with_its_line(
             "ModuleNotFoundError\n  No module named 'no_such_module'\n  mend absent.py:1, and",
         ),
         ("wrong", "import torch\nx = torch.zeros(2) @ torch.zeros(3)\n", "RuntimeError\n  ...\n  mend wrong.py:2, and"),
+        ("nulls", b"\x00", "source code string cannot contain null bytes\n  mend nulls.py, and"),
         ("ended", "import sys\nsys.exit(3)\n", "SystemExit\n  3\n  mend ended.py:2, and"),
     ):
         path = tmp_path / f"{name}.py"

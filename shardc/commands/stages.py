@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardc.arguments import command, count, mesh, written
+from shardc.arguments import command, count, mesh, named, written
 from shardc.invocation import load, progress, write
 from shardc.mesh import Mesh
 from shardc.options import BALANCES
@@ -19,7 +19,12 @@ def add(commands: Any) -> None:
     stages.add_argument("--stages", metavar="N", type=count, required=True, help="how many")
     stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
     stages.add_argument(
-        "--cut", metavar="GLOB", action="append", default=[], help="a stage begins at these modules; may be repeated"
+        "--cut",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        type=named,
+        help="a stage begins at these modules; may be repeated",
     )
     stages.add_argument("--microbatches", metavar="M", type=count, help="how many there are, each of the inputs' size")
     stages.add_argument("--max-memory", metavar="BYTES", type=count, help="what a rank may hold under 1F1B")
