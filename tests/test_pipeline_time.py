@@ -25,14 +25,14 @@ from shardc.stage_cost import Costs, StageCost
 from shardc.stage_schedule import schedule_of
 from shardc.timeline import Timeline
 
-LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 3
-SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a rank's stages together
+LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 5
+SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a stage, on four ranks
 NEAR = 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule on so many ranks of four, with stages that sleep; one takes half as long again as the others."""
+    """A schedule on so many ranks of four, with stages that sleep; the last takes half as long again as the others."""
 
     schedule: str
     ranks: int
@@ -56,7 +56,7 @@ class Case:
         return self.ranks * (2 if self.schedule == "interleaved" else 1)
 
     def seconds(self, stage: int, part: Part) -> float:
-        return SECONDS.get(part, 0) * self.ranks / self.stages * (1.5 if stage == self.stages // 2 else 1)
+        return SECONDS.get(part, 0) * 4 / self.ranks * (1.5 if stage == self.stages - 1 else 1)
 
     def wanted(self) -> Timeline:
         costs = (StageCost(*(self.seconds(stage, part) for part in SECONDS)) for stage in range(self.stages))  # type: ignore[arg-type]
@@ -111,15 +111,18 @@ def bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
     return max(ends) - min(starts) - max(busy)
 
 
-def measured(workers: Any, case: Case) -> float:
-    """The least bubble of some steps: other work on the machine makes one longer only."""
-    return min(map(bubble, zip(*workers(run_asleep, case), strict=True)))
+def measured(workers: Any, case: Case, wanted: float) -> float:
+    """The least bubble of some steps, and of more where it is not near yet: other work makes one longer only."""
+    found = float("inf")
+    for _ in range(TRIES):
+        found = min(found, *map(bubble, zip(*workers(run_asleep, case), strict=True)))
+        if found <= (1 + NEAR) * wanted:
+            break
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5], CASES[7]], ids=str)  # all of them: tests.conformance
+@pytest.mark.parametrize("case", [CASES[0], *CASES[5:]], ids=str)  # all of them: tests.conformance
 def test_a_schedule_idles_as_long_as_simulated(gloo: Any, case: Case) -> None:
-    wanted, found = case.wanted().bubble, list[float]()
-    while len(found) < TRIES and not any(abs(each - wanted) <= NEAR * wanted for each in found):
-        found.append(measured(gloo.run, case))
-    assert abs(min(found) - wanted) <= NEAR * wanted, (found, wanted)
+    wanted = case.wanted().bubble
+    assert measured(gloo.run, case, wanted) == pytest.approx(wanted, rel=NEAR)
