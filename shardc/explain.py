@@ -241,7 +241,7 @@ class Explainer:
         about = (self.tables[tables.get(pin.kind, pin.kind)].get(pin.name) for pin in pins)
         parts = tuple(explain() for explain in about if explain is not None)
         return Explanation(
-            pins[0].text, "annotation", parts=parts, notes=(f"{count} values are cut as they are by it",)
+            pins[0].text, "annotation", parts=parts, notes=(f"{count} values lie as they do because of it",)
         )
 
     def _former(self, name: str) -> Explanation | None:

@@ -21,7 +21,7 @@ function showCollective(id) {
     element('h3', {}, 'Why'),
     parts,
     rest.length ? folded(`and ${rest.length} more that go with them`, rest) : '',
-    found.notes.map(note => element('p', { class: 'hint' }, rich(note))),
+    found.notes.map(note => element('p', { class: 'hint' }, note)),
     found.choices.length ? [element('h3', {}, 'What it was chosen among'), choices(found.choices)] : '',
     element('h3', {}, 'What is sent'),
     facts([
@@ -34,7 +34,7 @@ function showCollective(id) {
       ['module', each.at && each.at.module ? link('module', each.at.module) : ''],
     ]),
     element('h3', {}, 'What would remove it'),
-    found.needed ? element('p', {}, 'It is there because ', rich(found.needed), '.') : '',
+    found.needed ? element('p', {}, `It is there because ${found.needed}.`) : '',
     element(
       'p',
       { class: 'hint' },
