@@ -12,6 +12,7 @@ from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.profiler import ProfilerActivity, profile
 
 import shardc
 from shardc.error import ShardingError
@@ -453,6 +454,9 @@ def test_inductor_draws_the_same_dropout() -> None:
     )
     for _ in range(2):
         assert torch.equal(compiled(torch.ones(8, 16)), eager(torch.ones(8, 16)))
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        compiled(torch.ones(8, 16))
+    assert "forward/(model)/inductor" in {event.name for event in found.events()}
 
 
 def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
