@@ -60,20 +60,34 @@ def telling(cuts: Sequence[Cut]) -> list[Cut]:
     """The cuts that say something: what no other implies."""
     from sympy import expand, sympify
 
-    found = [cut for cut in _fewer(cuts) if not expand(sympify(cut.size) / cut.shards).is_integer]
-    symbols = {cut.size: cut.shards for cut in found if cut.is_even and getattr(cut.size, "is_Symbol", False)}
+    found = [_rest(cut) for cut in _fewer(cuts) if not expand(sympify(cut.size) / cut.shards).is_integer]
+    even = {cut: sympify(cut.size) / cut.shards for cut in found if cut.is_even}
+    symbols = {cut.size: cut.shards for cut in even if getattr(cut.size, "is_Symbol", False)}
 
     def is_implied(cut: Cut) -> bool:
-        finer = [other.shards / sympify(cut.shards) for other in found if other.size == cut.size and other.is_even]
-        if cut.is_even and any(times != 1 and times.is_integer for times in finer):
+        if not cut.is_even or not _names(cut.size):
+            return False
+        times = (even[cut] / other for other in even.values() if other != even[cut])
+        if any(each.is_integer for each in times):
             return True
-        rest = sympify(cut.size) / cut.shards
+        rest = even[cut]
         for symbol, shards in symbols.items():
             if symbol != cut.size and rest.has(symbol):
                 rest = rest.subs(symbol, symbol * shards)
-        return cut.is_even and bool(expand(rest).is_integer) and bool(_names(cut.size))
+        return bool(expand(rest).is_integer)
 
     return [cut for cut in dict.fromkeys(found) if not is_implied(cut)]
+
+
+def _rest(cut: Cut) -> Cut:
+    """An even cut of a sum without the summands that are multiples: of ``H + 2*n`` by ``n`` that of ``H``."""
+    from sympy import Add, expand, fraction, sympify, together
+
+    if not cut.is_even or not _names(cut.size):
+        return cut
+    summands = Add.make_args(expand(sympify(cut.size) / cut.shards))
+    size, shards = fraction(together(Add(*(each for each in summands if not each.is_integer))))
+    return Cut(size, shards, is_even=True)
 
 
 def _fewer(cuts: Sequence[Cut]) -> list[Cut]:
