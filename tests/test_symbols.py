@@ -89,8 +89,8 @@ CASES = {
     "stored in pieces": (tower(ROWS, zero=Zero("dp", 3)), TOWER, 15),
     "each alone, states in pieces": (tower(ROWS, zero=Zero("dp", 1), bucket=1), TOWER, 15),
     "gpt": (gpt, {"dp": 2, "tp": 2, "L": 4, "B": 8, "T": 24, "d": 32}, 5),
-    "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 10),
-    "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 10),
+    "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 5),
+    "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 5),
 }
 
 
