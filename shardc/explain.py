@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from shardc.api import Compiled
 
 Table = Mapping[str, Callable[[], Explanation]]
+WITHOUT = {  # what gives a program some of a kind that it has none of
+    "stage": "cut the model in stages (pipeline=, --pipeline), or name what shardc dump prints",
+    "gradient": "compile backward too, without train=False or --no-train, or name what shardc dump prints",
+}
 
 
 def explain(compiled: Compiled, name: str) -> Explanation:
@@ -264,6 +268,10 @@ class Explainer:
 
 def _unknown(name: str, bare: str, tables: Mapping[str, Table]) -> ShardingError:
     names = [each for table in tables.values() for each in table]
+    if not names:
+        kind = next(iter(tables))
+        remedy = WITHOUT.get(kind, "name what shardc dump prints")
+        return ShardingError(f"explain {name!r}", f"a {kind} of the program", "it has none", remedy)
     return ShardingError(
         f"explain {name!r}",
         f"the program has {len(names)} names",

@@ -95,6 +95,14 @@ def test_a_name_is_typed_as_it_is_printed(odd: Compiled) -> None:
         odd.explain("gradient:once.wieght")
 
 
+@pytest.mark.parametrize(("name", "remedy"), [("stage:1", "--pipeline"), ("gradient:weight", "--no-train")])
+def test_of_a_kind_that_a_program_has_none_of_it_is_said_what_gives_it_some(name: str, remedy: str) -> None:
+    program = shardc.compile(nn.Linear(4, 4), Mesh(dp=2), {}, args=(torch.ones(4, 4),), train=False)
+    kind = name.partition(":")[0]
+    with pytest.raises(ShardingError, match=rf"a {kind} of the program\n  it has none\n  .*{remedy}"):
+        program.explain(name)
+
+
 class Kinds(nn.Module):
     """Has names that read as kinds."""
 

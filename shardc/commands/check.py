@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     """Hold each budget against the program, or against its dump."""
     if not options.budgets:
         what, remedy = "neither --fail-on nor --max-memory", "say --fail-on 'all_gather>10MB' or --max-memory 8GB"
-        raise UsageError("shardc check", what, "there is no budget to hold", remedy)
+        raise UsageError("check", what, "there is no budget to hold", remedy)
     record = _record(options)
     findings = [held(budget, record) for budget in options.budgets]
     text = json_text(check_record(findings)) if options.format == "json" else check_text(findings)
