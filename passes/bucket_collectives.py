@@ -16,6 +16,7 @@ before the end are at most ``bytes / bucket``, rounded up, and one. Invariant: e
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -26,7 +27,7 @@ from shardc.deferral import deferrable
 from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
-from shardc.node import ancestors, operand
+from shardc.node import operand, reached
 from shardc.program import Program
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
@@ -146,8 +147,13 @@ def _stages(program: Program, node: fx.Node) -> frozenset[int]:
     """The stages of a pipeline that it sums gradients of: those of a weight that two stages hold go apart."""
     if program.num_stages == 1:
         return frozenset()
-    sums = {operand(each) for each in ancestors(node) if adds_microbatches(each)}
-    return frozenset(program.source(each).stage for each in sums or [node])
+    sums = [operand(each) for each in reached([node], _before) if adds_microbatches(each)]
+    return frozenset(program.source(each).stage for each in (*sums, node))
+
+
+def _before(node: fx.Node) -> Iterable[fx.Node]:
+    """A step back, not past a sum over microbatches: all gradients depend on one where the loss divides by a count."""
+    return () if adds_microbatches(node) else node.all_input_nodes
 
 
 def _nbytes(program: Program, node: fx.Node) -> int:

@@ -11,6 +11,7 @@ import torch
 from gpt import DATA, GPT, MEGATRON, Config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_models import Model, some_targets
 from printed import block, compiled, parameter, printed, value
 from torch import Tensor, nn
 
@@ -156,3 +157,12 @@ def test_a_bucket_says_of_each_member_where_it_comes_from_and_why() -> None:
         "reshape is f32[6]{sum dp}, the gradient b wants f32[6]; dot_2 is f32[4, 6]{sum dp}, the gradient d wants "
         "f32[4, 6]; dot_4 is f32[6, 4]{sum dp}, the gradient u wants f32[6, 4]; dp from x: P('dp')"
     )
+
+
+def test_where_the_loss_is_over_a_count_stages_send_each_other_what_they_share_alone() -> None:
+    """Every gradient depends on the count, a sum over microbatches of the last stage; only one weight is of both."""
+    model, pipeline = Model(is_tied=True), shardc.Pipeline(microbatches=4, schedule="zb-h1")
+    piped = shardc.compile(model, Mesh(dp=2, pp=2), DATA, args=some_targets(), pipeline=pipeline)
+    sent = [each for each in piped.collectives if each.name.startswith("send_after")]
+    shared = model.head.weight.nbytes
+    assert sorted(each.bytes for each in sent) == [shared, shared + 4]  # one way with the loss
