@@ -22,7 +22,17 @@ from shardc.symbol_expression import Cut, Symbolic
 from shardc.symbol_form import Form, Point, constant
 from shardc.symbol_memory import fullest
 from shardc.symbol_numbers import Key, numbers, outline
-from shardc.symbol_probe import FEW, Compile, Learned, first_difference, learn, levels_of, places_of, point_text
+from shardc.symbol_probe import (
+    FEW,
+    Compile,
+    Learned,
+    compiled_at,
+    first_difference,
+    learn,
+    levels_of,
+    places_of,
+    point_text,
+)
 from shardc.symbol_region import Region, other_meshes, probed, widest
 from shardc.symbol_window import Reach, reaches
 
@@ -82,7 +92,7 @@ class SymbolicPlan:
         """Why the plan is not known to be that of a point, which has all symbols; nothing where it is."""
         outside, key = self.region.why_not(point), tuple(sorted(point.items()))
         if not outside and key not in self.judged:
-            self.judged[key] = self._other_plan(point) or self._other_order(point)
+            self.judged[key] = self._other_branch(point) or self._other_plan(point) or self._other_order(point)
         return outside or self.judged[key]
 
     def refusal(self, point: Point, reason: str) -> ShardingError:
@@ -97,6 +107,23 @@ class SymbolicPlan:
     def substituted(self, point: Point) -> Program:
         """The localized program at a point that has all symbols, in the region or not."""
         return run_passes(self._lowered(point).at(point), after=rematerialize)
+
+    def _other_branch(self, point: Point) -> str:
+        """Where the model's own Python goes another way at sizes that it was not captured at; the mesh is not its."""
+        few = {**point, **{axis: self.reference[axis] for axis in self.axes}}
+        if self.repeated is not None:
+            few[self.repeated.symbol] = FEW
+        if few in self.learned.points:
+            return ""
+        levels = compiled_at(self.compile, few)
+        if isinstance(levels, Exception):
+            return f"it does not compile there: {levels}"
+        known, found = self.learned.symbolic["capture"], levels["capture"]
+        ours, theirs = self.learned.outlines["capture"], outline(found)
+        if ours != theirs:
+            return f"the model does something else there: {first_difference(ours, theirs)}"
+        is_same = [form.exact(few) for form in known.forms] == [size for _, size in numbers(found)]
+        return "" if is_same else "the model has other numbers there"
 
     def _other_plan(self, point: Point) -> str:
         """Where the order of some costs is another, or sizes are alike: what the passes make of a few modules there."""

@@ -66,7 +66,7 @@ class Learned:
         """
         seen: list[tuple[Point, Levels]] = []
         for point in points:
-            found = _compiled(compile_, point)
+            found = compiled_at(compile_, point)
             if isinstance(found, Exception) or self.differs(found):
                 continue
             seen.append((point, found))
@@ -166,7 +166,7 @@ def _unnumbered(text: str, repeated: str) -> str:
     return f"{repeated}.*{dot}{rest}" if number.isdigit() else text
 
 
-def _compiled(compile_: Compile, point: Point) -> Levels | Exception:
+def compiled_at(compile_: Compile, point: Point) -> Levels | Exception:
     """The programs at a point, or what is wrong there: whatever a model says of sizes that it does not take."""
     try:
         return levels_of(compile_(point))
@@ -186,7 +186,7 @@ def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[li
     for point in _multiples(reference, dims):
         if len(points) == 3:
             break
-        found = _compiled(compile_, point)
+        found = compiled_at(compile_, point)
         if isinstance(found, Exception):
             problem = found
             continue
