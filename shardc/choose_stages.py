@@ -216,7 +216,8 @@ class Walks:
     def barred(self) -> list[int]:
         """For each stage the units that read what only others hold."""
         known = self.wish.homes
-        held = [[known[name] for name in unit.parameters if name in known] for unit in self.loads.units]
+        units = self.loads.units if known else ()
+        held = [[known[name] for name in unit.parameters if name in known] for unit in units]
         return [
             mask_of({i for i, homes in enumerate(held) if any(stage not in home for home in homes)})
             for stage in range(self.wish.num_stages)
