@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardc.runtime.launch import Workers
 
@@ -25,13 +26,26 @@ class ByPath:
 
     def __call__(self, *args: Any) -> Any:
         module = sys.modules.get(self.path) or self._load()
-        return getattr(module, self.name)(*args)
+        try:
+            return getattr(module, self.name)(*args)
+        finally:
+            _end_groups()
 
     def _load(self) -> Any:
         spec = importlib.util.spec_from_file_location(self.path, self.path)
         module = sys.modules[self.path] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+
+def _end_groups() -> None:
+    """End the groups that a function leaves, each of which has a thread that wakes often.
+
+    But for those of all ranks and of device meshes, which DTensor knows by name for the next mesh that is the same.
+    """
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
 
 
 class GlooPool:

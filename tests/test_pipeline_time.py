@@ -122,7 +122,7 @@ def measured(workers: Any, case: Case, wanted: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[0], *CASES[5:]], ids=str)  # all of them: tests.conformance
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=str)  # all of them: tests.conformance
 def test_a_schedule_idles_as_long_as_simulated(gloo: Any, case: Case) -> None:
     wanted = case.wanted().bubble
     assert measured(gloo.run, case, wanted) == pytest.approx(wanted, rel=NEAR)
