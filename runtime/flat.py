@@ -71,7 +71,7 @@ class Flat:
 
     def _result(self, piece: Tensor, part: Member, shape: tuple[int, ...]) -> Tensor:
         if part.kind == "all_gather":
-            return join(piece.reshape(self.count, *shape), part.args[1])
+            return join(piece.reshape(self.count, *shape), part.args[1]).contiguous()  # a view would hold all
         if part.kind == "reduce_scatter":
             shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
         return piece.view(shape)

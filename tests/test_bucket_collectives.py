@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh, P, ShardingError, Zero
 from shardc.announcement import collectives_of, is_collective
+from shardc.bucket import members
 from shardc.deferral import deferrable
 from shardc.runtime.comm import SimulatedComm
+from shardc.runtime.flat import Flat
 from shardc.runtime.simulator import simulate
 
 FSDP = DATA | {"param:*": P("dp")}
@@ -166,3 +168,15 @@ def test_where_the_loss_is_over_a_count_stages_send_each_other_what_they_share_a
     sent = [each for each in piped.collectives if each.name.startswith("send_after")]
     shared = model.head.weight.nbytes
     assert sorted(each.bytes for each in sent) == [shared, shared + 4]  # one way with the loss
+
+
+def test_what_is_gathered_together_is_not_held_together() -> None:
+    """A bias of one element a rank, beside a weight: a view of it would hold the buffer of both."""
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    made = shardc.compile(
+        model, Mesh(dp=2), {"input": P("dp")}, args=(torch.ones(4, 4, dtype=torch.float64),), zero=Zero("dp", 3)
+    )
+    node = next(node for node in made.program.calls if is_collective(node) and len(members(node)) == 2)
+    flat = Flat.of(made.program, node)
+    results = flat.unpack(torch.ones(2, sum(math.prod(shape) for shape in flat.shapes)))
+    assert [each.untyped_storage().nbytes() for each in results] == [each.nbytes for each in results]
