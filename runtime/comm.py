@@ -16,11 +16,10 @@ from shardc.mesh import Axes, Mesh
 from shardc.ops.padding import fill_padding
 from shardc.partition import parse_part
 from shardc.permutation import source_position
-from shardc.sharding import ceil_div, num_shards
+from shardc.sharding import ceil_div, chunk_of, num_shards
 
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .flat import Flat, Rows, start_packed
-from .piece import chunk_of
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
 Results = Callable[[], Tensors]  # waits

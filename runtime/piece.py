@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as constant_pad
 
-from shardc.mesh import Axes, Mesh
-from shardc.sharding import Sharding, ceil_div, num_shards
+from shardc.sharding import Sharding, ceil_div, chunk_of, num_shards
 
 Region = tuple[tuple[int, int], ...]  # for each sub-dim, where a piece starts and how long it is
 
@@ -75,16 +74,6 @@ def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
         for dim, size in zip(sharding.dims, shape, strict=True)
         for sub, axes in dim.subdims(size)
     )
-
-
-def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int]:
-    """Where the data of a position starts, and how much there is, when each axis cuts what those before it left."""
-    start, chunk, end = 0, size, size
-    for part in axes:
-        chunk = ceil_div(chunk, part.size)
-        start = min(start + chunk * mesh.coordinate(position, part), end)
-        end = min(start + chunk, end)
-    return start, end - start
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -21,6 +21,16 @@ def ceil_div(size: int, parts: int) -> int:
     return -(-size // parts)
 
 
+def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int]:
+    """Where the data of a position starts, and how much there is, when each axis cuts what those before it left."""
+    start, chunk, end = 0, size, size
+    for part in axes:
+        chunk = ceil_div(chunk, part.size)
+        start = min(start + chunk * mesh.coordinate(position, part), end)
+        end = min(start + chunk, end)
+    return start, end - start
+
+
 def exact_div(size: int, parts: int) -> int:
     """``size`` in equal parts; of an expression, whose value no one knows yet, as if it were."""
     if not isinstance(size, int):

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.action import ALL, COMPUTE, SENDS, Action, Schedule
+from shardc.collective import mask_padding
 from shardc.cost import nbytes
 from shardc.ends import parameters_of
 from shardc.lifetime import owners_of
+from shardc.mesh import MICROBATCH
 from shardc.node import is_getitem, operand
+from shardc.partition import parse_part
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program, Value
+from shardc.sharding import ceil_div, chunk_of, num_shards
 from shardc.stage import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.stage_blocks import Block, Blocks, Env, Memory
 from shardc.stage_lifetime import Dying, kept_after, read_beside, sums_in_place, with_deaths
@@ -164,9 +168,9 @@ class _Replay:
         base = self.base[stage]
         self._take_turn()
         self._run(stage, "once", base)
-        for _ in range(self.schedule.num_microbatches if self.stages.stages[stage].sums["count"] else 0):
+        for microbatch in range(self.schedule.num_microbatches if self.stages.stages[stage].sums["count"] else 0):
             env: Env = {}
-            self._run(stage, "count", env)
+            self._run(stage, "count", env, microbatch)
             self._add(stage, "count", env)
             self._forget(stage, "count", env)
         self._take_sums(stage)
@@ -193,7 +197,7 @@ class _Replay:
         for way in self.stages.crossings:
             if (way.target, way.part) == (stage, part):
                 self._receive((way, microbatch), env)
-        self._run(stage, part, env)
+        self._run(stage, part, env, microbatch)
         self._add(stage, part, env)
         for way in self.stages.crossings:
             if (way.source, way.part) == (stage, part):
@@ -214,10 +218,20 @@ class _Replay:
             self.memory.put(env, node, (block,))
         self.memory.drop(blocks)
 
-    def _run(self, stage: int, part: Part, env: Env) -> None:
+    def _run(self, stage: int, part: Part, env: Env, microbatch: int = ALL) -> None:
         for node, dead in self.calls[stage][part]:
-            self.memory.put(env, node, self._made(stage, env, node))
+            is_shown = node.target is mask_padding and microbatch != ALL and self._is_full(node, microbatch)
+            made = self._find(stage, env, operand(node)) if is_shown else self._made(stage, env, node)
+            self.memory.put(env, node, made)
             self.memory.free(env, dead)
+
+    def _is_full(self, node: fx.Node, microbatch: int) -> bool:
+        """Whether no rank has padding in a microbatch; the last one has least data."""
+        (_, axes, _, size, *_), mesh = node.args, self.program.mesh
+        assert mesh is not None and isinstance(axes, tuple) and isinstance(size, int), node
+        parts, ranks = tuple(parse_part(str(axis), mesh) for axis in axes), mesh.size // mesh.axis_size(MICROBATCH)
+        length = chunk_of(size, parts, mesh, (microbatch + 1) * ranks - 1)[1]
+        return length == ceil_div(size, num_shards(parts))
 
     def _made(self, stage: int, env: Env, node: fx.Node) -> Blocks:
         """What a call returns: memory of its own, or that of an operand that it shows."""

@@ -24,11 +24,21 @@ OFFLOADED = Pipeline(microbatches=4, schedule="interleaved", chunks=3, offload=T
         (Pipeline(microbatches=4, schedule="1f1b"), gpt.Config(tied=True, dropout=0.1), Mesh(pp=4)),
         (Pipeline(microbatches=4, schedule="zb-h1"), gpt.Config(), Mesh(dp=2, pp=2)),
         (Pipeline(microbatches=4, schedule="zb-v"), gpt.Config(), Mesh(pp=2)),
+        (Pipeline(microbatches=3, schedule="1f1b"), gpt.Config(), Mesh(pp=2)),
         (OFFLOADED, gpt.Config(tied=True), Mesh(pp=2)),
         (replace(OFFLOADED, schedule="zb-v", chunks=None), gpt.Config(tied=True), Mesh(pp=2)),
         (replace(OFFLOADED, schedule="gpipe"), gpt.Config(), Mesh(dp=2, pp=1)),
     ],
-    ids=["gpipe", "1f1b-tied", "zb-h1-dp", "zb-v", "interleaved-offload", "zb-v-offload", "gpipe-dp-offload"],
+    ids=[
+        "gpipe",
+        "1f1b-tied",
+        "zb-h1-dp",
+        "zb-v",
+        "1f1b-uneven",
+        "interleaved-offload",
+        "zb-v-offload",
+        "gpipe-dp-offload",
+    ],
 )
 def test_the_bytes_announced_for_each_rank_are_those_alive(pipeline: Pipeline, config: Any, mesh: Mesh) -> None:
     annotations: dict[str, P] = gpt.DATA if "dp" in mesh.axis_names else {}
