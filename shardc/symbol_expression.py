@@ -11,7 +11,7 @@ from shardc.mesh import MICROBATCH, Mesh
 from shardc.program import Program
 from shardc.sharding import Sharding, TensorType, num_shards
 from shardc.symbol_form import Form, Point
-from shardc.symbol_numbers import with_numbers
+from shardc.symbol_numbers import numbers, with_numbers
 
 if TYPE_CHECKING:
     import sympy
@@ -80,6 +80,10 @@ class Symbolic:
     def at(self, point: Point) -> Program:
         """The lowered program at other sizes."""
         return with_numbers(self.reference, self._mesh(point), [form.at(point) for form in self.forms])
+
+    def says(self, point: Point, program: Program) -> bool:
+        """Whether a program of this plan has the numbers that the forms have at a point."""
+        return [form.exact(point) for form in self.forms] == [size for _, size in numbers(program)]
 
     @functools.cached_property
     def expressed(self) -> tuple[Program, tuple[Cut, ...]]:

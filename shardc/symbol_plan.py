@@ -122,8 +122,7 @@ class SymbolicPlan:
         ours, theirs = self.learned.outlines["capture"], outline(found)
         if ours != theirs:
             return f"the model does something else there: {first_difference(ours, theirs)}"
-        is_same = [form.exact(few) for form in known.forms] == [size for _, size in numbers(found)]
-        return "" if is_same else "the model has other numbers there"
+        return "" if known.says(few, found) else "the model has other numbers there"
 
     def _other_plan(self, point: Point) -> str:
         """Where the order of some costs is another, or sizes are alike: what the passes make of a few modules there."""
@@ -201,8 +200,7 @@ class SymbolicPlan:
     def _check(self, found: Symbolic, point: Point) -> None:
         """A ShardingError unless a program with more modules is what a compile at another point has."""
         program = levels_of(self.compile(point))["rematerialize"]
-        same = [form.exact(point) for form in found.forms] == [size for _, size in numbers(program)]
-        if not same or outline(program) != outline(found.reference):
+        if not found.says(point, program) or outline(program) != outline(found.reference):
             raise ShardingError(
                 "--symbolic",
                 f"the plan at {point_text(point)}",

@@ -95,10 +95,7 @@ class Learned:
         return [name for name in known.axes if name not in known.held and known.point[name] > 1]
 
     def _says(self, point: Point, levels: Levels) -> bool:
-        return all(
-            [form.exact(point) for form in known.forms] == [value for _, value in numbers(levels[level])]
-            for level, known in self.symbolic.items()
-        )
+        return all(known.says(point, levels[level]) for level, known in self.symbolic.items())
 
     def _widened(self, known: Symbolic, seen: Sequence[tuple[Point, list[tuple[Key, int]]]]) -> list[Form] | None:
         widening = Widening({name: known.point[name] for name in self._moving}, [point for point, _ in seen])
