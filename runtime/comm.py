@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardc.collective import Kind, wire_bytes
-from shardc.mesh import Axes, Mesh
+from shardc.mesh import Mesh
 from shardc.ops.padding import fill_padding
-from shardc.partition import parse_part
+from shardc.partition import parse_parts
 from shardc.permutation import source_position
 from shardc.sharding import ceil_div, chunk_of, num_shards
 
@@ -95,7 +95,7 @@ class AtPositions:
 
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Each rank keeps a copy of its piece, so that the rest can be freed."""
-        parts = parse_parts(self.mesh, axes)
+        parts = parse_parts(axes, self.mesh)
         count, pairs = num_shards(parts), zip(xs, self.positions, strict=True)
         if count == 1:
             return xs
@@ -104,7 +104,7 @@ class AtPositions:
 
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
         """Padding reads ``fill``."""
-        parts = parse_parts(self.mesh, axes)
+        parts = parse_parts(axes, self.mesh)
         full, found = ceil_div(size, num_shards(parts)), []
         for x, position in zip(xs, self.positions, strict=True):
             _, length = chunk_of(size, parts, self.mesh, position)
@@ -159,7 +159,7 @@ class SimulatedComm(AtPositions):
 
     def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
         """Local values change places."""
-        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
+        src, dst = parse_parts(src_axes, self.mesh), parse_parts(dst_axes, self.mesh)
         sources = [source_position(self.mesh, position, src, dst) for position in self.positions]
         for position, source in enumerate(sources):
             self.traffic[source].count("collective_permute", 0 if source == position else xs[source].nbytes)
@@ -179,7 +179,7 @@ class SimulatedComm(AtPositions):
 
     def _exchange(self, xs: Tensors, axes: PartNames, exchange: Exchange) -> Tensors:
         results = list(xs)
-        for group in self.mesh.groups(parse_parts(self.mesh, axes)):
+        for group in self.mesh.groups(parse_parts(axes, self.mesh)):
             sent = [exchange.pieces(xs[position], i) for i, position in enumerate(group)]
             for i, position in enumerate(group):
                 results[position] = exchange.join(xs[position], i, [pieces[i] for pieces in sent])
@@ -190,7 +190,7 @@ class SimulatedComm(AtPositions):
 
     def _in_groups(self, kind: Kind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]) -> Tensors:
         results = list(xs)
-        for group in self.mesh.groups(parse_parts(self.mesh, axes)):
+        for group in self.mesh.groups(parse_parts(axes, self.mesh)):
             if len(group) == 1:
                 continue
             for position, result in zip(group, act([xs[position] for position in group]), strict=True):
@@ -198,12 +198,6 @@ class SimulatedComm(AtPositions):
                 payload = max(xs[position].nbytes, result.nbytes)
                 self.traffic[position].count(kind, wire_bytes(kind, payload, len(group)))
         return results
-
-
-@functools.lru_cache(maxsize=1024)
-def parse_parts(mesh: Mesh, axes: PartNames) -> Axes:
-    """Printed axis parts as parts of the mesh."""
-    return tuple(parse_part(axis, mesh) for axis in axes)
 
 
 def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:

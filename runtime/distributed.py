@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardc.collective import wire_bytes
 from shardc.error import ShardingError
 from shardc.mesh import Axes, Mesh, part_ends, split_parts
+from shardc.partition import parse_parts
 from shardc.permutation import source_position
 from shardc.sharding import Sharding, num_shards
 
 from . import functional, messages
-from .comm import AtPositions, PartNames, Places, Results, Tensors, Traffic, parse_parts
+from .comm import AtPositions, PartNames, Places, Results, Tensors, Traffic
 from .exchange import Exchange, OverlapExchange, WindowExchange
 from .flat import Flat, Rows, start_packed
 from .functional import Group
@@ -99,7 +100,7 @@ class TorchComm(AtPositions):
         return self._exchange(xs, axes, OverlapExchange(values, dim))
 
     def _exchange(self, xs: Tensors, axes: PartNames, exchange: Exchange) -> Tensors:
-        parts = parse_parts(self.mesh, axes)
+        parts = parse_parts(axes, self.mesh)
         index = self.mesh.index(self.position, parts)
         (x,) = xs
         pieces = exchange.pieces(x, index)
@@ -120,7 +121,7 @@ class TorchComm(AtPositions):
     def _printed_group(self, axes: Any) -> Group | None:
         """The group along axes as they are printed; None where that is this rank alone."""
         if axes not in self._printed:
-            parts = parse_parts(self.mesh, axes)
+            parts = parse_parts(axes, self.mesh)
             self._printed[axes] = self.group(parts) if num_shards(parts) > 1 else None
         return self._printed[axes]
 
@@ -142,7 +143,7 @@ class TorchComm(AtPositions):
         self.traffic[0].count(kind, wire_bytes(kind, payload, group.size))
 
     def _permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Results:
-        src, dst = parse_parts(self.mesh, src_axes), parse_parts(self.mesh, dst_axes)
+        src, dst = parse_parts(src_axes, self.mesh), parse_parts(dst_axes, self.mesh)
         both = union(src, dst)
         if num_shards(both) == 1:
             return lambda: xs

@@ -7,14 +7,14 @@ them local values and a runtime executes them. ``axes`` are printed axis parts, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.cause import Cause, cause_text
 from shardc.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
-from shardc.partition import parse_part
+from shardc.partition import parse_parts
 from shardc.sharding import DimSharding, Sharding, num_shards
 from shardc.window import overlap_add, windows
 
@@ -182,18 +182,14 @@ def adds_microbatches(node: fx.Node) -> bool:
 
 def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:
     """How many ranks take part in one group of a collective, given its arguments after the value."""
-    axes = _parts(mesh, args[0])
-    if kind == "collective_permute" and _moving(axes) == _moving(_parts(mesh, args[1])):
+    axes = parse_parts(args[0], mesh)
+    if kind == "collective_permute" and _moving(axes) == _moving(parse_parts(args[1], mesh)):
         return 1
     return num_shards(axes)
 
 
 def _moving(axes: Axes) -> Axes:
     return tuple(part for part in axes if part.size != 1)
-
-
-def _parts(mesh: Mesh, axes: Iterable[str]) -> Axes:
-    return tuple(parse_part(axis, mesh) for axis in axes)
 
 
 # What a collective does to a sharding, and to local shapes.
@@ -214,7 +210,7 @@ class Step:
     @property
     def axes(self) -> Axes:
         """The axis parts over which it acts; of a permute, those that give way."""
-        return () if self.kind == "view" else _parts(self.sharding.mesh, self.args[0])
+        return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
 
 
 def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding:
@@ -222,7 +218,7 @@ def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding
 
     Parts of an axis that come to follow each other on a dim are joined.
     """
-    axes = _parts(src.mesh, args[0])
+    axes = parse_parts(args[0], src.mesh)
     match kind:
         case "mask_padding":
             return src
@@ -237,7 +233,7 @@ def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding
         case "reduce_scatter":
             return _cut(_reduced(src, axes, args[1]), axes, args[2])
         case "collective_permute":
-            return _permuted(src, axes, _parts(src.mesh, args[1]))
+            return _permuted(src, axes, parse_parts(args[1], src.mesh))
         case "rechunk":
             return src.with_dim(args[1], DimSharding(axes, ((args[3], ()),) if args[3] > 1 else ()))
     raise AssertionError(f"{kind} does not change a sharding")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from shardc.error import ShardingError
-from shardc.mesh import MICROBATCH, AxisPart, Mesh, axis_of
+from shardc.mesh import MICROBATCH, Axes, AxisPart, Mesh, axis_of
 from shardc.sharding import WHOLE, DimSharding, Sharding
 
 
@@ -202,6 +203,12 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
     if not (pre.isdecimal() and size.isdecimal() and int(pre) and int(size)):
         raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
     return AxisPart(name, int(pre), int(size))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_parts(axes: tuple[str, ...], mesh: Mesh) -> Axes:
+    """Printed axis parts as parts of the mesh."""
+    return tuple(parse_part(axis, mesh) for axis in axes)
 
 
 _AXIS = re.compile(r"\w+(:\(\d+\)\d+)?")

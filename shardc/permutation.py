@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shardc.mesh import MICROBATCH, Axes, AxisPart, Mesh, part_ends, split_parts
-from shardc.partition import parse_part
+from shardc.partition import parse_parts
 from shardc.sharding import num_shards
 from shardc.window import rows_sent
 
@@ -55,7 +55,7 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
         rows = takes if kind == "overlap_add" else gives
         return wire // max(rows) * sum(rows) * ranks // len(rows) if wire else 0
     if kind == "collective_permute" and wire:
-        src, dst = (tuple(parse_part(axis, mesh) for axis in axes) for axes in args[:2])
+        src, dst = (parse_parts(axes, mesh) for axes in args[:2])
         among = _along(mesh, src + dst)
         giving = sum(source_position(among, i, src, dst) != i for i in range(among.size))
         return wire * giving * ranks // among.size

@@ -20,7 +20,7 @@ from shardc.ends import parameters_of
 from shardc.lifetime import owners_of
 from shardc.mesh import MICROBATCH
 from shardc.node import is_getitem, operand
-from shardc.partition import parse_part
+from shardc.partition import parse_parts
 from shardc.pipeline_cost import PART_OF_PHASE
 from shardc.program import Program, Value
 from shardc.sharding import ceil_div, chunk_of, num_shards
@@ -229,7 +229,7 @@ class _Replay:
         """Whether no rank has padding in a microbatch; the last one has least data."""
         (_, axes, _, size, *_), mesh = node.args, self.program.mesh
         assert mesh is not None and isinstance(axes, tuple) and isinstance(size, int), node
-        parts, ranks = tuple(parse_part(str(axis), mesh) for axis in axes), mesh.size // mesh.axis_size(MICROBATCH)
+        parts, ranks = parse_parts(axes, mesh), mesh.size // mesh.axis_size(MICROBATCH)
         length = chunk_of(size, parts, mesh, (microbatch + 1) * ranks - 1)[1]
         return length == ceil_div(size, num_shards(parts))
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.error import ShardingError
 from shardc.mesh import Mesh
-from shardc.partition import P, blocks
+from shardc.partition import P, blocks, parse_parts
 from shardc.runtime.agreement import check_agreement
-from shardc.runtime.comm import SimulatedComm, parse_parts
+from shardc.runtime.comm import SimulatedComm
 from shardc.runtime.distributed import TorchComm, gather_whole, make_device_mesh
 from shardc.runtime.executor import Executor
 from shardc.runtime.functional import reduce_scatter
@@ -96,7 +96,7 @@ def run_reduce_scatter():
     pieces = pieces_of(SHUFFLED, (4, 4, 8), seed=0)
     results = []
     for axes, dim in ((("dp",), 0), (("tp", "dp"), 2), (("dp", "tp"), 1)):
-        group = comm.group(parse_parts(comm.mesh, axes))
+        group = comm.group(parse_parts(axes, comm.mesh))
         both = [
             reduce_scatter(pieces[comm.position], replace(group, adds_locally=is_local), "sum", dim)()
             for is_local in (True, False)

@@ -9,8 +9,8 @@ from parallel_models import MLP, batch
 import shardc
 from shardc import P, Zero
 from shardc.mesh import Mesh
+from shardc.partition import parse_parts
 from shardc.runtime import functional, messages
-from shardc.runtime.comm import parse_parts
 from shardc.runtime.distributed import TorchComm, make_device_mesh
 
 MESHES = (Mesh(dp=4), Mesh(dp=2, tp=2))
@@ -27,7 +27,7 @@ def values(rank, dtype):
 def groups():
     for mesh in MESHES:
         comm = TorchComm(make_device_mesh(mesh))
-        yield from (comm.group(parse_parts(mesh, axes)) for axes in GROUPS if set(axes) <= set(mesh.axis_names))
+        yield from (comm.group(parse_parts(axes, mesh)) for axes in GROUPS if set(axes) <= set(mesh.axis_names))
 
 
 def run_both_ways(small):
