@@ -10,40 +10,56 @@ backward still runs. Gathers of what is there from the start, as of parameters t
 for a layer, or for several that are together no larger than the largest. A bucket is closed before it is read, and as
 soon as it holds its share of at most ``bucket`` bytes, an option; what is larger alone goes alone, and needs no buffer.
 So a bucket holds less than twice the limit, and reductions of one kind and dtype over the same axes that no one reads
-before the end are at most ``bytes / bucket``, rounded up, and one. Invariant: every value lies as before.
+before the end are at most ``bytes / bucket``, rounded up, and one.
+
+A stage of a pipeline runs a bucket whole if it needs any of it. So those go together that the same stages run in the
+same part of their work; a weight that two stages read goes apart. Invariant: every value lies as before.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.bucket import Member, bucket, members
-from shardc.collective import Kind, adds_microbatches
+from shardc.collective import Kind
 from shardc.deferral import deferrable
 from shardc.gather import is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.mesh import MICROBATCH
-from shardc.node import operand, reached
 from shardc.program import Program
+from shardc.stage import Part, has_stages
+from shardc.stage_cut import stages_of
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
+Where = frozenset[tuple[int, Part]]  # the stages of a pipeline that run a call, and in which part of their work
 REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
 
 
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
-    program, limit = program.copy(), program.options.bucket
-    for found in _reductions(program, limit):
+    given, program, limit = program, program.copy(), program.options.bucket
+    where = dict(zip(program.graph.nodes, _where(given), strict=True))
+    for found in _reductions(program, limit, where):
         _join(program, found, found.nodes[-1])
-    for found in _gathers(program, limit):
+    for found in _gathers(program, limit, where):
         for node in found.nodes[1:]:
             move_before(found.nodes[0], node)
         _join(program, found, found.nodes[0])
     return program
+
+
+def _where(program: Program) -> Iterator[Where]:
+    """For each node, in order, where it is run; without a pipeline all are alike."""
+    found: dict[fx.Node, set[tuple[int, Part]]] = {node: set() for node in program.graph.nodes}
+    for index, stage in enumerate(stages_of(program).stages if has_stages(program) else ()):
+        for part, calls in stage.parts.items():
+            for node in calls:
+                found[node].add((index, part))
+    yield from map(frozenset, found.values())
 
 
 @dataclass(slots=True)
@@ -59,11 +75,11 @@ class Bucket:
         self.nbytes += nbytes
 
 
-def _reductions(program: Program, limit: int) -> list[Bucket]:
+def _reductions(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
     """Buckets of which no node is read before the last one."""
     open_: dict[object, Bucket] = {}
     done: list[Bucket] = []
-    keys = _reduction_keys(program, limit)
+    keys = _reduction_keys(program, limit, where)
     full = {key: _full(sum(_nbytes(program, node) for node in nodes), limit) for key, nodes in _inverse(keys).items()}
     for node in program.graph.nodes:
         read = set(node.all_input_nodes)
@@ -76,7 +92,7 @@ def _reductions(program: Program, limit: int) -> list[Bucket]:
     return [found for found in (*done, *open_.values()) if len(found.nodes) > 1]
 
 
-def _reduction_keys(program: Program, limit: int) -> dict[fx.Node, object]:
+def _reduction_keys(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> dict[fx.Node, object]:
     """The reductions that are smaller than a bucket, each with what those of one bucket have in common.
 
     Those that run once for several backwards are not joined to one that runs in each.
@@ -84,7 +100,7 @@ def _reduction_keys(program: Program, limit: int) -> dict[fx.Node, object]:
     backward, late = set(split(program).backward), deferrable(program)
     sent = [(node, part) for node in program.calls if (part := _sent(node)) is not None and part.kind in REDUCTIONS]
     return {
-        node: (_key(program, node, part), part.args[1], node in backward, node in late)
+        node: (_key(program, node, part), where[node], part.args[1], node in backward, node in late)
         for node, part in sent
         if _nbytes(program, node) < limit
     }
@@ -102,7 +118,7 @@ def _full(total: int, limit: int) -> float:
     return max(min(limit, SMALL), total / (-(-total // limit) + 1)) if total else limit
 
 
-def _gathers(program: Program, limit: int) -> list[Bucket]:
+def _gathers(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
     """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
     runs: dict[object, list[Bucket]] = {}
     layers: dict[object, str] = {}
@@ -111,7 +127,7 @@ def _gathers(program: Program, limit: int) -> list[Bucket]:
         part = _sent(node)
         if part is None or not is_early(node):
             continue
-        nbytes, key = _nbytes(program, node), (_key(program, node, part), node in backward)
+        nbytes, key = _nbytes(program, node), (_key(program, node, part), where[node], node in backward)
         found, read_by = runs.setdefault(key, [Bucket()]), layer(program, node)
         if layers.get(key) != read_by or found[-1].nbytes + nbytes > limit:
             found.append(Bucket())
@@ -140,20 +156,7 @@ def _sent(node: fx.Node) -> Member | None:
 
 def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
     """What collectives of one bucket have in common."""
-    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase, _stages(program, node)
-
-
-def _stages(program: Program, node: fx.Node) -> frozenset[int]:
-    """The stages of a pipeline that it sums gradients of: those of a weight that two stages hold go apart."""
-    if program.num_stages == 1:
-        return frozenset()
-    sums = [operand(each) for each in reached([node], _before) if adds_microbatches(each)]
-    return frozenset(program.source(each).stage for each in (*sums, node))
-
-
-def _before(node: fx.Node) -> Iterable[fx.Node]:
-    """A step back, not past a sum over microbatches: all gradients depend on one where the loss divides by a count."""
-    return () if adds_microbatches(node) else node.all_input_nodes
+    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
 
 
 def _nbytes(program: Program, node: fx.Node) -> int:

@@ -54,9 +54,13 @@ def _share_equal(program: Program) -> None:
 
 
 def _use(program: Program, node: fx.Node) -> str:
-    """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each."""
+    """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each.
+
+    In a pipeline it gathers once for both.
+    """
     gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
-    is_again = program.options.zero is not None and gathered.op == "placeholder"
+    is_freed = program.options.zero is not None and program.options.pipeline is None
+    is_again = is_freed and gathered.op == "placeholder"
     return program.source(node).phase if is_again else ""
 
 

@@ -8,12 +8,13 @@ What is made again are copies of forward's calls, just before the first call of 
 
 The option ``Remat`` says what: what is made inside of modules, or what is cheap to make again and large
 (choose_saved.py). Random numbers are drawn by counters, so they are drawn again as they were. Where backward gathers a
-parameter once more anyway, copies read that. Invariant: forward is as it was.
+parameter once more anyway, copies read that; what a pipeline makes once a step is not made again. Invariant: forward is
+as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -24,6 +25,7 @@ from shardc.lifetime import Parts, split
 from shardc.node import is_getitem, reached
 from shardc.options import Remat
 from shardc.program import Program, Value
+from shardc.stage_cut import Kinds
 
 from .choose_saved import within_budget
 from .choose_saved_stages import Choose, within_budget_a_rank
@@ -45,10 +47,15 @@ def _remade(program: Program, choose: Choose) -> Program:
     """A copy in which backward makes again what is chosen."""
     program = program.copy()
     parts = split(program)
-    twins = _twins(parts)
-    forgotten = choose(program, parts, twins)
+    twins, made_anew = _twins(parts), _made_anew(program)
+    forgotten = {value for value in choose(program, parts, twins) if value[0] in made_anew}
     _Maker(program, parts, forgotten | {program.value(node) for node in twins}, twins).run(parts.backward)
     return program
+
+
+def _made_anew(program: Program) -> Container[fx.Node]:
+    """Calls whose values need not be saved: what a pipeline makes once a step is there to its end, and not twice."""
+    return Kinds(program).timed if program.options.pipeline is not None else set(program.graph.nodes)
 
 
 def in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:

@@ -6,9 +6,11 @@ It is resharded where it is used, and its gradient arrives as it lies::
     y = dot(x, w, "a b, b c -> a c")       ->     g: f32[64, 256@tp] = reshard(w);  y = dot(x, g, "a b, b c -> a c")
     d: f32[64, 256@tp] = reshard(p)               d: f32[64@dp, 256@tp] = reshard(p)
 
-Stage 3 has a reshard of its own for backward, so that nothing gathered is saved. Stages 1 and 2 have one, in the phase
-``update``: what it makes is a result of the program, which the runtime keeps until a parameter is written. Invariant:
-every op but the reshards lies as before.
+Stage 3 has a reshard of its own for backward, so that nothing gathered is saved. In a pipeline it has one for both: a
+stage would make both before its first microbatch, for none of them changes a parameter, and keep both to the last one's
+backward. One for each microbatch could be freed, but would be sent as often. Of stages that are offloaded the copy goes
+to the host with the stage. Stages 1 and 2 have one reshard, in the phase ``update``: what it makes is a result of the
+program, which the runtime keeps until a parameter is written. Invariant: every op but the reshards lies as before.
 """
 
 from __future__ import annotations
@@ -131,16 +133,21 @@ class _Storer:
         return sizes[0] < sizes[1] and self.program.sharding(cast) == self.program.sharding(node)
 
     def _gather(self, node: fx.Node, lies: Sharding, why: Stored) -> fx.Node | None:
-        """Let users have a value in another sharding: all of them one, which is returned, or in each phase another."""
+        """Let users have a value in another sharding: all of them one, which is returned, or each group of stage 3."""
         users = sorted(node.users, key=self.place.__getitem__)
         if self.stage < 3:
             first = min(self.first_call, *users, key=self.place.__getitem__) if users else node
             return self._use(node, lies, users, first, why) if users else None
-        for phase in ("forward", "backward"):
-            of_phase = [user for user in users if self.program.source(user).phase == phase]
-            if of_phase:
-                self._use(node, lies, of_phase, of_phase[0], why)
+        for together in filter(None, self._groups(users)):
+            self._use(node, lies, together, together[0], why)
         return None
+
+    def _groups(self, users: list[fx.Node]) -> list[list[fx.Node]]:
+        """Users that share what stage 3 gathers: those of a phase, or all where microbatches follow each other."""
+        if self.program.options.pipeline is not None:
+            return [users]
+        phases = ("forward", "backward")
+        return [[user for user in users if self.program.source(user).phase == phase] for phase in phases]
 
     def _keep(self, name: str, node: fx.Node) -> None:
         """Let a value be made in the update and be a result of the program."""

@@ -26,10 +26,10 @@ MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 class Zero:
     """Between uses every parameter, its gradient and its optimizer state lie cut over one more mesh axis.
 
-    ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more. Stages 1 and 2 keep one
-    gathered copy between steps, which is gathered again once the optimizer has written the parameters. Stages 2 and 3
-    reduce_scatter each gradient where it is made; stage 1 once a step, after the last backward. Source: ZeRO,
-    Rajbhandari et al. 2020.
+    ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more; each stage of a Pipeline
+    gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which is gathered
+    again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is made;
+    stage 1 once a step, after the last backward. Source: ZeRO, Rajbhandari et al. 2020.
     """
 
     axis: str = "dp"

@@ -45,6 +45,6 @@ def _of_rank(program: Program, stages: Iterable[Stage], live: Iterable[Storage])
     stages = list(stages)
     nodes = parameters_of(program)
     yield from stored_bytes(program, {name for stage in stages for name in stage.parameters}).items()
-    once = {node for stage in stages for node in stage.parts["once"]}
-    gathered = (each for each in live if each.value[0] in once)
-    yield "gathered", sum(each.nbytes for each in gathered if is_gathered(program, each.value[0], nodes))
+    gathered = [each for each in live if is_gathered(program, each.value[0], nodes)]
+    once = [set(stage.parts["once"]) for stage in stages]  # of what two of them read each has a copy
+    yield "gathered", sum(each.nbytes for calls in once for each in gathered if each.value[0] in calls)

@@ -107,10 +107,9 @@ def _of_pipeline(program: Program, sizes: _Sizes, final: Program) -> dict[str, A
     stages = stages_of(sized)
     here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]
     saved, peak = list(rank_bytes(stages, schedule, owners))[rank]
-    once = {node for stage in here for node in stage.parts["once"]}
-    parameters = parameters_of(final)
-    gathered = [each for each in storages(final) if nodes[each.value[0]] in once]
-    gathered = [sizes.of_storage(each) for each in gathered if is_gathered(final, each.value[0], parameters)]
+    once, parameters = [set(stage.parts["once"]) for stage in here], parameters_of(final)
+    gathered = [each for each in storages(final) if is_gathered(final, each.value[0], parameters)]
+    gathered = [sizes.of_storage(each) for calls in once for each in gathered if nodes[each.value[0]] in calls]
     found: dict[str, Any] = {
         **stored_bytes(program, {name for stage in here for name in stage.parameters}),
         "saved": saved,
