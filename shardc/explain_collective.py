@@ -66,7 +66,7 @@ class CollectiveExplainer:
         source = self.program.source(moved if found.name == made.name else made)
         return Explanation(
             made.name, "collective", type_text(self.program, made), source.module, source.location,
-            tuple(self._chains(cause, axes, moved, made)), has=self._has(moved), wants=self._wants(cause, made),
+            tuple(self._chains(cause, axes, moved, made)), has=self._has(moved), wants=self._wants(found, cause, made),
             reasons=tuple(self._reasons(cause, axes)),
         )  # fmt: skip
 
@@ -100,17 +100,21 @@ class CollectiveExplainer:
         name, op = self.chains.names[moved], self.chains.op(moved)
         return End(name, type_text(self.program, moved), op, None, source.module, source.location)
 
-    def _wants(self, cause: Cause, made: fx.Node) -> End:
-        """Who reads what is made, and what it takes: of a stored parameter the first that does."""
+    def _wants(self, found: Collective, cause: Cause, made: fx.Node) -> End:
+        """Who reads what is made, and what it takes: of a stored parameter the first that does, in its stage."""
         if isinstance(cause, Moved):
             node = self.chains.nodes.get(cause.user.name)
             taken = operands(node) if node is not None and node.op == "call_function" else ()
             given = taken.index(made) if made in taken else cause.operand
             return self._end(cause.user, cause.wants.text(cause.type), given)
-        reader = next(iter(_readers(made, isinstance(cause, Edges))), made)
+        readers = list(_readers(made, isinstance(cause, Edges)))
+        reader = next((each for each in readers if self._is_run(each, found.stage)), next(iter(readers), made))
         source = self.program.source(reader)
         place = Place(reader.name, source.module, source.location)
         return self._end(place, type_text(self.program, made), None)
+
+    def _is_run(self, node: fx.Node, stage: int | None) -> bool:
+        return self.stages is None or any(run["stage"] == stage for run in self.stages.record.runs.get(node, ()))
 
     def _end(self, place: Place, type_: str, operand: int | None) -> End:
         node = self.chains.nodes.get(place.name)

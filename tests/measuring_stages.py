@@ -54,7 +54,8 @@ class Posted(Mailbox):
             self.under_way[key] = message
 
     def post(self, key: Key, types: Types) -> None:
-        self.posted[key] = [[torch.empty(each.shape, dtype=each.dtype) for each in types]]
+        if self.place[key[0].source] != self.place[key[0].target]:
+            self.posted[key] = [[torch.empty(each.shape, dtype=each.dtype) for each in types]]
 
     def take(self, key: Key) -> Message:
         message = super().take(key)

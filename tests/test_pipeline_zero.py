@@ -69,7 +69,7 @@ PLANS = {
     "gpipe, frozen": Plan({"is_frozen": True}, "gpipe"),
     "interleaved, dropout": Plan(TIED | {"dropout": 0.3}, "interleaved"),
     "zb-h1, recomputed": Plan({}, "zb-h1", options={"remat": Remat("blocks.*", collectives=True)}),
-    "zb-v, uneven": Plan({}, "zb-v", Mesh(dp=3, pp=2), rows=10),
+    "zb-v, tied, uneven": Plan(TIED, "zb-v", Mesh(dp=3, pp=2), rows=10),
     "offload, tied": Plan(TIED, "interleaved", settings={"chunks": 3, "offload": True}),
     "1f1b, tensor": Plan(GPT, mesh=Mesh(dp=2, tp=2, pp=2), annotations=gpt.DATA | gpt.MEGATRON),
     "1f1b, budget": Plan(GPT, options={"remat": Remat(budget=25_000)}),
@@ -169,3 +169,11 @@ def test_a_stage_moves_no_weight_that_it_does_not_read(name: str, stage: int) ->
     narrow, reduced = (4, 2) if name == NARROW else (1, 1)  # of float64 to bfloat16, and to float32
     assert announced(compiled)["all_gather"] == pieces // narrow
     assert announced(compiled)["reduce_scatter"] == pieces // reduced
+
+
+def test_a_gather_is_explained_by_what_reads_it_in_its_stage() -> None:
+    compiled, _ = PLANS[FAST].compiled()
+    gathers = [each for each in compiled.collectives if each.kind == "all_gather" and "embed.weight" in each.cause]
+    wants = [compiled.explain(each.name).wants for each in gathers]
+    assert [(each.stage, each.phase) for each in gathers] == [(0, "forward"), (1, "forward")]
+    assert [want and (want.op, want.module) for want in wants] == [("embedding", "embed"), ("dot", "head")]
