@@ -6,7 +6,7 @@ its first reader waits for it. Collectives over the same axes follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -58,13 +58,14 @@ class Slice:
 def step_timeline(program: Program) -> Timeline:
     """One step of one rank, of a lowered program or a later one; its ``makespan`` is the predicted time in seconds.
 
-    On the machine that it was compiled for. Adam's step is counted, where there are gradients. Of a pipeline it is the
-    schedule's timeline, of all ranks.
+    On the machine that it was compiled for. Adam's step is counted, where there are gradients. Of a pipeline it is that
+    of all ranks: the schedule, between what each does once a step.
     """
     if has_stages(program):
         from shardc.stage_record import StageRecord
+        from shardc.stage_step import whole_step
 
-        return StageRecord(program).timeline
+        return whole_step(StageRecord(program))
     return timeline(tuple(_Lanes(program).tasks()), [COMPUTING])
 
 
@@ -88,9 +89,10 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     return program.options.machine.device.seconds(flops, bytes_moved(program, node), dtype, is_attention(node.target))
 
 
-def update_seconds(program: Program) -> float:
-    """Adam's step: parameters and states are read and written, gradients read."""
-    gradients = of_parameters(program, "gradient")
+def update_seconds(program: Program, names: Collection[str] | None = None) -> float:
+    """Adam's step, of all parameters or of these: they and their states are read and written, gradients read."""
+    made = of_parameters(program, "gradient")
+    gradients = made if names is None else {name: node for name, node in made.items() if name in names}
     stored = parameters_of(program)
     held = sum(nbytes(program.local_type(stored[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())

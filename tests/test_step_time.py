@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from targets import mlp
 from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh, P, ShardingError
+from shardc import Mesh, P, Pipeline, ShardingError, Zero
+from shardc.announcement import is_collective
 from shardc.api import Compiled
 from shardc.cli import main
 from shardc.device import Device
 from shardc.link import LINKS, Link, num_steps
 from shardc.machine import Machine, machine_of
+from shardc.stage import PARTS
+from shardc.stage_record import StageRecord
 from shardc.step_record import StepRecord
-from shardc.step_time import COMPUTING, OPTIMIZER, Slice, collective_seconds
+from shardc.step_time import COMPUTING, OPTIMIZER, Slice, call_seconds, collective_seconds, update_seconds
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -144,6 +148,27 @@ def test_the_time_of_a_pipeline_is_that_of_its_schedule_on_the_machine() -> None
         for latency in (1e-2, 1e-6)
     )
     assert slow.makespan > fast.makespan + 1e-2
+
+
+@pytest.mark.parametrize("zero", [None, 1, 3])
+def test_the_time_of_a_pipeline_counts_what_is_done_once_a_step(zero: Any) -> None:
+    """On one rank all of it follows each other; on two the schedule's time is between."""
+    model, args, kwargs, annotations = gpt(Mesh(dp=2))
+    given = {"args": args, "kwargs": kwargs, "links": machine(), "zero": zero and Zero("dp", zero)}
+    for ranks in (1, 2):
+        pipeline = Pipeline(microbatches=2)
+        found = shardc.compile(model, Mesh(dp=2, pp=ranks), annotations, pipeline=pipeline, **given)
+        record, program = StageRecord(found.program), found.program
+        calls = [
+            (record.times(part), node) for stage in record.stages.stages for part in PARTS for node in stage.parts[part]
+        ]
+        computed = sum(times * call_seconds(program, node) for times, node in calls if not is_collective(node))
+        sent = sum(each.times * collective_seconds(program, each) for each in found.collectives)
+        held = [set(stage.parameters) for stage in record.stages.stages]
+        total = computed + sent + sum(update_seconds(program, names) for names in held)
+        if ranks == 1:
+            assert found.timeline.makespan == pytest.approx(total)
+        assert record.timeline.makespan < found.timeline.makespan <= total * (1 + 1e-12)
 
 
 def test_the_command_writes_a_trace_and_says_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
