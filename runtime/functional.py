@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, ReduceScatterOptions, Work
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceScatterOptions, Work
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]
+Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish
     if _is_functional(x):
         return _waiting(c10d.all_reduce(x.contiguous(), op, group.name))
     made = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
-    return _after(group.process.allreduce([made], OPS[op]), made)
+    return _after(group.process.allreduce([made], _options(AllreduceOptions, op)), made)
 
 
 def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
@@ -82,7 +84,9 @@ def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
         finish = _waiting(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name))
     else:
         made = pieces.new_empty(pieces[0].numel())
-        finish = _after(group.process._reduce_scatter_base(made, pieces.flatten(), _scatter_options(op)), made)
+        finish = _after(
+            group.process._reduce_scatter_base(made, pieces.flatten(), _options(ReduceScatterOptions, op)), made
+        )
     return lambda: finish().view(pieces.shape[1:])
 
 
@@ -148,8 +152,10 @@ def _is_functional(x: Tensor) -> bool:
     return is_traced() or x.is_complex()
 
 
-def _scatter_options(op: str) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
+@cache
+def _options(kind: type[Options], op: str) -> Options:
+    """What says the reduction to a process group; to make it of the bare op takes longer than a small op."""
+    options = kind()
     options.reduceOp = OPS[op]
     return options
 
