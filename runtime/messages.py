@@ -30,7 +30,7 @@ Works = list[Any]
 
 def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tensor]]:
     """For each of the pieces those of all ranks, joined."""
-    small = [i for i, (x, _, _) in enumerate(given) if x.nbytes <= SMALL]
+    small = _small([x.nbytes for x, *_ in given])
     alone = [i for i in range(len(given)) if i not in small]
     rows = [_rows(*given[i], group) for i in alone]
     if small:
@@ -53,7 +53,7 @@ def all_gather(given: Sequence[Gather], group: Group) -> Callable[[], list[Tenso
 def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callable[[], list[Tensor]]:
     """For each of the operands our piece of the reduction over all ranks, which is made in the order of the group."""
     shapes = [tuple(size // group.size if i == dim else size for i, size in enumerate(x.shape)) for x, dim in given]
-    small = [i for i, (x, _) in enumerate(given) if x.nbytes <= SMALL * group.size]
+    small = _small([x.nbytes // group.size for x, _ in given])
     alone = [i for i in range(len(given)) if i not in small]
     sent = [split(x, group.size, dim) for x, dim in (given[i] for i in alone)]
     if small:
@@ -71,6 +71,12 @@ def reduce_scatter(given: Sequence[Reduction], op: str, group: Group) -> Callabl
         return [found[i].view(shape) for i, shape in enumerate(shapes)]
 
     return finish
+
+
+def _small(sizes: Sequence[int]) -> list[int]:
+    """Those of values with so many bytes in a message that go together; one has nothing to go with."""
+    found = [i for i, size in enumerate(sizes) if size <= SMALL]
+    return found if len(found) > 1 else []
 
 
 def _exchange(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], group: Group) -> Works:
