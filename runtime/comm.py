@@ -95,11 +95,10 @@ class AtPositions:
 
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Each rank keeps a copy of its piece, so that the rest can be freed."""
-        parts = parse_parts(axes, self.mesh)
-        count, pairs = num_shards(parts), zip(xs, self.positions, strict=True)
+        count, indices = _indices(self.mesh, axes, self.positions)
         if count == 1:
             return xs
-        pieces = (_chunks(x, count, dim)[self.mesh.index(position, parts)] for x, position in pairs)
+        pieces = (_chunk(x, count, dim, index) for x, index in zip(xs, indices, strict=True))
         return [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
 
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
@@ -200,10 +199,21 @@ class SimulatedComm(AtPositions):
         return results
 
 
+@functools.lru_cache(maxsize=1024)
+def _indices(mesh: Mesh, axes: PartNames, positions: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Into how many pieces axes cut, and for each position the index of its own."""
+    parts = parse_parts(axes, mesh)
+    return num_shards(parts), tuple(mesh.index(position, parts) for position in positions)
+
+
+def _chunk(x: Tensor, count: int, dim: int, index: int) -> Tensor:
+    size, rest = divmod(x.shape[dim], count)
+    assert not rest, (tuple(x.shape), dim, count)
+    return x.narrow(dim, index * size, size)
+
+
 def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
-    assert x.shape[dim] % count == 0, (tuple(x.shape), dim, count)
-    size = x.shape[dim] // count
-    return tuple(x.narrow(dim, i * size, size) for i in range(count))
+    return tuple(_chunk(x, count, dim, index) for index in range(count))
 
 
 def _reduced(group: Tensors, op: str) -> Tensor:
