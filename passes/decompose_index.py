@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments
+from shardc.node import ancestors, arguments, operand
 from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_at
 from shardc.program import Program
 from shardc.sharding import TensorType
@@ -37,8 +37,29 @@ def _index_put(emit: Emitter) -> fx.Node:
 
 
 def _gather(emit: Emitter) -> fx.Node:
-    """An element for each entry of the index."""
-    return emit(gather_at, emit.given["self"], emit.given["index"], *_along(emit))
+    """An element for each entry of the index.
+
+    Of a log softmax it is found before the sum of exponentials is known, which is the same for a row: so that both sums
+    over ranks go together.
+    """
+    x, index = emit.given["self"], emit.given["index"]
+    rows, dim = _along(emit)
+    if not _takes_from_rows(emit, x, index, dim):
+        return emit(gather_at, x, index, rows, dim)
+    whole, number = operand(x), operand(x, 1)
+    for each in sorted((each for each in ancestors(index, rows) if whole < each), reverse=True):
+        whole.append(each)
+    with emit.program.graph.inserting_before(max(whole, index, rows).next):
+        found = emit(gather_at, whole, index, rows, dim)
+    return emit(aten.sub.Tensor, found, number)
+
+
+def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> bool:
+    """Whether a value is a difference to one number for all that an index may pick from."""
+    if x.target is not aten.sub.Tensor or x.kwargs or not isinstance(x.args[1], fx.Node):
+        return False
+    row = tuple(1 if i == dim else size for i, size in enumerate(emit.shape(x)))
+    return emit.shape(operand(x)) == emit.shape(x) and emit.shape(operand(x, 1)) == emit.shape(index) == row
 
 
 def _scatter_add(emit: Emitter) -> fx.Node:
