@@ -8,6 +8,8 @@ what belongs here.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,9 +91,8 @@ def _taken_apart(given: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], Dims
 def _local(indices: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Where all positions are here, and each position as counted here, 0 where one is not."""
     local = [index - row[0] for index, row in zip(indices, rows, strict=True)]
-    here = torch.ones((), dtype=torch.bool, device=local[0].device)
-    for at, row in zip(local, rows, strict=True):
-        here = here & (at >= 0) & (at < row.shape[0])
+    inside = ((at >= 0) & (at < row.shape[0]) for at, row in zip(local, rows, strict=True))
+    here = functools.reduce(operator.and_, inside)
     return here, [torch.where(here, at, 0) for at in local]
 
 
