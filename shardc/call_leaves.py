@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -23,13 +23,13 @@ def call_leaves(
 
     An argument that is given as its default counts as not given.
     """
-    bound = _bound(forward, args, kwargs)
     named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        parameter = bound.signature.parameters[name]
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(sorted(value.items()))
-        elif not _is_default(value, parameter.default):
+    for name, place, default in _places(forward, len(args), tuple(kwargs)):
+        if isinstance(place, dict):  # **kw
+            named.update(sorted((key, kwargs[key]) for key in place))
+        elif isinstance(place, tuple):  # *xs
+            named[name] = tuple(args[i] for i in place)
+        elif not _is_default(value := args[place] if isinstance(place, int) else kwargs[place], default):
             named[name] = value
     leaves, tree = flatten(named)
     raise_all([
@@ -83,7 +83,7 @@ def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]
 
 
 def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    signature = _signature(forward)
+    signature = inspect.signature(forward)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -95,16 +95,21 @@ def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         ) from None
 
 
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """That of a callable; one of a method is found once for all objects that have it."""
+def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """For each argument of forward that is given: its name, the index or name that it is given by, and its default.
+
+    Those of a method are found once for all objects that have it.
+    """
     if isinstance(forward, MethodType):
-        return _signature_of_method(forward.__func__)
-    return inspect.signature(forward)
+        return _places_of_method(forward.__func__, count, names)
+    bound = _bound(forward, range(count), dict(zip(names, names, strict=True)))
+    parameters = bound.signature.parameters
+    return [(name, place, parameters[name].default) for name, place in bound.arguments.items()]
 
 
 @lru_cache(maxsize=256)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(MethodType(function, object()))
+def _places_of_method(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    return _places(partial(function, None), count, names)
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 
 from shardc.frozen import frozen
 
@@ -68,9 +67,7 @@ class Watched:
 
     def _is_changed(self) -> bool:
         return (
-            sum(map(len, self._dicts)) != len(self._keys)
-            or not all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
-            or not all(map(operator.is_, chain.from_iterable(map(_values, self._dicts)), self._values))
+            list(map(dict_version, self._dicts)) != self._versions
             or [type(module) for module in self._modules] != self._types
             or any(self._empty)
             or [parameter.requires_grad for parameter in self._parameters] != self._wanting
@@ -90,8 +87,7 @@ class Watched:
         self._dicts = [
             held for module in self._modules for held in (vars(module), *(vars(module)[name] for name in HELD))
         ]
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(_values, self._dicts)))
+        self._versions = list(map(dict_version, self._dicts))
         others = [value for module in self._modules for name, value in vars(module).items() if name not in APART]
         others = [value for value in others if not _is_settled(value)]
         self._empty = [value for value in others if type(value) in CONTAINERS and not value]
@@ -113,7 +109,3 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
         yield ("parameter", name), parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield ("buffer", name), buffer
-
-
-def _values(held: Mapping[str, Any]) -> Any:
-    return held.values()

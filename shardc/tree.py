@@ -70,6 +70,8 @@ def _make(kind: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """The children of a container with their keys; None for a leaf."""
+    if isinstance(value, torch.Tensor):
+        return None
     if isinstance(value, (tuple, list)):
         return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
