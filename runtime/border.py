@@ -223,7 +223,8 @@ class DistributedDoor:
         """A DTensor, or the whole."""
         if is_plain:
             return self._gathered(pieces)
-        return self.make(self._stored_piece(pieces).contiguous())
+        piece = self._stored_piece(pieces) if self._is_padded else pieces[0]
+        return self.make(piece.contiguous())
 
     def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
         """Give a buffer the value of this rank's piece."""

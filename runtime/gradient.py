@@ -43,10 +43,10 @@ def handed_over(
     op. What hooks are to see is left, also where someone holds a node, who may have given it a hook.
     """
     holders, unheld = list(map(sys.getrefcount, nodes)), _unheld()
-    left = list(gradients)
+    left, is_all = list(gradients), is_accumulated(_other_node())
     for i, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
         if isinstance(gradient, DTensor) and isinstance(value, DTensor) and holders[i] == unheld:
-            if _is_free(value) and is_accumulated(nodes[i]) and _is_set(value, gradient):
+            if _is_free(value) and (is_all or is_accumulated(nodes[i])) and _is_set(value, gradient):
                 left[i] = None
     return left
 
@@ -59,6 +59,13 @@ def _unheld() -> int:
     made_by: Any = leaf.view_as(leaf).grad_fn
     nodes = [node for node, _ in made_by.next_functions]
     return next(map(sys.getrefcount, nodes))
+
+
+@cache
+@torch.enable_grad()
+def _other_node() -> Any:
+    """A leaf's node that is in no one's graph: a backward of all leaves would run it too."""
+    return torch.zeros((), requires_grad=True).view(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _is_free(leaf: Tensor) -> bool:

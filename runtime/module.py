@@ -78,11 +78,11 @@ class ParallelModule(nn.Module):
         0-dim outputs are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
         """
         variants, tensors, given = self._variants_for(args, kwargs)
-        random = torch.tensor([self.seed, self.step])
+        draw = self.seed, self.step
         self.step += self.training
 
         def run(step: Step) -> Any:
-            return step(tensors, given, random)
+            return step(tensors, given, draw)
 
         train = variants.latest.compiled.convention.signature.train
         return variants.run(run, lambda: self._new_step(args, kwargs, train))

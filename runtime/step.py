@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +15,7 @@ from shardc.convention import CallingConvention
 from shardc.error import ShardingError
 from shardc.fact import Input, Output
 from shardc.lifetime import is_row_of_kept
+from shardc.ownership import alone_in_memory
 from shardc.program import Program
 
 from .autograd import Call
@@ -23,6 +24,7 @@ from .copies import Copies, Made
 from .deferred import Sums
 from .ends import Ends
 from .executor import Saved
+from .given import Given
 from .gradient import is_accumulated
 from .interpreter import Values
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
@@ -65,18 +67,21 @@ class Step:
         self._starts = dict(self._find_starts())
         self._kept_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
         self._kept_outputs = {i for i in self._ends.outputs if runner.keeps_output(i)}
-        self._given = [i for i, put in enumerate(self.program.inputs) if put.kind == "input"]
+        self._passed = [i for i, put in enumerate(self.program.inputs) if put.kind == "input"]
         self._random = [i for i, put in enumerate(self.program.inputs) if put.kind == "random"]
         self._state: State = {}
         self._held: list[Tensor | None] = []
+        gradients = [node for i in self._ends.gradients.values() if (node := self._results[i]) is not None]
+        alone = alone_in_memory(gradients)
+        self._alone = {i for i in self._ends.gradients.values() if self._results[i] in alone}
         self._copied = self._ends.buffers.keys() & set(self._kept_inputs)  # written back before the backward reads them
 
-    def __call__(self, state: State, tensors: Iterable[Tensor], random: Tensor) -> Any:
+    def __call__(self, state: State, tensors: Iterable[Tensor], draw: tuple[int, int]) -> Any:
         """Run a call with these tensors among its arguments: its result is in the model's own containers.
 
-        Buffers are written back.
+        ``draw``: the seed and the step that key random ops. Buffers are written back.
         """
-        values = self._values(state, tensors, random)
+        values = self._values(state, tensors, draw)
         if self._ends.tangents and torch.is_grad_enabled():
             outputs = Call.apply(self, *values)
         else:
@@ -84,17 +89,17 @@ class Step:
                 outputs = self.forward(values)[0]
         return self.compiled.convention.unflatten(outputs)
 
-    def _values(self, state: State, tensors: Iterable[Tensor], random: Tensor) -> list[Tensor | None]:
+    def _values(self, state: State, tensors: Iterable[Tensor], draw: tuple[int, int]) -> list[Tensor | None]:
         """Parallel to the program's inputs; what the model holds is looked up where ``state`` is another object."""
         if state is not self._state or not self._held:
             constants = {("buffer", name): each for name, each in self.compiled.convention.constants.items()}
             held, self._state = {**constants, **state}, state
             self._held = [held.get((put.kind, put.name)) for put in self.program.inputs]
         values = list(self._held)
-        for i, tensor in zip(self._given, tensors, strict=True):
+        for i, tensor in zip(self._passed, tensors, strict=True):
             values[i] = tensor
         for i in self._random:
-            values[i] = random
+            values[i] = torch.tensor(draw)
         return values
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
@@ -110,9 +115,9 @@ class Step:
         return tuple(self._output(i, columns[i]) for i in self._ends.outputs), saved
 
     def backward(
-        self, saved: Saved, gradients: Values, is_plain: Sequence[bool], keep: bool, waiting: Mapping[int, Tensor]
+        self, saved: Saved, gradients: Values, given: Given, keep: bool, waiting: Mapping[int, Tensor]
     ) -> list[Tensor | None]:
-        """Run the backward part: the gradients of all inputs; ``is_plain`` says which of them were no DTensors.
+        """Run the backward part: the gradients of all inputs, DTensors where what was ``given`` is one.
 
         ``waiting``: by index of the program's outputs, the parameters whose gradients may be left open sums.
         """
@@ -122,13 +127,13 @@ class Step:
         else:
             with self._as_compiled():
                 results = self.runner.backward(saved, tangents, keep)
-            columns = list(zip(*rows_apart(results, tangents), strict=True))
-        found: list[Tensor | None] = [None] * len(is_plain)
+            columns = list(zip(*rows_apart(results, tangents, self._alone), strict=True))
+        found: list[Tensor | None] = [None] * len(given.held)
         for put, i in self._ends.gradients.items():
             if i in waiting:
                 found[put] = open_gradient(opened, i, waiting[i])
             elif pieces := _present(columns[i]):  # of a pipeline, another stage has it
-                found[put] = self._exit(i).leave(pieces, is_plain[put])
+                found[put] = self._exit(i).leave(pieces, put in given.plain)
         return found
 
     def _accumulate(
@@ -179,12 +184,19 @@ class Step:
         """The pieces of gradients whose reductions may wait, by index of the program's outputs, which have columns."""
         return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
 
-    def watched(self, values: Values, outputs: Sequence[Tensor]) -> list[tuple[ReferenceType[Tensor], int]]:
-        """The tensors in the user's hands whose memory is saved for backward, each with its version."""
-        inputs = [value for i in self._kept_inputs if (value := values[i]) is not None]
+    def given(self, values: Values, outputs: Sequence[Tensor]) -> Given:
+        """What its backward needs to know of a call, which has run."""
+        passed = {i: value for i in self._passed if (value := values[i]) is not None}
+        saved = ((i, value) for i in self._kept_inputs if (value := values[i]) is not None)
         pairs = zip(self._ends.outputs, outputs, strict=True)
-        inputs += [output for i, output in pairs if isinstance(output, DTensor) and i in self._kept_outputs]
-        return [(ref(tensor), tensor._version) for tensor in inputs if not tensor.is_inference()]
+        shown = [output for i, output in pairs if isinstance(output, DTensor) and i in self._kept_outputs]
+        return Given(
+            self._held,
+            {i: ref(value) for i, value in passed.items()},
+            frozenset(i for i, value in passed.items() if not isinstance(value, DTensor)),
+            [(i, value._version) for i, value in saved if not value.is_inference()],
+            [(ref(output), output._version) for output in shown],
+        )
 
     def _computed(self, values: Values, inputs: Sequence[Values]) -> list[list[Tensor | None]] | None:
         """For each rank the parameters that are kept as they are computed on, parallel to the program's outputs."""
@@ -214,12 +226,11 @@ class Step:
 
     def _enter(self, values: Values) -> list[list[Tensor | None]]:
         """For each rank its pieces, parallel to the program's inputs."""
-        rows: list[list[Tensor | None]] = [[None] * len(values) for _ in self.border.comm.positions]
-        for i, value in enumerate(values):
-            if value is not None:
-                for row, piece in zip(rows, self._entries[i].enter(value), strict=True):
-                    row[i] = piece.clone() if i in self._copied else piece
-        return rows
+        pieces = [None if each is None else door.enter(each) for door, each in zip(self._entries, values, strict=True)]
+        for i in self._copied:
+            pieces[i] = [piece.clone() for piece in pieces[i] or ()]
+        ranks = range(len(self.border.comm.positions))
+        return [[None if each is None else each[rank] for each in pieces] for rank in ranks]
 
     def _as_tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of all outputs as values of the program's inputs, zeros where there is none."""

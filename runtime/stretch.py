@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 
 from torch import Tensor, preserve_format
@@ -11,19 +11,25 @@ from torch import Tensor, preserve_format
 from .interpreter import Values
 
 
-def rows_apart(rows: Sequence[Values], tangents: Sequence[Values]) -> list[list[Tensor | None]]:
-    """For each position its gradients apart; those of all microbatches of a pipeline are one row's."""
+def rows_apart(
+    rows: Sequence[Values], tangents: Sequence[Values], alone: Container[int] = ()
+) -> list[list[Tensor | None]]:
+    """For each position its gradients apart; those of all microbatches of a pipeline are one row's.
+
+    ``alone``: by index, those known to be in memory of their own.
+    """
     found: dict[tuple[int, ...], list[Tensor | None]] = {}
     keys = [tuple(map(id, (*row, *given))) for row, given in zip(rows, tangents, strict=True)]
     for key, row, given in zip(keys, rows, tangents, strict=True):
         if key not in found:
-            found[key] = apart(row, given)
+            found[key] = apart(row, given, alone)
     return [found[key] for key in keys]
 
 
-def apart(gradients: Values, tangents: Values) -> list[Tensor | None]:
+def apart(gradients: Values, tangents: Values, alone: Container[int] = ()) -> list[Tensor | None]:
     """Gradients each in memory of its own: torch adds to them and scales them in place."""
-    if _are_apart([each for each in (*gradients, *tangents) if each is not None]):
+    others = [each for i, each in enumerate(gradients) if each is not None and i not in alone]
+    if _are_apart([*others, *(each for each in tangents if each is not None)]):
         return list(gradients)
     taken: dict[int, list[tuple[int, int]]] = {}  # stretches by storage, in order: a bucket holds many gradients
     for tangent in tangents:

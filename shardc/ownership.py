@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
             elif not _is_new(user):
                 return False
     return True
+
+
+def alone_in_memory(values: Sequence[fx.Node]) -> set[fx.Node]:
+    """Those of values that lie in memory which a call of torch made, and in which none of the others lies."""
+    count = Counter(map(maker, values))
+    return {value for value in values if count[maker(value)] == 1 and _is_new(maker(value))}
 
 
 def _others(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
