@@ -50,10 +50,10 @@ class TorchComm(AtPositions):
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Send; what is local is done at once."""
-        if kind == "collective_permute":
-            return self._permute(xs, *args)
         if kind in STARTED:
             return self._begin(kind, xs, *args, is_own=is_own, into=into)
+        if kind == "collective_permute":
+            return self._permute(xs, *args)
         results: Tensors = getattr(self, kind)(xs, *args)
         return lambda: results
 
@@ -133,8 +133,8 @@ class TorchComm(AtPositions):
         self._count(kind, x.nbytes, group)
         if _sends_messages(kind, group):
             return _messages(kind, xs, [args], group, into)
-        own = {"is_own": is_own} if kind == "all_reduce" else {}
-        finish: functional.Finish = getattr(functional, kind)(x, group, *args, **own)
+        own = (is_own,) if kind == "all_reduce" else ()
+        finish: functional.Finish = getattr(functional, kind)(x, group, *args, *own)
         return lambda: [finish()]
 
     def _count(self, kind: Any, nbytes: int, group: Group) -> None:

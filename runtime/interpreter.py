@@ -102,9 +102,16 @@ def _start(
 ) -> Callable[[], Sequence[Any]]:
     """Start a collective of operands, for each rank a row; what waits for its results."""
     assert comm is not None, each
-    results = [kept.get((each.result, i)) for i in range(len(each.reads))] if into else []
-    places = [[None if i is None else values[i] for i in results] for values in into]
+    places = _places(each, kept, into) if into else ()
     if each.flat is not None:
         return comm.start_bucket(each.flat, rows, places)
     xs, first = [row[0] for row in rows], [place for place, *_ in places]
     return comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first)
+
+
+def _places(
+    each: Instruction, kept: Mapping[tuple[int, int], int], into: Sequence[Values]
+) -> list[list[Tensor | None]]:
+    """Where the results of a collective may be put, for each rank a row."""
+    results = [kept.get((each.result, i)) for i in range(len(each.reads))]
+    return [[None if i is None else values[i] for i in results] for values in into]
