@@ -206,11 +206,15 @@ def _closing(
 
 
 def _results(kinds: Kinds, stage: int, holders: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
-    """What a stage returns once a step: of parameters' gradients its own, all else on every stage."""
-    parameters = {name: node for node, name in kinds.parameters.items()}
+    """What a stage returns once a step: gradients of its parameters, all else; of a rank the first stage that may."""
+    parameters, pipeline = {name: node for node, name in kinds.parameters.items()}, kinds.program.options.pipeline
+    assert pipeline is not None
+    place = pipeline.place(kinds.program.num_stages)
+    here = [each for each, rank in enumerate(place) if rank == place[stage]]
     for node, output in zip(kinds.program.results, kinds.program.outputs, strict=True):
         of = parameters.get(output.name) if output.kind in ("gradient", "computed") else None
-        if node is not None and node not in kinds.timed and (of is None or stage in holders[of]):
+        first = min((each for each in here if of is None or each in holders[of]), default=None)
+        if node is not None and node not in kinds.timed and first == stage:
             yield node
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gpt
@@ -177,3 +177,14 @@ def test_a_gather_is_explained_by_what_reads_it_in_its_stage() -> None:
     wants = [compiled.explain(each.name).wants for each in gathers]
     assert [(each.stage, each.phase) for each in gathers] == [(0, "forward"), (1, "forward")]
     assert [want and (want.op, want.module) for want in wants] == [("embedding", "embed"), ("dot", "head")]
+
+
+def test_a_rank_reduces_once_what_two_of_its_stages_hold() -> None:
+    """In a V the first stage and the last are on one rank, and with them both uses of a tied weight."""
+    compiled, _ = replace(PLANS[FAST], schedule="zb-v").compiled()
+    stages, place = stages_of(compiled.program), (0, 1, 1, 0)
+    assert stages.holders["embed.weight"] == {0, 3}
+    pieces = stored(compiled, stages.holders)
+    assert announced(compiled)["reduce_scatter"] == pieces
+    ends = [way for way in stages.crossings if way.part == "after" and place[way.source] != place[way.target]]
+    assert [(way.source, way.target) for way in ends] == [(3, 1)]  # the loss, once to each rank
