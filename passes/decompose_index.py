@@ -13,7 +13,7 @@ from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_ad
 from shardc.program import Program
 from shardc.sharding import TensorType
 
-from .emitter import NEVER, Decomposition, Emitter
+from .emitter import NEVER, Decomposition, Emitter, wide_dtype
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def _gather(emit: Emitter) -> fx.Node:
     """An element for each entry of the index.
 
     Of a log softmax it is found before the sum of exponentials is known, which is the same for a row: so that both sums
-    over ranks go together.
+    over ranks go together: in one dtype, that of exponentials' sums.
     """
     x, index = emit.given["self"], emit.given["index"]
     rows, dim = _along(emit)
@@ -50,8 +50,8 @@ def _gather(emit: Emitter) -> fx.Node:
     for each in sorted((each for each in ancestors(index, rows) if whole < each), reverse=True):
         whole.append(each)
     with emit.program.graph.inserting_before(max(whole, index, rows).next):
-        found = emit(gather_at, whole, index, rows, dim)
-    return emit(aten.sub.Tensor, found, number)
+        found = emit(gather_at, whole, index, rows, dim, **_widened(emit.type(whole).dtype))
+    return emit.cast(emit(aten.sub.Tensor, found, number), emit.type(x).dtype)
 
 
 def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> bool:
@@ -60,6 +60,10 @@ def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> boo
         return False
     row = tuple(1 if i == dim else size for i, size in enumerate(emit.shape(x)))
     return emit.shape(operand(x)) == emit.shape(x) and emit.shape(operand(x, 1)) == emit.shape(index) == row
+
+
+def _widened(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
 
 
 def _scatter_add(emit: Emitter) -> fx.Node:

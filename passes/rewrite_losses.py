@@ -78,11 +78,12 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     ``x`` is ``[rows, classes, *more rows]``; w is 1 without weights. The mean is divided by the sum of the weights.
     """
     given = arguments(node)
-    x, reduction = given["self"], given["reduction"]
-    if len(program.type(x).shape) < 2:
+    reduction = given["reduction"]
+    if len(program.type(given["self"]).shape) < 2:
         return None
     emit = Emitter(program, node)
-    counted, safe, weight = _targets(program, node)
+    x = _without_dim_of_one(program, given["self"])
+    counted, safe, weight = _targets(emit, x)
     picked = emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, safe, 1)), 1)
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
     kept = emit(aten.where.self, counted, picked, zero)
@@ -90,7 +91,7 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
     rows = range(len(emit.shape(safe)))
     count = emit.sum(weight, rows)
     if reduction == EACH:
-        return losses, count
+        return _shaped(emit, losses, emit.shape(given["target"])), count
     total = emit.sum(losses, rows)
     return emit.cast(emit(aten.div.Tensor, total, count) if reduction == MEAN else total, emit.type(x).dtype), count
 
@@ -98,17 +99,18 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     """The gradient of each row, where the class is its target; rows and classes may be cut."""
     given = arguments(node)
-    x, gradient = given["self"], given["grad_output"]
-    shape = program.type(x).shape
+    gradient, shape = given["grad_output"], program.type(given["self"]).shape
     if len(shape) < 2:
         return None
     emit = Emitter(program, node)
-    _, safe, weight = _targets(program, node)
+    _, safe, weight = _targets(emit, _without_dim_of_one(program, given["self"]))
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
+    elif given["reduction"] == EACH:
+        gradient = _shaped(emit, gradient, emit.shape(safe))
     each = emit(aten.neg.default, emit(aten.mul.Tensor, weight, gradient))
     place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
-    return emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1)
+    return _shaped(emit, emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1), shape)
 
 
 def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
@@ -118,9 +120,11 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
     """
     given = arguments(node)
     gradient, y = given["grad_output"], given["output"]
-    if gradient.target is not scatter_add_at:
-        return None
+    while gradient.target is aten.reshape.default:
+        gradient = operand(gradient)
     shape = program.type(node).shape
+    if gradient.target is not scatter_add_at or program.type(gradient).shape != shape:
+        return None
     dim = given["dim"] % len(shape)
     index, each, rows, at = gradient.args
     is_one = program.type(each).shape == tuple(1 if i == dim else size for i, size in enumerate(shape))
@@ -131,12 +135,37 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
     return emit.cast(emit(scatter_added_at, odds, index, each, rows, dim), program.type(node).dtype)
 
 
-def _targets(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Which rows count, the target of each, 0 where it does not count, and its weight, 0 there too."""
-    emit, given = Emitter(program, node), arguments(node)
-    dtype = program.type(given["self"]).dtype
-    counted = emit(aten.ne.Scalar, given["target"], given["ignore_index"])
-    safe = emit(aten.where.self, counted, given["target"], emit(aten.scalar_tensor.default, 0, dtype=torch.int64))
+def _scatter_add(program: Program, node: fx.Node) -> Results:
+    """What is added to zeros, as the gradient of a gather is."""
+    given, emit = arguments(node), Emitter(program, node)
+    zeros, shape = given["self"], program.type(node).shape
+    is_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
+    dim = given["dim"] % max(1, len(shape))
+    one = tuple(1 if i == dim else size for i, size in enumerate(shape))
+    if not is_zeros or not shape or not emit.shape(given["index"]) == emit.shape(given["src"]) == one:
+        return None
+    return emit(scatter_add_at, given["index"], given["src"], emit(aten.arange.default, shape[dim]), dim)
+
+
+def _without_dim_of_one(program: Program, x: fx.Node) -> fx.Node:
+    """Logits before torch gives those of one dim of rows beside the classes another, of one."""
+    shape = program.type(x).shape
+    if x.target is not aten.reshape.default or program.type(operand(x)).shape != (*shape[:2], *shape[3:]):
+        return x
+    return operand(x)
+
+
+def _shaped(emit: Emitter, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    """A value in a shape; itself if it has that."""
+    return x if emit.shape(x) == shape else emit(aten.reshape.default, x, list(shape))
+
+
+def _targets(emit: Emitter, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Which rows of ``x`` count, the target of each, 0 where it does not count, and its weight, 0 there too."""
+    given, type_ = emit.given, emit.type(x)
+    dtype, target = type_.dtype, _shaped(emit, given["target"], (type_.shape[0], *type_.shape[2:]))
+    counted = emit(aten.ne.Scalar, target, given["ignore_index"])
+    safe = emit(aten.where.self, counted, target, emit(aten.scalar_tensor.default, 0, dtype=torch.int64))
     if given["weight"] is None:
         return counted, safe, emit(aten._to_copy.default, counted, dtype=dtype)
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=dtype)
@@ -171,4 +200,5 @@ LOSSES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),
+    aten.scatter_add.default: _scatter_add,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -46,6 +47,40 @@ def test_cross_entropy_over_a_cut_vocabulary_moves_a_few_numbers_a_token(mesh: M
     assert len(small) == 2, "the maximum; the sum and the target's logit together; nothing in the backward"
     assert not any(VOCAB in each.local_shape_out for each in moved), "no logits move"
     assert_equal_to_eager(compiled, inputs)
+
+
+PICKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rows": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
+    "classes in the middle": lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y),
+    "each": lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y, reduction="none").square().sum(),
+    "gathered": lambda logits, y: -logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", PICKED.values(), ids=PICKED)
+def test_what_a_loss_picks_along_a_cut_vocabulary_takes_two_small_reductions(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """The maximum; the sum and the target's logit together, of one dtype; nothing in the backward."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(8, 23, bias=False, dtype=dtype)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return loss(self.head(x), y)
+
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(6, 5, 8, dtype=dtype), torch.randint(23, (6, 5))
+    compiled = shardc.compile(model, Mesh(tp=4), {"head.weight": P("tp")}, args=(x, y))
+    moved = [(each.phase, each.kind, math.prod(each.local_shape_in)) for each in compiled.collectives]
+    assert moved == [("forward", "all_reduce", 6 * 5), ("forward", "all_reduce", 2 * 6 * 5)]
+    if dtype == torch.float64:
+        assert_equal_to_eager(compiled, [x, y])
+    else:
+        torch.testing.assert_close(compiled.simulate(x, y)[0], model(x, y).detach(), rtol=2**-6, atol=0)
 
 
 def test_a_lookup_in_a_table_cut_by_rows_gathers_the_table_only_where_that_is_less() -> None:

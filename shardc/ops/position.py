@@ -53,10 +53,10 @@ def put_at(x: Tensor, values: Tensor, *given: Any) -> Tensor:
     return put.narrow(dims[0], 0, x.shape[dims[0]])
 
 
-def gather_at(x: Tensor, index: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """``x.gather(dim, index)`` where the position is here, else 0."""
+def gather_at(x: Tensor, index: Tensor, rows: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """``x.gather(dim, index)`` where the position is here, else 0; ``dtype``: that of the result, ``x``'s if None."""
     here, (local,) = _local([index], [rows])
-    return _where(here, x.gather(dim, local))
+    return _where(here, x.gather(dim, local).to(dtype or x.dtype))
 
 
 def scatter_add_at(index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
