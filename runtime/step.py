@@ -228,7 +228,7 @@ class Step:
         """For each rank its pieces, parallel to the program's inputs."""
         pieces = [None if each is None else door.enter(each) for door, each in zip(self._entries, values, strict=True)]
         for i in self._copied:
-            pieces[i] = [piece.clone() for piece in pieces[i] or ()]
+            pieces[i] = (each := pieces[i]) and [piece.clone() for piece in each]
         ranks = range(len(self.border.comm.positions))
         return [[None if each is None else each[rank] for each in pieces] for rank in ranks]
 
