@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.borrow import computed_tensors
+from shardc.borrow import computed_tensors, state_names
 from shardc.call_leaves import call_leaves
 from shardc.convention import Signature, signature_of
 from shardc.error import OrderError, ShardingError, said
@@ -33,6 +33,7 @@ from .step import Compilation, Step
 from .variants import Variants
 
 MAX_PROGRAMS = 16
+SHARED = {"training"}  # ours and the model's
 Tensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 
 
@@ -62,7 +63,6 @@ class ParallelModule(nn.Module):
     def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
                  make_runner: Callable[[Program, Starter], Runner] = Executor) -> None:  # fmt: skip
         super().__init__()
-        self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner
         self._copies, self._accumulation = border.new_copies(), Accumulation()
         self._placed: dict[tuple[str, str], Sharding] = {}
@@ -71,6 +71,7 @@ class ParallelModule(nn.Module):
         self._latest: Variants | None = None
         self._latest_key: tuple[Hashable, ...] = ()
         self.seed, self.step = 0, 0
+        self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; global values in, as plain tensors or DTensors.
@@ -131,10 +132,22 @@ class ParallelModule(nn.Module):
             return getattr(self.__dict__["_model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, on the model as well where it has one of that name; ``seed`` and ``step`` are our own."""
-        super().__setattr__(name, value)
-        if "_model" in self.__dict__ and name in vars(self._model) and name not in ("seed", "step"):
-            vars(self._model)[name] = value
+        """Set an attribute: on the model, which reads it, where it is none of our own, as ``seed`` and ``step`` are."""
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        if not self._is_own(name) or name in SHARED:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where it was set."""
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is ours: what was set before there was a model to adopt, and what the class has."""
+        return "_own" not in self.__dict__ or name in self._own or hasattr(type(self), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = type(self)(nn.Module(), self._border, self._compile, self._make_runner)
@@ -150,6 +163,7 @@ class ParallelModule(nn.Module):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
+        self.__dict__.setdefault("_own", frozenset(vars(self)))
 
     def _variants_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variants, Tensors, list[Tensor]]:
         """The programs for a call, the model's tensors, and those of the call.
@@ -196,14 +210,16 @@ class ParallelModule(nn.Module):
             self._variants.popitem(last=False)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
-        """The shardings that parameters have from an earlier compilation, and DTensors among the arguments."""
+        """The shardings that parameters still there have from before, and those of DTensors among the arguments."""
         leaves, _ = call_leaves(self._model.forward, args, kwargs)
         tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
         given = {("input", name): self._border.sharding(tensor, f"input {name!r}") for name, tensor in tensors}
+        parameters, buffers, _ = state_names(self._model)
+        here: dict[str, Mapping[str, Tensor]] = {"parameter": parameters, "buffer": buffers, "input": dict(tensors)}
         return tuple(
             Pin(name, kind, sharding, frozenset(), f"{kind} {name!r} lies so already")
             for (kind, name), sharding in {**self._placed, **self._computed, **given}.items()
-            if sharding is not None
+            if sharding is not None and name in here[kind]
         )
 
     def _place(self, program: Program) -> None:

@@ -34,9 +34,9 @@ class PipelineModule(ParallelModule):
     _border: PipelineBorder
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
         self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
         self._stages: dict[str, frozenset[int]] = {}
+        super().__init__(*args)  # what is set later is the model's
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

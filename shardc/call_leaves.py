@@ -26,7 +26,7 @@ def call_leaves(
     named: dict[str, Any] = {}
     for name, place, default in _places(forward, len(args), tuple(kwargs)):
         if isinstance(place, dict):  # **kw
-            named.update(sorted((key, kwargs[key]) for key in place))
+            named.update((key, kwargs[key]) for key in place)  # in order, which forward may see
         elif isinstance(place, tuple):  # *xs
             named[name] = tuple(args[i] for i in place)
         elif not _is_default(value := args[place] if isinstance(place, int) else kwargs[place], default):
@@ -115,4 +115,5 @@ def _places_of_method(function: Callable[..., Any], count: int, names: tuple[str
 def _is_default(value: Any, default: Any) -> bool:
     if value is default:
         return True
-    return isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
+    is_alike = isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
+    return is_alike and repr(value) == repr(default)  # -0.0 is not 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from array import array
+from collections import deque
 from collections.abc import Hashable, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 MAX_DEPTH, MAX_ENTRIES = 6, 256
-_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
 
 
 class Same:
@@ -54,6 +56,8 @@ def frozen(value: Any, memo: dict[int, Hashable] | None = None, depth: int = 0) 
 def _frozen(value: Any, memo: dict[int, Hashable], depth: int) -> Hashable:
     if isinstance(value, torch.Tensor):
         return Same(value), value._version if value.ndim == 0 and not value.is_inference() else 0
+    if isinstance(value, (bytearray, array)):
+        return type(value), bytes(value)
     if _is_array(value):
         return type(value), value.shape, str(value.dtype), value.tobytes()
     held = _held(value)
@@ -66,15 +70,27 @@ def _held(value: Any) -> Mapping[Hashable, Any] | None:
     """What a container or a plain object holds; None for a value that holds nothing that can be seen."""
     if isinstance(value, Mapping):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(sorted(value, key=repr))
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, MethodType):
+        return {"func": value.__func__, "self": value.__self__}
     if isinstance(value, _BY_IDENTITY):
         return None
-    return getattr(value, "__dict__", None) or None  # one without attributes may hide what it holds
+    if attributes := getattr(value, "__dict__", None):
+        return attributes
+    return None if _is_value(value) else attributes_of(value) or None  # one without attributes may hide what it holds
+
+
+def attributes_of(value: Any) -> dict[Any, Any]:
+    """The attributes of a plain object, those in ``__slots__`` too."""
+    state = object.__getstate__(value)
+    if isinstance(state, tuple):
+        return {**(state[0] or {}), **state[1]}
+    return dict(state) if isinstance(state, dict) else {}
 
 
 def _is_value(value: Any) -> bool:

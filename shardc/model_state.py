@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
+from shardc.borrow import state_names
 from shardc.frozen import frozen
 
 State = tuple[tuple[str, Hashable], ...]
@@ -26,15 +27,21 @@ SETTLED = (  # the same object says the same
 
 
 def model_state(model: nn.Module) -> State:
-    """The ``requires_grad`` of every parameter, and what every module is and holds besides tensors, by name.
+    """The ``requires_grad`` of every parameter, what every module is and holds besides tensors, by name, and its sizes.
 
-    ``training`` and hooks are among it: forward may read all.
+    ``training`` and hooks are among it: forward may read all. Of what has several names, which of them are one.
     """
     memo: dict[int, Hashable] = {}
+    parameters, buffers, aliases = state_names(model)
     state: list[tuple[str, Hashable]] = [
-        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in model.named_parameters()
+        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in parameters.items()
     ]
-    state += [(f"module {path!r}", _module_state(module, memo)) for path, module in model.named_modules()]
+    state += [(f"the shape of {name}", tuple(tensor.shape)) for name, tensor in {**parameters, **buffers}.items()]
+    state += [(f"what {name} is tied to", first) for name, first in aliases.items()]
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        first = paths.setdefault(id(module), path)
+        state.append((f"module {path!r}", _module_state(module, memo) if first == path else first))
     return tuple(state)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardc.frozen import attributes_of
+
 _MAX_DEPTH = 8  # of plain objects inside plain objects
 
 
@@ -75,17 +77,18 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, (tuple, list)):
         return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return list((fields if isinstance(value, dict) else fields | attributes_of(value)).items())
     if isinstance(value, dict):
         return list(value.items())
-    return list(vars(value).items()) if _holds_tensor(value, _MAX_DEPTH) else None
+    return list(attributes_of(value).items()) if _holds_tensor(value, _MAX_DEPTH) else None
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:
     """Whether a plain object, such as a key-value cache, has a tensor somewhere in its attributes."""
-    if depth == 0 or isinstance(value, (type, torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__"):
+    if depth == 0 or isinstance(value, (type, torch.Tensor, torch.nn.Module)):
         return False
-    return any(_is_or_holds_tensor(child, depth - 1) for child in vars(value).values())
+    return any(_is_or_holds_tensor(child, depth - 1) for child in attributes_of(value).values())
 
 
 def _is_or_holds_tensor(value: Any, depth: int) -> bool:
