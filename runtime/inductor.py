@@ -24,8 +24,17 @@ Compiled = Callable[..., Sequence[Tensor]]
 Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
 
 
-# Random bits wrap modulo 2**64; what Inductor propagates as an index does not.
-OPTIONS: dict[str, Any] = {"constant_and_index_propagation": False}
+# Random bits wrap modulo 2**64; what Inductor propagates as an index does not. The passes are those that torch
+# recommends: without them every collective starts after all else.
+OPTIONS: dict[str, Any] = {
+    "constant_and_index_propagation": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
 
 
 class InductorRunner:

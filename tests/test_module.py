@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import warnings
 import weakref
 
@@ -10,6 +11,7 @@ import torch
 from gloo_pool import ByPath
 from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import ProfilerActivity, profile
@@ -437,6 +439,26 @@ def test_inductor_runs_both_parts_on_two_ranks():
     for losses, counted, announced in launch(ByPath(__file__, "run_inductor"), 2):
         assert losses[::2] == pytest.approx(losses[1::2], abs=1e-6)
         assert counted == 4 * announced > 0
+
+
+def run_inductor_overlap():
+    """The code of a data parallel backward of two buckets."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    args = (torch.ones(8, 64),)
+    parallel = shardc.parallelize(
+        model, make_device_mesh(Mesh(dp=2)), {"input": P("dp")}, args=args, compile="inductor", bucket=2 * 4 * 64 * 65
+    )
+    _, codes = run_and_get_code(lambda: parallel(*args).to_local().sum().backward())
+    return max(codes, key=lambda code: code.count("all_reduce_.default"))
+
+
+@pytest.mark.slow
+def test_inductor_starts_a_bucket_while_the_backward_runs():
+    for code in launch(ByPath(__file__, "run_inductor_overlap"), 2):
+        calls = re.findall(r"^ +(?:extern_kernels\.(\w+)|torch\.ops\._c10d_functional\.(\w+))", code, re.MULTILINE)
+        order = [product or collective for product, collective in calls]
+        assert order.count("all_reduce_") > 1, order
+        assert "mm" in order[order.index("all_reduce_") : order.index("wait_tensor")], order
 
 
 @pytest.mark.slow
