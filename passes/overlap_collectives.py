@@ -75,15 +75,17 @@ def _is_sent(node: fx.Node) -> bool:
 
 
 def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
-    """Start a layer's gathers of what is there from the start right before the layer before it reads its own."""
-    found = [(node, reader) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
-    layers = [list(group) for _, group in groupby(found, lambda pair: layer(program, pair[0]))]
+    """Start a layer's gathers of what is there from the start right before the layer before it reads its own.
+
+    Also where they stand before that: in however many buckets they go, two layers' parameters are whole at a time.
+    """
+    found = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
+    layers = [list(group) for _, group in groupby(sorted(found), lambda pair: layer(program, pair[1]))]
     for before, group in pairwise(layers):
-        place = min(reader for _, reader in before)
-        for node, _ in group:
-            if place < node:
-                move_before(place, node)
-                place.prepend(node)
+        place = before[0][0]
+        for _, node in group:
+            move_before(place, node)
+            place.prepend(node)
 
 
 def _first_reader(program: Program, node: fx.Node) -> fx.Node:

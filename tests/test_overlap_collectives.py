@@ -89,3 +89,16 @@ def test_what_a_bucket_holds_is_picked_where_it_is_read() -> None:
     nodes = [node for node in program.at("overlap_collectives").graph.nodes if node.op != "placeholder"]
     picks = [i for i, node in enumerate(nodes) if is_getitem(node)]
     assert picks and all(nodes[i] in nodes[i + 1].all_input_nodes or is_getitem(nodes[i + 1]) for i in picks)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 1.1])
+def test_stage_3_holds_two_layers_in_however_many_buckets_they_go(share: float) -> None:
+    """What is larger alone than a bucket is not gathered at the start of backward."""
+    with torch.device("meta"):
+        model, ids = GPT(Config(layers=6, vocab=32)), torch.empty(4, 32, dtype=torch.int64)
+    layer = sum(each.nbytes for each in model.blocks[0].parameters())
+    found = shardc.compile(
+        model, Mesh(dp=4), DATA, args=(ids, ids), zero=shardc.Zero("dp", stage=3), bucket=int(share * layer)
+    )
+    rest = sum(each.nbytes for each in model.parameters()) - 6 * layer
+    assert found.memory["gathered"] <= 2 * layer + rest + share * layer
