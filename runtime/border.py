@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardc.error import ShardingError
+from shardc.error import ShardingError, raise_all
 from shardc.mesh import Mesh
 from shardc.partition import P
 from shardc.program import Program
@@ -59,6 +59,9 @@ class Border(Protocol):
     def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
         """The door for a value of a program, of a global shape."""
 
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """A ShardingError for what a model holds, by kind and name, and no ``own`` gave."""
+
     def agree(self, program: Program) -> None:
         """A ShardingError if another process is about to run another program."""
 
@@ -87,6 +90,9 @@ class VirtualBorder:
     def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
         """A door that cuts and joins."""
         return VirtualDoor(sharding, shape, name, self.comm.device)
+
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """All are plain, and may be any."""
 
     def agree(self, program: Program) -> None:
         """One process always does."""
@@ -166,6 +172,16 @@ class DistributedBorder:
     def door(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Door:
         """A door between DTensors and local tensors."""
         return DistributedDoor(self.torch_comm, sharding, shape, name)
+
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """A parameter is a DTensor, or on meta where another stage has it."""
+        plain = [
+            name for (kind, name), tensor in tensors.items()
+            if kind == "parameter" and not isinstance(tensor, DTensor) and not tensor.is_meta
+        ]  # fmt: skip
+        what, problem = "a plain tensor", "it was put into the module that parallelize returned"
+        remedy = "put it into the model and call parallelize again: an optimizer needs the DTensor that is made of it"
+        raise_all([ShardingError(f"parameter {name!r}", what, problem, remedy) for name in plain])
 
     def agree(self, program: Program) -> None:
         """Compare the collectives of all ranks."""

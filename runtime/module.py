@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
         self._variants: OrderedDict[tuple[Signature, *tuple[Hashable, ...]], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self._latest_key: tuple[Hashable, ...] = ()
+        self._checked: Tensors = {}
         self.seed, self.step = 0, 0
         self._adopt(copy.deepcopy(model, _own_tensors(model, border)))
 
@@ -171,6 +172,9 @@ class ParallelModule(nn.Module):
         The first program is compiled if the call's signature is new.
         """
         state, tensors = self._watched.read()
+        if tensors is not self._checked:
+            self._border.check(tensors)
+            self._checked = tensors
         leaves, tree = call_leaves(self._model.forward, args, kwargs)
         given = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         train = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors.values(), *given))

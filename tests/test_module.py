@@ -375,6 +375,16 @@ def run_outputs():
     assert_same(whole(x)[0], a)
 
 
+def run_added():
+    """What a rank is told of a parameter that was put into a module that trains on a mesh."""
+    parallel = on_gloo()[1]
+    parallel(*doubles(0))
+    parallel.up = nn.Linear(8, 16).double()
+    with pytest.raises(ShardingError) as told:
+        parallel(*doubles(0))
+    return str(told.value)
+
+
 def run_shared():
     """Gradients of equal value have memory of their own, and torch averages the model; then a loss is tampered with."""
     alone, parallel = on_gloo(Shared, {"x": P("dp")})
@@ -408,6 +418,11 @@ def test_gradients_are_apart_and_what_the_backward_needs_must_not_change(gloo):
     for output, parameter in gloo.run(run_shared):
         assert "a tensor of shape [4, 8]\n  that was changed in place after forward" in output
         assert "a tensor of shape [8, 16]\n  that was changed in place after forward" in parameter
+
+
+def test_a_parameter_that_is_no_dtensor_is_refused_on_every_rank(gloo):
+    (told,) = set(gloo.run(run_added))
+    assert "parameter 'up.weight': a plain tensor\n  it was put into the module that parallelize returned" in told
 
 
 def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):
