@@ -16,7 +16,7 @@ from shardc.borrow import computed_tensors, state_names
 from shardc.call_leaves import call_leaves
 from shardc.convention import Signature, signature_of
 from shardc.error import OrderError, ShardingError, said
-from shardc.model_state import Watched, tensors_of
+from shardc.model_state import tensors_of
 from shardc.pin import Pin
 from shardc.program import Program
 from shardc.sharding import Sharding
@@ -31,6 +31,7 @@ from .runner import Runner
 from .scaling import watch_overflows
 from .step import Compilation, Step
 from .variants import Variants
+from .watched import Watched
 
 MAX_PROGRAMS = 16
 SHARED = {"training"}  # ours and the model's
