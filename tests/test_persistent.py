@@ -1,10 +1,11 @@
 """What lies on a rank between steps, by bytes a parameter: the ledger, the ZeRO paper's numbers, and live tensors."""
 
 import gc
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
+import zero_table
 from torch import nn
 
 import shardc
@@ -54,18 +55,23 @@ def test_bytes_a_parameter_are_announced(plan, precision):
     assert lasting(compiled.memory) == BYTES[plan][precision] * numel(model)
 
 
-@pytest.mark.parametrize(
-    ("plan", "paper", "ours"),
-    [("data parallel", 120, 135), ("stage 1", 31.4, 46.4), ("stage 2", 16.6, 16.9), ("stage 3", 1.88, 2.11)],
-)
-def test_a_model_of_seven_and_a_half_billion_parameters_on_64_ranks(plan, paper, ours):
-    """GB a rank, as ZeRO's paper counts (its table says 1.9 for 1.875), and with gradients reduced and kept in fp32."""
-    with torch.device("meta"):
-        model, x = Square(62500, 40000, 62500, 40000), torch.empty(64, 62500)
-    assert numel(model) == 7_500_000_000
-    for precision, wanted in ((PAPER, paper), (Precision(), ours)):
-        compiled = shardc.compile(model, Mesh(dp=64), {"x": P("dp")}, args=(x,), zero=PLANS[plan], precision=precision)
-        assert float(f"{lasting(compiled.memory) / 1e9:.3g}") == wanted
+def paper(ranks, stage):
+    """Bytes a parameter as ZeRO's paper counts: 2 and 2 for parameters and gradients in bf16, 12 for fp32 Adam."""
+    return {None: 16, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[stage]
+
+
+def ours(ranks, stage):
+    """With gradients of 4 bytes."""
+    return {None: 18, 1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 18 / ranks}[stage]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", zero_table.SIZES.values(), ids=zero_table.SIZES)
+def test_the_table_of_zeros_paper_to_three_digits_and_ours_beside_it(size):
+    for ranks, stage in product(zero_table.RANKS, zero_table.STAGES):
+        for precision, count in ((PAPER, paper), (Precision(), ours)):
+            wanted = float(f"{count(ranks, stage) * size / 1e9:.3g}")
+            assert zero_table.held(size, ranks, stage, precision) == wanted, (ranks, stage, precision)
 
 
 def live_bytes():
