@@ -6,18 +6,31 @@ For each size and number of data parallel ranks GB a rank (10**9 bytes) of param
 ``shardc dump`` announces them: by the paper's accounting, all but the optimizer's states in bfloat16, and in brackets
 with gradients that are reduced and kept in float32, as shardc does unless told otherwise. Nothing is allocated. A
 model's size is met within a thousandth, and what it holds is scaled by the rest.
+
+Below, for a GPT of half a billion parameters on four ranks, bytes a parameter of the same between steps, and the most
+within a step: with what is gathered of parameters, and gradients before they are reduced, each beside one layer's.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import pairwise, product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
+from gpt import DATA, GPT, Config
 from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Precision, Zero
+from shardc.bucket import members
+from shardc.cost import alive, is_gathered
+from shardc.ends import parameters_of
+from shardc.lifetime import Storage, storages
+from shardc.program import Program
 
 SIZES = {"7.5 B": 7_500_000_000, "128 B": 128_000_000_000, "1 T": 1_000_000_000_000}
 RANKS = (1, 64, 1024)
@@ -62,12 +75,48 @@ def held(size: int, ranks: int, stage: int | None, precision: Precision) -> floa
     return float(f"{lasting / sum(each.numel() for each in model.parameters()) * size / 1e9:.3g}")
 
 
+def largest_layer(model: GPT) -> int:
+    """Bytes of the parameters of the largest layer: a block, or what stands beside the blocks."""
+    layers: list[nn.Module] = [*model.blocks, *(each for name, each in model.named_children() if name != "blocks")]
+    return max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
+
+
+def states(program: Program) -> Iterator[Storage]:
+    """What a step makes of parameters and gradients: what it gathers, and gradients before and after reductions."""
+    parameters = parameters_of(program)
+    ends = zip(program.outputs, program.results, strict=True)
+    gradients = {program.value(node) for output, node in ends if output.kind == "gradient" and node is not None}
+    backward = [node for node in program.calls if program.source(node).phase == "backward"]
+    sums = [part for node in backward for part in members(node) if part.kind in ("all_reduce", "reduce_scatter")]
+    gradients |= {program.value(part.operand) for part in sums}
+    for storage in storages(program):
+        if storage.value in gradients or is_gathered(program, storage.value[0], parameters):
+            yield storage
+
+
+def within_step(stage: int | None) -> tuple[float, float, float]:
+    """Bytes a parameter between steps, the most within one, and those of one layer's parameters, on four ranks."""
+    with torch.device("meta"):
+        model = GPT(Config(vocab=32000, context=1024, layers=8, heads=16, width=2048))
+        ids = torch.empty(8, 1024, dtype=torch.int64)
+    zero = None if stage is None else Zero("dp", stage)  # type: ignore[arg-type]
+    compiled = shardc.compile(model, Mesh(dp=4), DATA, args=(ids, ids), zero=zero)
+    kept = compiled.memory["parameters"] + compiled.memory["optimizer"]
+    most = kept + max(alive(states(compiled.whole)).values())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return (kept + compiled.memory["gradients"]) / size, most / size, largest_layer(model) / size
+
+
 def main() -> None:
-    """Print the table."""
+    """Print both tables."""
     print("| parameters | ranks | data parallel | stage 1 | stage 2 | stage 3 |\n|---|---|---|---|---|---|")
     for (name, size), ranks in product(SIZES.items(), RANKS):
         pairs = [[held(size, ranks, stage, precision) for precision in (PAPER, OURS)] for stage in STAGES]
         print(f"| {name} | {ranks} |", *(f"{paper:g} ({ours:g}) |" for paper, ours in pairs))
+    print("\n| fp32, four ranks | between steps | within a step | a layer |\n|---|---|---|---|")
+    for stage in STAGES:
+        found = within_step(stage)
+        print("| data parallel |" if stage is None else f"| stage {stage} |", *(f"{each:.2f} |" for each in found))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,13 @@ def test_the_table_of_zeros_paper_to_three_digits_and_ours_beside_it(size):
             assert zero_table.held(size, ranks, stage, precision) == wanted, (ranks, stage, precision)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "bound"), [(None, 16), (1, 10), (2, 7), (3, 4)])
+def test_the_most_within_a_step_is_a_layer_above_what_is_held_between_steps(stage, bound):
+    _, most, layer = zero_table.within_step(stage)
+    assert most <= bound + layer
+
+
 def live_bytes():
     """Bytes of every storage that a tensor looks at, by its address; wrappers and traced tensors own nothing."""
     gc.collect()
