@@ -38,7 +38,7 @@ examples: .venv/installed-test
 
 # Tests of every room against the built wheel: its own environment sees .venv's packages last, the checkout not at all.
 WHEEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,api capture cli distributed dump imports \
-	init_parameters module packaging pipeline schedule simulator))
+	module packaging simulator))
 wheel-test: .venv/installed-test
 	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
 	$(BIN)/python -m build --wheel --outdir $(WHEEL)

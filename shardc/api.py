@@ -247,13 +247,13 @@ def compile(
     unused += map(idle_error, idle_annotations(stages["keep_dims"], stages["propagate"]))
     whole, local = list(stages)[-2:]  # in global shapes, in local ones
     notes = [*filter(None, [slow_link_note(stages[whole])]), *map(note_of, unused)]
-    for name in (whole, local):
-        stages[name] = replace(stages[name], notes=(*stages[name].notes, *notes))
+    stages |= {name: replace(stages[name], notes=(*stages[name].notes, *notes)) for name in (whole, local)}
+    program = stages[local]
     if pipeline:
-        schedule_of(stages[local])  # an error for what needs the whole batch, and for a schedule that cannot run
+        schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
     if strict:
         check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
-    return Compiled(model, stages[local], captured.convention, stages, seconds, request.on_meta())
+    return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
 
 
 _compile = compile  # under a name that ``parallelize`` has no argument of

@@ -433,6 +433,16 @@ def test_outputs_keep_their_sharding_unless_an_annotation_asks_for_them_whole(gl
     gloo.run(run_outputs)
 
 
+def backward_code():
+    """The code of a data parallel backward of several buckets."""
+    blocks = ((nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    model, args, bucket = nn.Sequential(*itertools.chain(*blocks)), (torch.ones(8, 64),), 4 * 2**16
+    mesh = make_device_mesh(Mesh(dp=2))
+    parallel = shardc.parallelize(model, mesh, {"input": P("dp")}, args=args, compile="inductor", bucket=bucket)
+    _, codes = run_and_get_code(lambda: parallel(*args).to_local().sum().backward())
+    return max(codes, key=lambda code: code.count("all_reduce_.default"))
+
+
 def run_inductor():
     """The losses of a few steps, compiled and alone; and what was counted as sent."""
     torch.manual_seed(0)
@@ -447,32 +457,18 @@ def run_inductor():
             losses[-1].backward()
             optimizer.step()
     counted = parallel._border.comm.traffic[0].bytes["all_reduce"]
-    return [loss.item() for loss in losses], counted, sum(each.wire_bytes for each in parallel.program.collectives)
+    announced = sum(each.wire_bytes for each in parallel.program.collectives)
+    return [loss.item() for loss in losses], counted, announced, backward_code()
 
 
 @pytest.mark.slow
 def test_inductor_runs_both_parts_on_two_ranks():
-    for losses, counted, announced in launch(ByPath(__file__, "run_inductor"), 2):
+    for losses, counted, announced, code in launch(ByPath(__file__, "run_inductor"), 2):
         assert losses[::2] == pytest.approx(losses[1::2], abs=1e-6)
         assert counted == 4 * announced > 0
-
-
-def run_inductor_overlap():
-    """The code of a data parallel backward of several buckets."""
-    blocks = ((nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
-    model, args, bucket = nn.Sequential(*itertools.chain(*blocks)), (torch.ones(8, 64),), 4 * 2**16
-    mesh = make_device_mesh(Mesh(dp=2))
-    parallel = shardc.parallelize(model, mesh, {"input": P("dp")}, args=args, compile="inductor", bucket=bucket)
-    _, codes = run_and_get_code(lambda: parallel(*args).to_local().sum().backward())
-    return max(codes, key=lambda code: code.count("all_reduce_.default"))
-
-
-@pytest.mark.slow
-def test_inductor_starts_a_bucket_while_the_backward_runs():
-    for code in launch(ByPath(__file__, "run_inductor_overlap"), 2):
         calls = re.findall(r"^ +(?:extern_kernels\.(\w+)|torch\.ops\._c10d_functional\.(\w+))", code, re.MULTILINE)
         order = [product or collective for product, collective in calls]
-        assert "mm" in order[order.index("all_reduce_") : order.index("wait_tensor")], order
+        assert "mm" in order[order.index("all_reduce_") : order.index("wait_tensor")], "a bucket waits for the last op"
 
 
 @pytest.mark.slow

@@ -86,10 +86,10 @@ CONTEXT = 8192
 ROWS = {"x": P("dp"), "*.2.weight": P(None, "tp")}
 TOWER = {"dp": 2, "tp": 2, "L": 3, "B": 16, "d": 12, "h": 40}
 CASES = {
-    "megatron": (tower(ROWS), TOWER, 12),
-    "stored in pieces": (tower(ROWS, zero=Zero("dp", 3)), TOWER, 12),
+    "megatron": (tower(ROWS), TOWER, 14),
+    "stored in pieces": (tower(ROWS, zero=Zero("dp", 3)), TOWER, 13),
     "each alone, states in pieces": (tower(ROWS, zero=Zero("dp", 1), bucket=1), TOWER, 12),
-    "gpt": (gpt, {"dp": 2, "tp": 2, "L": 4, "B": 8, "T": 24, "d": 32}, 5),
+    "gpt": (gpt, {"dp": 2, "tp": 2, "L": 4, "B": 8, "T": 24, "d": 32}, 2),
     "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 5),
     "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 5),
 }
