@@ -13,7 +13,7 @@ from shardc.ops.position import add_at, gather_at, lookup_at, put_at, scatter_ad
 from shardc.program import Program
 from shardc.sharding import TensorType
 
-from .emitter import NEVER, Decomposition, Emitter, wide_dtype
+from .emitter import NEVER, Decomposition, Emitter, one_along, widened
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def _gather(emit: Emitter) -> fx.Node:
     for each in sorted((each for each in ancestors(index, rows) if whole < each), reverse=True):
         whole.append(each)
     with emit.program.graph.inserting_before(max(whole, index, rows).next):
-        found = emit(gather_at, whole, index, rows, dim, **_widened(emit.type(whole).dtype))
+        found = emit(gather_at, whole, index, rows, dim, **widened(emit.type(whole).dtype))
     return emit.cast(emit(aten.sub.Tensor, found, number), emit.type(x).dtype)
 
 
@@ -58,12 +58,8 @@ def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> boo
     """Whether a value is a difference to one number for all that an index may pick from."""
     if x.target is not aten.sub.Tensor or x.kwargs or not isinstance(x.args[1], fx.Node):
         return False
-    row = tuple(1 if i == dim else size for i, size in enumerate(emit.shape(x)))
+    row = one_along(dim, emit.shape(x))
     return emit.shape(operand(x)) == emit.shape(x) and emit.shape(operand(x, 1)) == emit.shape(index) == row
-
-
-def _widened(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    return {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
 
 
 def _scatter_add(emit: Emitter) -> fx.Node:

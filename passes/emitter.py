@@ -40,8 +40,7 @@ class Emitter:
 
     def sum(self, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
         """The sum over dims, of numbers of 2 bytes in float32: it may be none of theirs."""
-        dtype = self.type(x).dtype
-        wide = {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
+        wide = widened(self.type(x).dtype)
         return self(aten.sum.dim_IntList, x, list(dims), *([True] if keepdim else []), **wide)
 
     def results(self, node: fx.Node) -> list[fx.Node | None]:
@@ -65,6 +64,16 @@ class Emitter:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that numbers of a dtype are summed in."""
     return torch.float32 if dtype in NARROW else dtype
+
+
+def widened(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What says to an op that it gives the dtype in which numbers of a dtype are summed; nothing where it does so."""
+    return {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
+
+
+def one_along(dim: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with one entry along a dim, counted from 0."""
+    return tuple(1 if i == dim else size for i, size in enumerate(shape))
 
 
 Results = fx.Node | tuple[fx.Node | None, ...] | None  # what stands for a node; None leaves it

@@ -15,7 +15,7 @@ from shardc.node import arguments, operand, operands
 from shardc.ops.position import scatter_add_at, scatter_added_at
 from shardc.program import Program
 
-from .emitter import NARROW, Emitter, Results, Rewrite, wide_dtype
+from .emitter import NARROW, Emitter, Results, Rewrite, one_along, wide_dtype
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
         return None
     dim = given["dim"] % len(shape)
     index, each, rows, at = gradient.args
-    is_one = program.type(each).shape == tuple(1 if i == dim else size for i, size in enumerate(shape))
+    is_one = program.type(each).shape == one_along(dim, shape)
     if not is_one or at != dim:
         return None
     emit = Emitter(program, node)
@@ -141,7 +141,7 @@ def _scatter_add(program: Program, node: fx.Node) -> Results:
     zeros, shape = given["self"], program.type(node).shape
     is_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
     dim = given["dim"] % max(1, len(shape))
-    one = tuple(1 if i == dim else size for i, size in enumerate(shape))
+    one = one_along(dim, shape)
     if not is_zeros or not shape or not emit.shape(given["index"]) == emit.shape(given["src"]) == one:
         return None
     return emit(scatter_add_at, given["index"], given["src"], emit(aten.arange.default, shape[dim]), dim)

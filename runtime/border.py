@@ -239,8 +239,7 @@ class DistributedDoor:
         """A DTensor, or the whole."""
         if is_plain:
             return self._gathered(pieces)
-        piece = self._stored_piece(pieces) if self._is_padded else pieces[0]
-        return self.make(piece.contiguous())
+        return self.make(self._stored_piece(pieces).contiguous())
 
     def write(self, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
         """Give a buffer the value of this rank's piece."""

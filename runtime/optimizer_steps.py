@@ -37,11 +37,10 @@ _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 
 
 def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not any(watcher.watched() for watcher in _watchers):
-        return
-    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for watcher in _watchers:
-        if any(id(tensor) in stepped for tensor in watcher.watched()):
+    watching = [(watcher, tensors) for watcher in _watchers if (tensors := watcher.watched())]
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watching else ()
+    for watcher, tensors in watching:
+        if any(id(tensor) in stepped for tensor in tensors):
             watcher.note_step()
 
 

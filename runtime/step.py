@@ -71,9 +71,9 @@ class Step:
         self._random = [i for i, put in enumerate(self.program.inputs) if put.kind == "random"]
         self._state: State = {}
         self._held: list[Tensor | None] = []
-        gradients = [node for i in self._ends.gradients.values() if (node := self._results[i]) is not None]
-        alone = alone_in_memory(gradients)
-        self._alone = {i for i in self._ends.gradients.values() if self._results[i] in alone}
+        gradients = {i: node for i in self._ends.gradients.values() if (node := self._results[i]) is not None}
+        alone = alone_in_memory(list(gradients.values()))
+        self._alone = {i for i, node in gradients.items() if node in alone}
         self._copied = self._ends.buffers.keys() & set(self._kept_inputs)  # written back before the backward reads them
 
     def __call__(self, state: State, tensors: Iterable[Tensor], draw: tuple[int, int]) -> Any:
