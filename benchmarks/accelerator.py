@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.distributed as dist
-from figures import ratio
+from ratio import ratio
 from row import new_trainer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer import Job, Trainer

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 
@@ -19,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model;
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one device's threads do not spin where others compute
 
 import torch
-from budget import Budget
+from budget import AROUND, Budget, Need, Use, need
 from figures import Figures, figures
-from measure import Steps, measure
+from measure import Report, measure
 from network import network
 from report import brief, markdown, write
-from row import ROWS, Row
+from rounds import Steps
+from row import ONE_DEVICE, ROWS, Row
 from trainer import Job
 from verdict import summary, verdicts
 from workload import SIZES
@@ -32,33 +35,43 @@ from workload import SIZES
 from shardc.runtime.launch import Workers
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
+SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
+TIMED = (  # the step-time table that shardc is held to; large rows first, so that small ones take up what is left
+    *((plan, "medium", 4) for plan in ("zero3", "tensor", "pipeline")),
+    *((plan, "small", 4) for plan in SMALL),
+    *((plan, "medium", 2) for plan in ("data", "zero3", "tensor", "sequence", "pipeline")),
+    ("tensor", "tiny", 2),
+    *((plan, "small", 2) for plan in SMALL),
+)
 DEFAULT = (
-    *((plan, "small", 2) for plan in PLAIN),
-    *((plan, "tiny", 2) for plan in ("data", "zero3", "tensor", "expert")),
-    *((plan, "medium", 2) for plan in ("zero3", "tensor", "data")),
-    *((plan, "small", 4) for plan in ("data", "zero3", "tensor", "expert", "zero1", "sequence")),
-    *((plan, "medium", 4) for plan in ("zero3", "tensor")),
-    ("tensor-compiled", "small", 2),
+    *((each, Use.TIME) for each in TIMED),
+    *(((plan, "small", 2), Use.BOUND) for plan in ("accumulate", "zero3-kept")),
+    *(((plan, "small", 2), Use.BYTES) for plan in ("precision", "remat")),
+    *(((plan, "tiny", 2), Use.BYTES) for plan in ("expert", "zero3", "data")),
+    (("tensor-compiled", "small", 2), Use.IF_LEFT),
 )
 
 
 def main() -> None:
     """Run the rows that were asked for."""
-    options = _parse()
+    options = parse()
     found: list[tuple[Row, list[Figures]]] = []
     said: list[str] = []
-    rows = _rows(options)
-    budget = Budget(60 * options.minutes, [row.weight for row in rows])
-    for ranks, together in groupby(rows, key=lambda row: row.job.ranks):
+    rows, devices = chosen(options), dict[object, Report]()  # one device by model
+    budget = Budget(60 * options.minutes - AROUND, [each for _, each in rows])
+    for ranks, together in groupby(rows, key=lambda each: each[0].job.ranks):
         with network(options.mbit), Workers(ranks) as workers:
-            for row in together:
+            for row, needed in together:
                 seconds = budget.share()
                 if seconds is None:
                     said.append(f"{row.plan}, {row.title}: left out, {options.minutes} minutes are not enough")
                     continue
-                steps = Steps(options.least, options.steps, seconds, budget.left)
-                found.append((row, figures(row, workers.run(measure, row, steps))))
-                budget.note(max(len(each.samples) for each in found[-1][1]), steps.least)
+                row = replace(row, with_device=row.model not in devices)
+                steps = Steps(needed.fewest, options.steps, seconds, budget.left)
+                reports = workers.run(measure, row, steps)
+                device = devices.setdefault(row.model, reports[0].get(ONE_DEVICE))
+                found.append((row, figures(row, reports, device)))
+                budget.note(max(len(each.samples) for each in found[-1][1]))
                 said += verdicts(*found[-1], options.profile)
                 print(f"{budget.seconds:.0f} s\n{markdown(found[-1:])}", *said, sep="\n", file=sys.stderr)
     said += [summary(found), f"{budget.seconds:.0f} seconds of {60 * options.minutes:.0f}"]
@@ -66,28 +79,30 @@ def main() -> None:
     write(options.out, found, "\n".join(said))
 
 
-def _rows(options: argparse.Namespace) -> list[Row]:
+def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
     """What was asked for; where nothing was, what fits in ten minutes on two idle processors.
 
     There peers that are far behind are in one size's rows alone.
     """
     plans, sizes, ranks = options.plans or PLAIN, options.sizes or ["small"], options.ranks or [2, 4]
     is_default = not (options.plans or options.sizes or options.ranks)
-    chosen = DEFAULT if is_default else sorted(product(plans, sizes, ranks), key=lambda each: each[2])
-    dtype = getattr(torch, options.dtype)
-    return [
-        Row(plan, size, Job(ranks, options.optimizer, dtype=dtype), not is_default or (size, ranks) == ("small", 2))
-        for plan, size, ranks in chosen
-    ]
+    asked = [(each, Use.TIME) for each in sorted(product(plans, sizes, ranks), key=lambda each: each[2])]
+    job, rows = Job(2, options.optimizer, dtype=getattr(torch, options.dtype)), list[tuple[Row, Need]]()
+    for (plan, size, number), use in DEFAULT if is_default else asked:
+        row = Row(plan, size, replace(job, ranks=number), not is_default or (size, number) == ("small", 2))
+        row = replace(row, with_device=row.model not in {each.model for each, _ in rows})
+        rows.append((row, need(row, use, options.least)))
+    return rows
 
 
-def _parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for, on the command line unless it is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", nargs="+", choices=ROWS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=Steps().most, help="rounds of a row, at most")
-    parser.add_argument("--least", type=int, default=Steps().least, help="rounds of a row, at least")
+    parser.add_argument("--least", type=int, help="rounds of a row, at least (5; tiny 60)")
     parser.add_argument("--minutes", type=float, default=10.0, help="in all; rows that would end later are left out")
     parser.add_argument("--profile", action="store_true", help="where time goes, also where shardc is ahead")
     kernels = ("fused", "foreach", "loop")
@@ -95,7 +110,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,77 @@
-"""How the time of a run is shared out among its rows."""
+"""How the time of a run is shared out among its rows.
+
+Each row is due the fewest rounds that say something. What is left beyond those of all rows levels them: a row goes on
+until it has had as many seconds as each other one will have, or is known well enough, and what it leaves goes to those
+after it. Where time is short a row is left out as soon as those after it that are needed more would not end in time.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
-UNTIMED = 3  # steps of everyone in a row beside the rounds: the first, one that is weighed, and one profiled
+from rounds import SCENE
+from row import Row, is_ours
+
+AROUND = 15.0  # seconds of a run before its first row and after its last: imports, processes, files
+STEP = {"tiny": 0.02, "small": 0.45, "medium": 2.6}  # seconds of two ranks on two processors
+MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc makes a step there
+COMPILING = 20.0  # seconds in which Inductor does
+FEWEST = {"tiny": 60, "small": 5, "medium": 5}  # rounds
+UNTIMED = 2  # steps of everyone beside the rounds
+
+
+class Use(IntEnum):
+    """What a row is there for. Each gives way to those after it that are as great."""
+
+    IF_LEFT = 0  # nothing is held back for it
+    BYTES = 1  # bytes and memory, beside what the run is for: the fewest rounds
+    TIME = 2  # what the run is for
+    BOUND = 3  # bytes that are held to a bound: the fewest rounds, in every run
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of a row: seconds before its rounds, of each, and the fewest rounds."""
+
+    fixed: float
+    round: float
+    fewest: int
+    use: Use = Use.TIME
+
+    def seconds(self, rounds: int) -> float:
+        """With so many rounds."""
+        return self.fixed + rounds * self.round
+
+    @property
+    def least(self) -> float:
+        """Seconds with the fewest rounds."""
+        return self.seconds(self.fewest)
+
+
+def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
+    """By what steps took on two processors; how fast those of a run are, its first rows tell."""
+    ranks, ours = row.job.ranks, sum(map(is_ours, row.names))
+    step = STEP[row.size] * (1 + 0.15 * (ranks - 2))
+    making = MAKING[row.size] * ranks / 2 * ours + ("compiled" in row.plan) * COMPILING * len(row.names)
+    beside = len(row.names) - ours - 1  # one device and the peers that are far behind
+    fixed = making + step * (UNTIMED * len(row.names) + SCENE * beside)
+    return Need(fixed, step * (ours + 1), FEWEST[row.size] if fewest is None else fewest, use)
 
 
 class Budget:
-    """Seconds for all rows, by weight: what one leaves goes to those after it.
+    """Seconds for all rows, in their order.
 
-    State: ``_next``, the row that is asked for; ``_start``, when it was; ``_rate``, the most seconds that the least
-    number of rounds took so far, a unit of weight.
+    State: ``_next``, the row that is asked for; ``_start``, when it was; ``_taken``, seconds of those that are done,
+    and ``_expected``, by their needs.
     """
 
-    def __init__(
-        self, seconds: float, weights: Sequence[float], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._clock, self._weights, self._next = clock, weights, -1
+    def __init__(self, seconds: float, needs: Sequence[Need], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._needs, self._next = clock, needs, -1
         self._begin = self._start = clock()
-        self._end, self._rate = self._begin + seconds, 0.0
+        self._end, self._taken, self._expected = self._begin + seconds, 0.0, 0.0
 
     @property
     def seconds(self) -> float:
@@ -33,13 +84,36 @@ class Budget:
         return self._end - self._clock()
 
     def share(self) -> float | None:
-        """Seconds for the next row; None where it would not end in time."""
+        """Seconds for the next row; None where it or one that it gives way to would not end in time.
+
+        The first is never left out: it tells how fast the processors are.
+        """
         self._next += 1
         self._start = self._clock()
-        left, weight = self.left, self._weights[self._next]
-        return None if self._rate * weight > left else left * weight / sum(self._weights[self._next :])
+        own, later = self._needs[self._next], self._needs[self._next + 1 :]
+        if self._expected and self._least(own, *(each for each in later if each.use >= own.use)) > self.left:
+            return None
+        held = [each for each in later if each.use != Use.IF_LEFT]
+        if own.use in (Use.BYTES, Use.BOUND):
+            return self._least(own)
+        going_on = [each for each in (own, *held) if each.use in (Use.TIME, Use.IF_LEFT)]
+        rest = self.left - self._least(*(each for each in held if each.use != Use.TIME))
+        return max(self._least(own), level([self._least(each) for each in going_on], rest))
 
-    def note(self, rounds: int, least: int) -> None:
-        """The row is done, with so many rounds where so many are the least."""
-        taken = (self._clock() - self._start) * (least + UNTIMED) / (rounds + UNTIMED)
-        self._rate = max(self._rate, taken / self._weights[self._next])
+    def note(self, rounds: int) -> None:
+        """The row is done, with so many rounds."""
+        self._taken += self._clock() - self._start
+        self._expected += self._needs[self._next].seconds(rounds)
+
+    def _least(self, *needs: Need) -> float:
+        """Seconds of their fewest rounds, on processors as fast as they were so far."""
+        speed = self._taken / self._expected if self._expected else 1.0
+        return speed * sum(each.least for each in needs)
+
+
+def level(least: Sequence[float], seconds: float) -> float:
+    """The seconds of each of those that have more than their least, where all together have so many; 0: none has."""
+    rest = sorted(least)
+    while rest and seconds < rest[-1] * len(rest):
+        seconds -= rest.pop()
+    return seconds / len(rest) if rest else 0.0

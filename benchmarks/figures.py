@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from breakdown import Spent
 from measure import Report
+from ratio import Ratio, ratio, ratio_apart
 from row import ONE_DEVICE, Row, is_ours
-
-RESAMPLES = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Of medians, and of pairs: the median of each round's ratio, and the interval that holds it in 95 % of resamples.
-
-    A round's steps are taken one after the other, so that the machine's speed hardly changes between the two.
-    """
-
-    medians: float
-    paired: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.paired:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +46,15 @@ class Figures:
         return is_ours(self.name)
 
 
-def figures(row: Row, ranks: Sequence[dict[str, Report]]) -> list[Figures]:
-    """Those of everyone in a row, from each rank's reports. shardc is held against the fastest peer."""
-    slowest = {name: _slowest([rank[name] for rank in ranks]) for name in row.names}
-    most = max(map(len, slowest.values()))
-    peers = [name for name in row.names[1:] if not is_ours(name) and len(slowest[name]) == most]
+def figures(row: Row, ranks: Sequence[dict[str, Report]], device: Report | None = None) -> list[Figures]:
+    """Those of everyone in a row, from each rank's reports. shardc is held against the fastest peer.
+
+    ``device``: that of one device in an earlier row, where it takes no part in this one.
+    """
+    ranks = [{ONE_DEVICE: device, **rank} if device else rank for rank in ranks]
+    slowest = {name: _slowest([rank[name] for rank in ranks]) for name in {ONE_DEVICE, *row.names}}
+    most = max(len(slowest[name]) for name in row.names)
+    peers = [name for name in row.peers if len(slowest[name]) == most]
     best = min(peers, key=lambda name: median(slowest[name].values()))
     return [_of(row, name, ranks, slowest, best if is_ours(name) else None) for name in row.names]
 
@@ -83,7 +69,7 @@ def _of(
         name,
         median(slowest[name].values()),
         median(sum(report.steps[i].busy for report in reports) for i in reports[0].steps),
-        ratio(slowest[name], slowest[ONE_DEVICE]),
+        _to_device(row, slowest[name], slowest[ONE_DEVICE]),
         peer,
         ratio(slowest[name], slowest[peer]) if peer else None,
         max(report.first_seconds for report in reports),
@@ -99,6 +85,13 @@ def _of(
     )
 
 
+def _to_device(row: Row, seconds: dict[int, float], device: dict[int, float]) -> Ratio:
+    """Of rounds where one device takes part in them."""
+    if row.with_device:
+        return ratio(seconds, device)
+    return ratio_apart(list(seconds.values()), list(device.values()))
+
+
 def _slowest(reports: Sequence[Report]) -> dict[int, float]:
     """For each round the seconds of the rank that took longest."""
     return {i: max(report.steps[i].seconds for report in reports) for i in reports[0].steps}
@@ -109,12 +102,3 @@ def _difference(ranks: Sequence[Sequence[float]], device: Sequence[float]) -> fl
     steps = zip(*(losses for losses in ranks if losses), strict=True)
     losses = [fmean(loss for loss in each if not math.isnan(loss)) for each in steps]
     return max(abs(a - b) for a, b in zip(losses, device, strict=False))
-
-
-def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio:
-    """Of the rounds of both, with a bootstrap interval over them."""
-    rounds, rng = sorted(ours.keys() & theirs.keys()), random.Random(0)
-    pairs = [ours[i] / theirs[i] for i in rounds]
-    found = sorted(median(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    of_medians = median(ours[i] for i in rounds) / median(theirs[i] for i in rounds)
-    return Ratio(of_medians, median(pairs), found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1])

@@ -6,40 +6,23 @@ So a change of the machine's speed meets them all, and a ratio of two is of step
 from __future__ import annotations
 
 import gc
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from breakdown import OTHER_THREADS, STEP, Clock, Event, Spent, spent
-from row import Row, is_ours
+from rounds import Steps, take_rounds
+from row import Row
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainer import Trainer
 
 from shardc.runtime.wire import sent_bytes
-
-T = TypeVar("T")
-SCENE = 2  # rounds of everyone; of those after them every sixth is, the others are of shardc and its fastest peer
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """How many rounds there are, in each of which a step is timed: from ``least`` to ``most``, as ``seconds`` allow.
-
-    The seconds are for the row, from its start to its end. After ``latest`` of them there is no round more in any case.
-    Three more steps are not timed.
-    """
-
-    least: int = 5
-    most: int = 15
-    seconds: float = math.inf
-    latest: float = math.inf
 
 
 @dataclass(slots=True)
@@ -80,8 +63,12 @@ class Runner:
         self._between = 0  # bytes that live between steps
         self._weighed_step(start)
         self.report.announced = self.trainer.announced
-        if not self.trainer.alone:
-            self.counted_step()
+        self._events, self._profiled = self._profiled_step()
+
+    @property
+    def steps(self) -> dict[int, Clock]:
+        """What each took, by round."""
+        return self.report.steps
 
     def step(self) -> Clock:
         """One step, with the next batch; how long it took."""
@@ -110,8 +97,13 @@ class Runner:
             self.report.wire.append(after - before)
         return clock
 
-    def profiled_step(self) -> None:
-        """One step for the number of collectives, the peak of memory, and where the time goes."""
+    def finished(self) -> Report:
+        """With where the time went."""
+        self.report.spent = spent(self._events, self._profiled, list(self.steps.values()))
+        return self.report
+
+    def _profiled_step(self) -> tuple[list[Event], Clock]:
+        """The second step, for the number of collectives and the peak of memory; what was done in it."""
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             clock = self.counted_step()
@@ -123,7 +115,7 @@ class Runner:
         for _, change in sorted(changes):
             live += change
             self.report.peak = max(self.report.peak, live)
-        self.report.spent = spent(_of_step(events), clock, list(self.report.steps.values()))
+        return _of_step(events), clock
 
     def _weighed_step(self, start: float) -> None:
         """The first step, and what lives before its gradients are dropped, and after; ``start``: when all began."""
@@ -134,6 +126,8 @@ class Runner:
             self.report.persistent = live_bytes()
             self.trainer.optimizer.zero_grad()
             self._between = live_bytes()
+            if self.trainer.settle is not None:  # as large as before, but no longer seen from Python
+                self.trainer.settle()
 
 
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
@@ -141,47 +135,9 @@ def measure(row: Row, steps: Steps) -> dict[str, Report]:
     begun = time.perf_counter()
     runners = [Runner(row, name) for name in row.names]
     forget_objects()  # collections do not walk what the others hold
-    _take_rounds(runners, steps, begun)
-    for runner in runners:
-        runner.profiled_step()
+    take_rounds(runners, steps, begun)
     gc.unfreeze()
-    return {runner.name: runner.report for runner in runners}
-
-
-def _take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
-    """Rounds until it would be too late for another, and for the steps that are profiled after them."""
-    start, going_on, all_at_once = time.perf_counter(), runners, 0.0
-    for i in range(steps.most):
-        for runner in everyone_first(runners if i < SCENE or i % 6 == 5 else going_on, i):
-            runner.timed_step(i)
-        if i + 1 == SCENE:
-            going_on, all_at_once = _decisive(runners), (time.perf_counter() - start) / SCENE
-        if i + 1 < SCENE:
-            continue
-        end = time.perf_counter() - begun + 2.5 * all_at_once  # of another round, and of what is profiled
-        if _rank_zero_says(end > (steps.seconds if i + 1 >= steps.least else steps.latest)):
-            break
-
-
-def everyone_first(runners: Sequence[T], i: int) -> list[T]:
-    """In a round's order: everyone begins a round at times, and follows everyone."""
-    first = i % len(runners)
-    return [*runners[first:], *runners[:first]]
-
-
-def _decisive(runners: Sequence[Runner]) -> list[Runner]:
-    """shardc, and the fastest peer by rank 0's clock."""
-    peers = [i for i, runner in enumerate(runners) if not runner.trainer.alone and not is_ours(runner.name)]
-    best = {i: min(step.seconds for step in runners[i].report.steps.values()) for i in peers}
-    fastest = _rank_zero_says(min(peers, key=lambda i: best[i]))
-    return [runner for i, runner in enumerate(runners) if i == fastest or is_ours(runner.name)]
-
-
-def _rank_zero_says(number: int) -> int:
-    """Its number, to all."""
-    said = torch.tensor(number)
-    dist.broadcast(said, 0)
-    return int(said)
+    return {runner.name: runner.finished() for runner in runners}
 
 
 def _of_step(events: Iterable[Any]) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ def one_device(model: Any, job: Job) -> Trainer:
 def ddp(model: Any, job: Job) -> Trainer:
     """Gradients live in the buckets that are reduced, once for all microbatches (``no_sync``)."""
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Trainer(parallel, job.adamw(parallel.parameters()), own_rows, unsynced=parallel.no_sync)
+    optimizer = job.adamw(parallel.parameters())
+    return Trainer(parallel, optimizer, own_rows, unsynced=parallel.no_sync, settle=settle(parallel))
 
 
 def ddp_checkpoint(model: Any, job: Job) -> Trainer:
@@ -37,7 +39,12 @@ def ddp_zero(model: Any, job: Job) -> Trainer:
     optimizer = ZeroRedundancyOptimizer(
         parallel.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **job.adamw_options
     )
-    return Trainer(parallel, optimizer, own_rows)
+    return Trainer(parallel, optimizer, own_rows, settle=settle(parallel))
+
+
+def settle(parallel: DistributedDataParallel) -> Callable[[], object]:
+    """DDP begins its second step with new buckets, in the order in which gradients came in the first."""
+    return parallel.reducer._rebuild_buckets
 
 
 def fsdp2(model: Any, job: Job, **options: Any) -> Trainer:

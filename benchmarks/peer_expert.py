@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe import MoE, top2
+from peer_data import settle
 from peer_tensor import distribute, over_dtensors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -89,4 +90,4 @@ def by_hand(model: Any, job: Job) -> Trainer:
     def average() -> None:
         torch._foreach_div_([expert.grad for expert in experts if expert.grad is not None], job.ranks)
 
-    return Trainer(parallel, job.adamw(model.parameters()), own_rows, after_backward=average)
+    return Trainer(parallel, job.adamw(model.parameters()), own_rows, after_backward=average, settle=settle(parallel))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model;
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch.distributed as dist
-from measure import everyone_first
+from rounds import everyone_first
 from row import ROWS, Row, is_ours
 from trainer import Job, Trainer
 from workload import SIZES

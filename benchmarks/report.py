@@ -30,7 +30,7 @@ def markdown(found: Found) -> str:
 
 def brief(found: Found) -> str:
     """A line for each of shardc's, beside the fastest peer of its row: what the README shows."""
-    header = ("plan", "beside", "size", "step time", "(95 %)", "MB sent", "theirs", "MB peak", "theirs")
+    header = ("plan", "beside", "size", "step time", "(95 %)", "rounds", "MB sent", "theirs", "MB peak", "theirs")
     lines = [header, tuple("-" * 3 for _ in header)]
     for row, everyone in found:
         peers = {each.name: each for each in everyone}
@@ -41,7 +41,7 @@ def brief(found: Found) -> str:
 def _beside(row: Row, each: Figures, peer: Figures) -> tuple[str, ...]:
     assert each.to_peer is not None
     memory = _megabytes(each.peak), _megabytes(peer.peak)
-    ratio = f"{each.to_peer.medians:.2f}", str(each.to_peer)
+    ratio = f"{each.to_peer.medians:.2f}", str(each.to_peer), str(len(each.samples))
     return (each.name, peer.name, row.title, *ratio, _megabytes(each.wire), _megabytes(peer.wire), *memory)
 
 
@@ -57,7 +57,7 @@ def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, .
         f"{each.to_peer.medians:.2f}" if each.to_peer else "",
         str(each.to_peer or ""),
         word(is_held(each, row.ways.limit)) if each.is_ours else "",
-        f"{each.busy / min(peer.busy for peer in everyone[1:] if not peer.is_ours):.2f}" if each.is_ours else "",
+        f"{each.busy / min(peer.busy for peer in everyone if peer.name in row.peers):.2f}" if each.is_ours else "",
         f"{each.first_seconds:.1f}",
         _megabytes(each.wire),
         _megabytes(each.announced),

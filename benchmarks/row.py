@@ -71,12 +71,17 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan at one size by one job; ``is_full``: with the peers that are far behind."""
+    """One plan at one size by one job.
+
+    ``is_full``: with the peers that are far behind. ``with_device``: with one device, whose steps are the same in all
+    rows of a ``model``.
+    """
 
     plan: str
     size: str
     job: Job
     is_full: bool = True
+    with_device: bool = True
 
     @property
     def title(self) -> str:
@@ -91,13 +96,18 @@ class Row:
     @property
     def names(self) -> tuple[str, ...]:
         """Who takes part: one device, the peers, shardc."""
-        return (ONE_DEVICE, *(self.ways.far if self.is_full else ()), *self.ways.names)
+        device = (ONE_DEVICE,) if self.with_device else ()
+        return (*device, *(self.ways.far if self.is_full else ()), *self.ways.names)
 
     @property
-    def weight(self) -> float:
-        """How long a round takes, beside others', and what comes before it."""
-        compiling = 4 if "compiled" in self.plan else 1
-        return {"tiny": 0.3, "small": 1.0, "medium": 4.0}[self.size] * len(self.names) * compiling
+    def peers(self) -> tuple[str, ...]:
+        """Those who shardc is held against."""
+        return tuple(name for name in self.names if name != ONE_DEVICE and not is_ours(name))
+
+    @property
+    def model(self) -> tuple[str, bool, int]:
+        """What one device trains, as in all rows that have the same."""
+        return self.size, self.ways.has_experts, self.ways.microbatches
 
     def trainer(self, name: str) -> Trainer:
         """One of them, on this rank."""

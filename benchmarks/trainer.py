@@ -68,6 +68,7 @@ class Trainer:
     ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward; ``unsynced``: one more,
     for all microbatches but the last. ``after_backward``: what the plan does with gradients itself. ``announced``:
     bytes that a rank sends in a step by the plan, if it says so. ``alone``: on rank 0 only, with all processors.
+    ``settle``: what it would do but once, at the start of its second step.
     """
 
     model: Callable[..., Any]
@@ -78,6 +79,7 @@ class Trainer:
     after_backward: Callable[[], None] | None = None
     announced: int | None = None
     alone: bool = False
+    settle: Callable[[], object] | None = None
 
     def step(self, microbatches: Tensor) -> float:
         """One training step; the loss, of this rank's rows where ``feed`` gives no others."""

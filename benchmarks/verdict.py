@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from figures import Figures, Ratio
+from figures import Figures
 from ours import PLANS
+from ratio import Ratio
 from row import Row
 
 TOLERANCE = 0.01  # of bytes counted on the wire

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from breakdown import STEP, Clock, Event, Spent, own_times, spent
-from budget import Budget
-from figures import Figures, Ratio, figures, ratio
-from measure import Report, Steps, everyone_first, measure
+from figures import Figures, figures
+from measure import Report, measure
 from ours import PLANS
 from predict import compare
+from ratio import Ratio, ratio, ratio_apart
 from report import HEADER, brief, markdown, write
+from rounds import Steps
 from row import PEERS, ROWS, Row, is_ours
 from trainer import Job
 from verdict import is_fast, is_small, summary, verdicts
@@ -71,18 +72,6 @@ def check(figure: Figures) -> None:
     if figure.announced and figure.wire and figure.multiple:  # small messages: headers and acknowledgements count too
         assert 1 <= figure.wire / figure.announced < 1.2
         assert 2 <= figure.multiple < 2.4
-
-
-def test_a_ratio_is_of_medians_and_of_rounds_with_an_interval_that_holds_it() -> None:
-    found = ratio(by_round(2.0, 2.2, 1.8, 2.0, 2.1), by_round(1.0, 1.1, 0.9, 1.0, 1.0))
-    assert found.medians == found.paired == 2.0 and found.low <= 2.0 <= found.high
-    same = ratio(by_round(*[3.0] * 4), by_round(*[2.0] * 4))
-    assert same.low == same.high == 1.5
-
-
-def test_rounds_that_slow_both_down_do_not_move_the_paired_ratio() -> None:
-    found = ratio(by_round(1.0, 9.0, 1.1, 7.0), {0: 1.0, 1: 9.0, 3: 7.0, 4: 50.0})
-    assert found == Ratio(1.0, 1.0, 1.0, 1.0)  # rounds of one of them alone do not count
 
 
 def test_the_best_peer_is_one_that_took_part_to_the_end() -> None:
@@ -148,7 +137,7 @@ def test_a_verdict_names_ratio_limit_and_wire_and_says_why_a_peer_is_ahead() -> 
 def test_in_brief_each_of_ours_stands_beside_its_peer() -> None:
     found = [a_figure("one device", 2.0), a_figure("DDP", 1.0), a_figure("shardc dp", 0.9, wire=10.6e6)]
     *_, line = brief([(DATA, found)]).splitlines()
-    assert line == "| shardc dp | DDP | small x2 | 0.90 | 0.90 (0.90 to 0.90) | 10.60 | 21.00 | 0.00 | 0.00 |"
+    assert line == "| shardc dp | DDP | small x2 | 0.90 | 0.90 (0.90 to 0.90) | 5 | 10.60 | 21.00 | 0.00 | 0.00 |"
 
 
 def test_each_row_holds_a_plan_of_ours_to_a_peer() -> None:
@@ -162,24 +151,17 @@ def test_microbatches_have_as_many_tokens_as_the_batch() -> None:
     assert one.shape == (1, 2, 8, 64) and eight.shape == (8, 2, 8, 8)
 
 
-def test_time_is_shared_out_by_weight_and_a_row_that_would_end_late_is_left_out() -> None:
-    now = [0.0]
-    budget = Budget(100.0, [1.0, 3.0, 1.0, 20.0], clock=lambda: now[0])
-    assert budget.share() == 4.0
-    now[0] = 20.0
-    budget.note(rounds=13, least=5)  # five rounds would have taken 10
-    assert budget.share() == 10.0
-    now[0] = 50.0
-    budget.note(rounds=5, least=5)
-    assert budget.share() == 50.0 / 21
-    now[0] = 51.0
-    budget.note(rounds=5, least=5)
-    assert budget.share() is None
+def test_a_row_without_one_device_is_held_to_its_losses_and_steps_in_another() -> None:
+    def report(seconds: float, losses: tuple[float, ...]) -> Report:
+        return Report(1000, losses=list(losses), steps={i: Clock(seconds, seconds, 0.0, 0.0) for i in range(5)})
 
-
-def test_everyone_follows_everyone() -> None:
-    orders = ["".join(everyone_first("abc", i)) for i in range(4)]  # type: ignore[arg-type,type-var]
-    assert orders == ["abc", "bca", "cab", "abc"]
+    row = Row("data", "small", Job(2), with_device=False)
+    rank = {"DDP": report(1.0, (3.0, 2.0)), "shardc dp": report(1.0, (3.0, 2.25))}
+    found = figures(row, [rank, rank], report(2.0, (3.0, 2.0, 1.0)))
+    assert [each.name for each in found] == ["DDP", "shardc dp"] == list(row.names)
+    assert found[1].to_device == ratio_apart([1.0], [2.0]) == Ratio(0.5, 0.5, 0.5, 0.5)
+    assert len(markdown([(row, found)]).splitlines()) == 2 + len(found)
+    assert found[1].loss_difference == 0.25 and found[1].to_peer == Ratio(1.0, 1.0, 1.0, 1.0)
 
 
 def test_where_time_goes_is_told_from_nested_events() -> None:
