@@ -19,9 +19,10 @@ from torch import fx
 from shardc.bucket import Member, members, results, set_operand
 from shardc.collective import group_size
 from shardc.node import is_annotation, is_getitem, operand
+from shardc.op_rule import op_rule
 from shardc.ops.padding import fit
 from shardc.payload import Fit, fits
-from shardc.program import Program, op_rule
+from shardc.program import Program
 from shardc.rule import Call
 from shardc.sharding import Sharding, TensorType
 

@@ -75,7 +75,7 @@ def _ops_agree(program: Program) -> None:
         return
     for node in program.calls:
         if node.target is not reshard and not members(node):
-            _op_agrees(program, node)
+            program.check_once(node, _op_agrees)
 
 
 def _op_agrees(program: Program, node: fx.Node) -> None:

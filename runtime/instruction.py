@@ -15,11 +15,12 @@ from shardc.bucket import bucket, members
 from shardc.collective import EXCHANGES, group_size
 from shardc.error import ShardingError
 from shardc.node import is_getitem, is_view, operand, takes_device
+from shardc.op_rule import op_rule
 from shardc.opaque import Opaque
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.ownership import dies_at
-from shardc.program import Program, op_rule
+from shardc.program import Program
 from shardc.range_name import range_name
 
 from .flat import Flat

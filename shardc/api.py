@@ -1,7 +1,4 @@
-"""The front door: compile a model for a mesh, look at what came out, run it.
-
-``compile`` needs no process and no device. ``parallelize`` gives an ``nn.Module`` that trains.
-"""
+"""The front door: compile a model for a mesh, with no process and no device, look at what came out, run or train it."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from shardc.collective import Collective
 from shardc.ends import gradient_names, shardings_of
 from shardc.error import OptionError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
+from shardc.garbage import new_garbage_only
 from shardc.machine import Links, machine_of
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
@@ -192,6 +190,7 @@ class Compiled:
         return list(fed(program, state, tensors, grad_outputs or {}, (seed, step)))
 
 
+@new_garbage_only()
 def compile(
     model: nn.Module,
     mesh: Any,

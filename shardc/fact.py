@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,8 +101,41 @@ class Output:
 
 
 def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-    """What a call returns that has types for tensors: run on meta tensors; the few ops that cannot be, on zeros."""
+    """What a call returns that has types for tensors: run on meta tensors; the few ops that cannot be, on zeros.
 
+    Torch's own ops go by nothing else, so that one that is called alike, as in every layer, runs once.
+    """
+    if getattr(target, "namespace", "") not in ("aten", "prims"):
+        return _types_of_run(target, args, kwargs, device)
+    given = (_told_apart(args), _told_apart(dict(kwargs)), device, torch.get_default_dtype())
+    return _types_of_call(_TypedCall(target, given, args, kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class _TypedCall:
+    """A call on a device, equal to one whose arguments are equal and of the same Python types."""
+
+    target: Any
+    given: tuple[Any, ...]
+    args: tuple[Any, ...] = field(compare=False)
+    kwargs: Mapping[str, Any] = field(compare=False)
+
+
+def _told_apart(argument: Any) -> Any:
+    """An argument that can be hashed, of which 1, 1.0 and True are three."""
+    if isinstance(argument, dict):
+        return tuple((name, _told_apart(value)) for name, value in argument.items())
+    if isinstance(argument, (list, tuple)):
+        return type(argument), tuple(map(_told_apart, argument))
+    return type(argument), argument
+
+
+@functools.lru_cache(maxsize=4096)
+def _types_of_call(call: _TypedCall) -> Types:
+    return _types_of_run(call.target, call.args, call.kwargs, call.given[2])
+
+
+def _types_of_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:
     def tensor(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorType) else leaf
 
@@ -111,7 +145,7 @@ def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], de
     except NotImplementedError:
         if device == "cpu":
             raise
-        return types_made(target, args, kwargs, "cpu")
+        return _types_of_run(target, args, kwargs, "cpu")
 
 
 def types_of(value: Any) -> Types:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -128,10 +129,15 @@ def reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[int | str, Any]]:
     """The arguments that may hold tensors, each by its position or, beyond those given by position, its name."""
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if "Tensor" in str(argument.type):
-            by_position = i < len(node.args)
-            yield (i, node.args[i]) if by_position else (argument.name, node.kwargs.get(argument.name))
+    for i, name in _tensor_places(node.target):
+        yield (i, node.args[i]) if i < len(node.args) else (name, node.kwargs.get(name))
+
+
+@functools.cache
+def _tensor_places(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument of an op that may hold tensors."""
+    arguments = enumerate(target._schema.arguments)
+    return tuple((i, argument.name) for i, argument in arguments if "Tensor" in str(argument.type))
 
 
 def _entries(given: Any) -> Sequence[Any]:

@@ -5,7 +5,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from torch import fx
 from shardc.cause import Cause
 from shardc.fact import Input, Origin, Output, Source, Types, types_made
 from shardc.mesh import Mesh
-from shardc.node import is_getitem, is_pointwise, op_name, operands
+from shardc.node import is_getitem, op_name, operands
+from shardc.op_rule import op_rule
 from shardc.options import Options
 from shardc.pin import Pin
-from shardc.rule import RULES, Call, OpRule, Rule, pointwise_rule, replicated_rule
+from shardc.rule import Call, Rule, replicated_rule
 from shardc.sharding import Sharding, TensorType
 
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
@@ -242,6 +243,16 @@ class Program:
         """Bind the rule anew: the node's arguments or types were changed."""
         node.meta.pop("rule", None)
 
+    def check_once(self, node: fx.Node, check: Callable[[Program, fx.Node], None]) -> None:
+        """Check an op, if not already with the same rule, types and shardings, none of which ever changes."""
+        values = [(node, 0), *(value for value in self.operand_values(node) if value)]
+        facts = [fact for of, i in values for fact in (i, of.meta.get("type"), of.meta.get("sharding"))]
+        facts.append(self.rule(node))
+        known: list[object] = node.meta.get("checked", [])
+        if len(known) != len(facts) or any(new is not old for new, old in zip(facts, known, strict=True)):
+            check(self, node)
+            node.meta["checked"] = facts
+
     def _with_types(self, argument: Any) -> Any:
         return fx.map_arg(argument, lambda node: self.value_type(self.value(node)))  # type: ignore[arg-type, return-value]
 
@@ -286,11 +297,3 @@ class Program:
     def remove_dead(self) -> None:
         """Erase every call whose value no one uses."""
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-
-
-def op_rule(target: Any) -> OpRule | None:
-    """The table's entry for an op; every pointwise op has one."""
-    found = RULES.get(target)
-    if found is None and is_pointwise(target):
-        found = RULES[target] = OpRule(pointwise_rule)
-    return found

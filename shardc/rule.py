@@ -98,8 +98,8 @@ class Rule:
 
     @property
     def _is_merged_empty(self) -> bool:
-        dims = [dim for tensor in self.operands + self.results if tensor for dim in tensor if len(dim) > 1]
-        return 0 in self.sizes.values() and bool(dims)
+        tensors = self.operands + self.results
+        return 0 in self.sizes.values() and any(len(dim) > 1 for tensor in tensors if tensor for dim in tensor)
 
     def is_reduced(self, factor: str) -> bool:
         """Whether no result has the factor, so that cutting it leaves every result partial."""

@@ -15,8 +15,9 @@ from torch.fx.node import map_aggregate
 
 from shardc.error import ShardingError
 from shardc.node import operands
+from shardc.op_rule import op_rule
 from shardc.ops.padding import neutral
-from shardc.program import Program, op_rule
+from shardc.program import Program
 from shardc.registration import overload_of
 from shardc.rule import Call, Rule
 from shardc.sharding import TensorType

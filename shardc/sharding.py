@@ -64,7 +64,7 @@ class DimSharding:
     @property
     def all_axes(self) -> Axes:
         """Every part that cuts the dim, major first."""
-        return self.axes + tuple(part for _, axes in self.minor for part in axes)
+        return self.axes + tuple(part for _, axes in self.minor for part in axes) if self.minor else self.axes
 
     def without(self, axes: Collection[str]) -> DimSharding:
         """The same, not cut by ``axes``."""
@@ -81,6 +81,8 @@ class DimSharding:
 
     def local_size(self, size: int) -> int:
         """Elements on one rank, padding included."""
+        if not self.minor:
+            return ceil_div(size, num_shards(self.axes)) if self.axes else size
         return math.prod(ceil_div(sub, num_shards(axes)) for sub, axes in self.subdims(size))
 
     def is_even(self, size: int) -> bool:

@@ -1,5 +1,6 @@
 """What every test stands on: one thread a process, hypothesis without chance or clock, and shared gloo processes."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,7 @@ settings.register_profile("shardc", derandomize=True, deadline=None, database=No
 settings.load_profile("shardc")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All users of the gloo processes run in one worker of pytest-xdist (with ``--dist loadgroup``)."""
     for item in items:
@@ -38,3 +40,9 @@ def as_read(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text()
 
     return held
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: a look for garbage at all of torch takes a quarter of a compile."""
+    gc.collect()
+    gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class ByPath:
         spec = importlib.util.spec_from_file_location(self.path, self.path)
         module = sys.modules[self.path] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        gc.freeze()  # as tests/conftest.py
         return module
 
 
