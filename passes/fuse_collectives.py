@@ -1,8 +1,7 @@
 """fuse_collectives: lowered -> lowered. Fewer and cheaper collectives for the same values.
 
-In order: equal collectives are done once, partial sums are added before they are reduced, a sum is reduced before it is
-divided by what is reduced alike, so that both go together, and an all_reduce of which only pieces are used becomes a
-reduce_scatter::
+In order: equal collectives are done once, partial sums are added before they are reduced, and an all_reduce of which
+only pieces are used becomes a reduce_scatter::
 
     a = all_reduce(x, tp);  s = add(r, a)           t = add(x, y)
     b = all_reduce(y, tp);  t = add(s, b)     ->    c = all_reduce(t, tp);  u = add(r, c)
@@ -36,7 +35,6 @@ def fuse_collectives(program: Program) -> Program:
             _add_before_reducing(program, node)
     for node in list(program.calls):
         if node.target is all_reduce:
-            _reduce_before_dividing(program, node)
             _scatter_where_sliced(program, node)
     program.remove_dead()
     return program
@@ -136,32 +134,6 @@ def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.
     program.set_sharding(result, program.sharding(one))
     program.set_origins(result, program.origins(one))
     return result
-
-
-def _reduce_before_dividing(program: Program, node: fx.Node) -> None:
-    """A mean over what counts: its sum and its count wait for each other, and go in one bucket.
-
-    Of a pipeline the count is known before the first microbatch, so it does not wait.
-    """
-    quotient = operand(node)
-    if quotient.target is not aten.div.Tensor or len(quotient.users) > 1 or program.num_stages > 1:
-        return
-    total, divisor = quotient.args
-    if not (isinstance(total, fx.Node) and isinstance(divisor, fx.Node) and divisor.target is all_reduce):
-        return
-    if divisor.args[1:] != node.args[1:] or node.args[2] != "sum" or program.type(total) != program.type(divisor):
-        return
-    with program.graph.inserting_before(quotient):
-        reduced = program.insert(all_reduce, (total, *node.args[1:]), program.type(total), node, name=node.name)
-        result = program.insert(quotient.target, (reduced, divisor), program.type(node), quotient)
-    why = (_of(program, total, cause) for cause in program.causes(node))
-    user = place(program, result)
-    program.set_causes(reduced, tuple(replace(each, user=user) if isinstance(each, Moved) else each for each in why))
-    for new in (reduced, result):
-        program.set_sharding(new, program.sharding(node))
-        program.set_origins(new, program.origins(node))
-    program.replace(node, result)
-    program.replace(quotient, result)
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:

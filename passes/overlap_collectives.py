@@ -18,6 +18,8 @@ What a layer gathers of parameters is asked for one layer ahead, and so two laye
     c = all_gather(d, ("dp",), 0)
     z = dot(y, c)                                 z = dot(y, c)
 
+What is reduced to one number of the call's inputs alone, as how many targets count, is asked for before all else.
+
 Invariant: the order alone changes, and that of collectives is the same on every rank.
 """
 
@@ -30,6 +32,7 @@ from torch import fx
 
 from shardc.bucket import bucket, members
 from shardc.collective import LOCAL_KINDS
+from shardc.cost import flops_of_call
 from shardc.gather import first_reader, is_early, layer, move_before
 from shardc.lifetime import split
 from shardc.node import ancestors, is_getitem, operand
@@ -39,6 +42,7 @@ from shardc.program import Program
 def overlap_collectives(program: Program) -> Program:
     """The program in another order."""
     program = program.copy()
+    _count_first(program)
     backward = split(program).backward
     order = _put_off(backward)
     if order != list(backward):
@@ -49,6 +53,24 @@ def overlap_collectives(program: Program) -> Program:
     for part in (split(program).forward, split(program).backward):
         _gather_ahead(program, part)
     return program
+
+
+def _count_first(program: Program) -> None:
+    """Start sums of one number that need no parameter and no product, with what they need, before all else.
+
+    Of a pipeline they are known before the first microbatch.
+    """
+    held = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
+    forward = split(program).forward
+    single = [node for node in forward if not program.has_many(node) and not program.type(node).shape]
+    early = set[fx.Node]()
+    for needed in map(ancestors, filter(_is_sent, single) if program.num_stages == 1 else ()):
+        if held.isdisjoint(needed) and not any(flops_of_call(program, node) for node in needed & set(forward)):
+            early |= needed
+    place = next((node for node in forward if node not in early), None)
+    for node in forward:
+        if place is not None and node in early and place < node:
+            place.prepend(node)
 
 
 def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:

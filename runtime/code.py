@@ -25,6 +25,7 @@ import torch
 from shardc.ops.contraction import BoundDot
 
 from .instruction import Env, Instruction, Slot, expression
+from .late import late
 
 NAME = "<instructions of shardc>"
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ class Code:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm}
+        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "late": late}
         self._left = Counter(text for each in instructions for text in _matrices(each) if "." in text)
         self._views: dict[str, str] = {}
         self._lines: list[Instruction | None] = [None]
@@ -96,7 +97,7 @@ class Code:
                     yield None, f"v{slot} = env[{slot}]; env[{slot}] = None"
             yield from ((each, line) for line in self._call(each))
             made.add(each.result)
-            if each.collective:
+            if each.collective and not each.is_late:
                 started[each.result] = each
             for slot in each.dead:
                 made.discard(slot)
@@ -110,7 +111,8 @@ class Code:
         if each.collective:
             self._known[f"instruction{each.result}"] = each
             operands = "".join(f"v{slot}, " for slot in each.reads)
-            yield f"s{each.result} = start(instruction{each.result}, (({operands}),))"
+            begun = f"start(instruction{each.result}, (({operands}),))"
+            yield f"v{each.result} = late({operands}{begun})" if each.is_late else f"s{each.result} = {begun}"
             return
         matrices = _matrices(each)
         if not matrices:

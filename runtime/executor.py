@@ -8,13 +8,14 @@ alive between the two is what is saved for backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from shardc.collective import all_reduce
 from shardc.deferral import deferrable
 from shardc.error import second_backward
 from shardc.lifetime import PART_OF, split
@@ -73,12 +74,26 @@ class Executor:
             with_waits(instructions(part, slots, place, program, is_eager))
             for part in (parts.update, parts.forward, parts.backward)
         )
+        if is_eager and comm is not None and len(comm.positions) == 1:
+            fwd = [replace(each, is_late=each.result in self._returned_alone) for each in fwd]
         made = {slot for slot, _ in self._results_of("update")}
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
         self._update = Part(with_deaths(update, made))
         self._fwd = Part(with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")}))
         results = {slot for slot, _ in self._results_of("backward")}
         self._bwd = Part(with_deaths(bwd, results))
+
+    @cached_property
+    def _returned_alone(self) -> set[int]:
+        """The slots of sums of one number that are the model's outputs, and that no call reads."""
+        results, outputs = self.program.results, self.program.outputs
+        others = {node for node, output in zip(results, outputs, strict=True) if output.kind != "output"}
+        return {
+            slot
+            for slot, node in enumerate(self.program.graph.nodes)
+            if node.target is all_reduce and set(node.users) == {self.program.output_node} and node not in others
+            if not self.program.type(node).shape
+        }
 
     @cached_property
     def deferred(self) -> frozenset[int]:

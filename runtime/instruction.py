@@ -44,7 +44,8 @@ class Instruction:
     ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
     ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
     no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
-    reads them. ``dead``: slots that no later instruction reads. ``line``: the user's, ``file.py:line``.
+    reads them. ``dead``: slots that no later instruction reads. ``line``: the user's, ``file.py:line``. ``is_late``:
+    who reads its result waits for it.
     """
 
     target: Callable[..., Any]
@@ -60,6 +61,7 @@ class Instruction:
     waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
     line: str = ""
+    is_late: bool = False
 
 
 def instructions(

@@ -13,6 +13,7 @@ from shardc.error import CaptureError, ShardingError, raised_by_model
 from .code import Code, Part
 from .comm import Starter
 from .instruction import Env, Instruction
+from .late import late
 from .ranges import WAIT, in_range, in_ranges, is_profiled
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -57,7 +58,12 @@ def run(
         if each.collective:
             rows = [[env[slot] for slot in each.reads] for env in envs]
             with in_range(each.name):
-                started[each.result] = Started(each, _start(each, rows, comm, kept or {}, into))
+                results = _start(each, rows, comm, kept or {}, into)
+            if each.is_late:
+                ((operand,),), (env,) = rows, envs
+                env[each.result] = late(operand, results)
+            else:
+                started[each.result] = Started(each, results)
         else:
             call, result = each.call, each.result
             try:

@@ -49,7 +49,27 @@ def test_the_order_alone_changes() -> None:
     before, after = program.at("bucket_collectives"), program.at("overlap_collectives")
     assert sorted(node.name for node in before.graph.nodes) == sorted(node.name for node in after.graph.nodes)
     assert {each.name for each in collectives_of(before)} == {each.name for each in collectives_of(after)}
-    assert [node.name for node in split(before).forward] == [node.name for node in split(after).forward]
+
+
+def test_targets_are_counted_before_all_else_and_no_step_waits_for_a_loss() -> None:
+    """Every rank's mean is over all targets that count, which no parameter is needed for; the loss goes out divided."""
+    program = gpt(Mesh(dp=2, tp=2)).program
+    forward = [node for node in split(program).forward if not is_getitem(node)]
+    count, loss = (node for node in forward if is_collective(node) and node.args[1] == ("dp",))
+    assert forward.index(loss) == len(forward) - 1 and set(loss.users) == {program.output_node}
+    assert forward.index(count) < min(i for i, node in enumerate(forward) if program.source(node).module)
+    assert loss.all_input_nodes[0].target is torch.ops.aten.div.Tensor and count in loss.all_input_nodes[0].args
+
+
+def test_what_computes_is_not_done_before_its_turn() -> None:
+    """A sum that needs a product of inputs is left where it stands, also where no parameter has a part in it."""
+
+    def scaled(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y).relu().sum() / (x.relu() @ y).sum()
+
+    program = compiled(scaled, Mesh(dp=2), {"x": P("dp")}, x=value(8, 6), y=value(6, 4))
+    before, after = program.at("bucket_collectives"), program.at("overlap_collectives")
+    assert [node.name for node in before.graph.nodes] == [node.name for node in after.graph.nodes]
 
 
 def gathers(part: Sequence[fx.Node]) -> list[tuple[int, int, int]]:

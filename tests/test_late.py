@@ -1,0 +1,136 @@
+"""A loss whose sum over ranks is under way: training does not wait for it, and whoever reads it has the value."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import DATA, MLP, doubles
+from torch import Tensor
+
+import shardc
+from shardc.mesh import Mesh
+from shardc.runtime.distributed import make_device_mesh
+from shardc.runtime.late import LateTensor, late
+
+VALUE = 3.25
+
+READS = {
+    "item": lambda loss: loss.item(),
+    "float": float,
+    "bool": bool,
+    "tolist": Tensor.tolist,
+    "format": "{:.2f}".format,
+    "repr": repr,
+    "numpy": lambda loss: loss.numpy(),
+    "data": lambda loss: loss.data,
+    "pointer": Tensor.data_ptr,
+    "memory": Tensor.untyped_storage,
+    "dlpack": torch.from_dlpack,
+    "compared": lambda loss: loss < 4,
+    "sum of a list": lambda loss: sum([loss, loss]),
+    "stacked": lambda loss: torch.stack([loss, loss]),
+    "by name": lambda loss: torch.where(condition=loss > 0, input=loss, other=loss),
+    "in place": lambda loss: loss.add_(0),
+    "times a tensor": lambda loss: loss * torch.tensor(2.0),
+    "over itself": lambda loss: 1 / loss,
+    "to a dtype": Tensor.double,
+    "clone": Tensor.clone,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda loss: torch.save(loss, io.BytesIO()),
+}
+
+
+def reads():
+    """A late tensor, and how often it was waited for."""
+    waits = []
+    return late(torch.empty(()), lambda: [waits.append(1) or torch.tensor(VALUE)]), waits
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_waits_once_and_the_tensor_is_a_plain_one_then(read):
+    loss, waits = reads()
+    plain = torch.tensor(VALUE)
+    found, expected = READS[read](loss), READS[read](plain)
+    assert waits == [1] and type(loss) is Tensor and not hasattr(loss, "_arrival")
+    assert torch.equal(loss, plain) and loss.item() == VALUE and waits == [1]
+    if isinstance(found, Tensor):
+        assert type(found) is Tensor and torch.equal(found, expected)
+    elif read not in ("pointer", "memory", "pickle"):
+        assert found == expected
+
+
+def test_what_training_does_with_a_loss_is_no_read():
+    """Its gradient needs no value, nor does that of a multiple."""
+    weight = torch.ones(3, requires_grad=True)
+    waits = []
+
+    class Model(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return late(torch.empty(()), lambda: [waits.append(1) or torch.tensor(VALUE)])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.tensor([1.0, 2.0, 3.0])
+
+    for scale, scaled in (1, lambda x: x), (0.25, lambda x: x / 4), (2, lambda x: 2 * x), (6, lambda x: x.mul(3) * 2):
+        for run in (Tensor.backward, torch.autograd.backward, lambda x: torch.autograd.grad(x, weight)):
+            weight.grad = None
+            loss = scaled(Model.apply(weight))
+            assert isinstance(loss, LateTensor) and loss.requires_grad and loss.shape == () and loss.grad_fn is not None
+            found = run(loss)
+            torch.testing.assert_close(weight.grad if found is None else found[0], scale * torch.tensor([1.0, 2, 3]))
+            kept = loss.detach()
+            assert isinstance(kept, LateTensor) and not kept.requires_grad and not waits
+            assert kept.item() == loss.item() == scale * VALUE and waits.pop() and not waits
+
+
+def test_the_name_of_its_type_is_one_that_loggers_take_for_a_tensors():
+    kind = type(reads()[0])
+    assert kind.__module__.startswith("torch") and "Tensor" in kind.__name__
+
+
+def test_where_no_tensor_may_be_written_later_it_is_waited_for_at_once():
+    with torch.inference_mode():
+        loss, waits = reads()
+    assert type(loss) is Tensor and waits == [1] and loss.item() == VALUE
+
+
+SENDS = {
+    "all_reduce": lambda x, got: dist.all_reduce(x, op=dist.ReduceOp.MAX) or x,
+    "reduce": lambda x, got: dist.reduce(x, 0, op=dist.ReduceOp.MAX) or x,
+    "broadcast": lambda x, got: dist.broadcast(x, 1) or x,
+    "all_gather": lambda x, got: dist.all_gather(got, x) or got[-1],
+    "gather": lambda x, got: dist.gather(x, got if dist.get_rank() == 0 else None) or x,
+    "scatter": lambda x, got: dist.scatter(got[0], [x] * 4 if dist.get_rank() == 0 else None) or got[0],
+    "objects": lambda x, got: dist.all_gather_object(got, x) or got[-1],
+}
+
+
+def step_and_send(send):
+    torch.manual_seed(0)
+    alone = MLP().double()
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=4)), DATA)
+    for microbatch in range(3):  # the first as instructions, then as the code made of them
+        ours, theirs = parallel(*doubles(microbatch)), alone(*doubles(microbatch))
+        assert isinstance(ours, LateTensor)
+        for loss in (ours, theirs):
+            (loss / 3).backward()
+        assert isinstance(ours, LateTensor)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+        assert type(ours) is Tensor
+    with torch.no_grad():
+        evaluated = parallel(*doubles(0))
+    assert isinstance(evaluated, LateTensor)
+    sent = SENDS[send](evaluated, [torch.zeros((), dtype=torch.float64) for _ in range(4)])
+    torch.testing.assert_close(sent, alone(*doubles(0)).detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_every_rank_has_the_loss_of_one_device_also_one_that_is_sent_before_it_is_read(gloo, send):
+    gloo.run(step_and_send, send)
