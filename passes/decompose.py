@@ -14,7 +14,7 @@ dims of further ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -33,6 +33,7 @@ from .choose_ends import cheapest_ends
 from .decompose_index import INDEXING, lookup_moves
 from .decompose_norm import NORMS
 from .decompose_reduce import REDUCTIONS
+from .decompose_softmax import SOFTMAXES
 from .emitter import NEVER, Decomposition, Emitter, Form
 from .propagate import propagate
 from .windowed import WINDOWED
@@ -204,38 +205,6 @@ def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:
 # The ops.
 
 
-def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node]:
-    """Shift ``x`` by its maximum; the shifted, and the sum of its exponentials along the dim."""
-    x, dims = emit.given["self"], [emit.given["dim"]]
-    shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
-    return shifted, emit.sum(emit(aten.exp.default, shifted), dims, keepdim=True)
-
-
-def _log_softmax(emit: Emitter) -> fx.Node:
-    shifted, total = _exponentials(emit)
-    return emit(aten.sub.Tensor, shifted, emit.cast(emit(aten.log.default, total), emit.type(shifted).dtype))
-
-
-def _softmax(emit: Emitter) -> fx.Node:
-    shifted, total = _exponentials(emit)
-    probability = emit(aten.div.Tensor, emit(aten.exp.default, shifted), total)
-    return emit.cast(probability, emit.type(shifted).dtype)
-
-
-def _log_softmax_backward(emit: Emitter) -> fx.Node:
-    """``g - exp(y) * sum(g)``."""
-    gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
-    return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
-
-
-def _softmax_backward(emit: Emitter) -> fx.Node:
-    """``y * (g - sum(g * y))``."""
-    gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, gradient, y), [emit.given["dim"]], True)
-    return emit(aten.mul.Tensor, y, emit(aten.sub.Tensor, gradient, total))
-
-
 def _embedding(emit: Emitter) -> fx.Node:
     weight, ids = emit.given["weight"], emit.given["indices"]
     return emit(lookup_rows, weight, ids, emit(aten.arange.default, emit.shape(weight)[0]))
@@ -251,16 +220,6 @@ def _embedding_backward(emit: Emitter) -> fx.Node:
     return emit(aten.mul.Tensor, gradient, kept)
 
 
-def _rows(count: int) -> Callable[[Program, fx.Node, Collection[str]], int]:
-    """``count`` all_reduces of one number a row of the softmax's dim."""
-
-    def moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-        type_ = program.type(node)
-        return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
-
-    return moved
-
-
 def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """As much as the lookup, so that both are done alike."""
     given = arguments(node)
@@ -269,14 +228,11 @@ def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) ->
 
 
 DECOMPOSITIONS: dict[Any, Decomposition] = {
-    aten._log_softmax.default: Decomposition(_log_softmax, _rows(2)),
-    aten._softmax.default: Decomposition(_softmax, _rows(2)),
-    aten._log_softmax_backward_data.default: Decomposition(_log_softmax_backward, _rows(1)),
-    aten._softmax_backward_data.default: Decomposition(_softmax_backward, _rows(1)),
     aten.embedding.default: Decomposition(_embedding, lookup_moves),
     aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
     **INDEXING,
     **NORMS,
     **REDUCTIONS,
+    **SOFTMAXES,
 }
 TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)

@@ -77,6 +77,8 @@ def test_what_a_loss_picks_along_a_cut_vocabulary_takes_two_small_reductions(
     compiled = shardc.compile(model, Mesh(tp=4), {"head.weight": P("tp")}, args=(x, y))
     moved = [(each.phase, each.kind, math.prod(each.local_shape_in)) for each in compiled.collectives]
     assert moved == [("forward", "all_reduce", 6 * 5), ("forward", "all_reduce", 2 * 6 * 5)]
+    exponentials = [node for node in compiled.program.calls if node.target is torch.ops.aten.exp.default]
+    assert len(exponentials) == 1, "backward takes those of forward"
     if dtype == torch.float64:
         assert_equal_to_eager(compiled, [x, y])
     else:

@@ -26,37 +26,37 @@ Dims = tuple[int, ...]  # the dims that are indexed, in order
 def lookup_at(x: Tensor, *given: Any) -> Tensor:
     """``x[indices]`` where all positions are here, else 0; ``given``: an index and the rows of each dim, the dims."""
     indices, rows, dims = _taken_apart(given)
-    here, local = _local(indices, rows)
+    elsewhere, local = _local(indices, rows)
     found = aten.index.Tensor(x, _at(local, dims))
     kept = x.ndim - dims[-1] - 1 if _is_run(dims) else x.ndim - len(dims)
-    return _where(here.reshape([*here.shape, *[1] * kept]), found)
+    return found.masked_fill(elsewhere.reshape([*elsewhere.shape, *[1] * kept]), 0)
 
 
 def add_at(values: Tensor, *given: Any) -> Tensor:
     """The sum of ``values``, of the shape of ``x[indices]``, at each position of ``x`` that is here."""
     indices, rows, dims = _taken_apart(given)
-    here, local = _local(indices, rows)
-    at, kept = _values_dims(values.ndim, dims, here.ndim)
+    elsewhere, local = _local(indices, rows)
+    at, kept = _values_dims(values.ndim, dims, elsewhere.ndim)
     shape = [values.shape[dim] for dim in kept]
     for dim, row in zip(dims, rows, strict=True):
         shape.insert(dim, row.shape[0])
-    mask = here.reshape([*here.shape, *[1] * (values.ndim - at - here.ndim)])
-    return aten.index_put.default(values.new_zeros(shape), _at(local, dims), _where(mask, values), True)
+    mask = elsewhere.reshape([*elsewhere.shape, *[1] * (values.ndim - at - elsewhere.ndim)])
+    return aten.index_put.default(values.new_zeros(shape), _at(local, dims), values.masked_fill(mask, 0), True)
 
 
 def put_at(x: Tensor, values: Tensor, *given: Any) -> Tensor:
     """``x`` with ``values``, of the shape of ``x[indices]``, at the positions that are here."""
     indices, rows, dims = _taken_apart(given)
-    here, local = _local(indices, rows)
-    local[0] = torch.where(here, local[0], x.shape[dims[0]])
+    elsewhere, local = _local(indices, rows)
+    local[0] = local[0].masked_fill(elsewhere, x.shape[dims[0]])
     put = aten.index_put.default(_longer(x, dims[0]), _at(local, dims), values)
     return put.narrow(dims[0], 0, x.shape[dims[0]])
 
 
 def gather_at(x: Tensor, index: Tensor, rows: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """``x.gather(dim, index)`` where the position is here, else 0; ``dtype``: that of the result, ``x``'s if None."""
-    here, (local,) = _local([index], [rows])
-    return _where(here, x.gather(dim, local).to(dtype or x.dtype))
+    elsewhere, (local,) = _local([index], [rows])
+    return x.gather(dim, local).to(dtype or x.dtype).masked_fill(elsewhere, 0)
 
 
 def scatter_add_at(index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
@@ -72,14 +72,14 @@ def scatter_added_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim
 
 def scatter_added_at_(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
     """The same, written over ``x``."""
-    here, (local,) = _local([index], [rows])
-    return x.scatter_add_(dim, local, _where(here, source))
+    elsewhere, (local,) = _local([index], [rows])
+    return x.scatter_add_(dim, local, source.masked_fill(elsewhere, 0))
 
 
 def scatter_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
     """``x.scatter(dim, index, source)`` at the positions that are here."""
-    here, (local,) = _local([index], [rows])
-    kept = torch.where(here, local, x.shape[dim])
+    elsewhere, (local,) = _local([index], [rows])
+    kept = local.masked_fill(elsewhere, x.shape[dim])
     return _longer(x, dim).scatter(dim, kept, source).narrow(dim, 0, x.shape[dim])
 
 
@@ -89,15 +89,11 @@ def _taken_apart(given: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], Dims
 
 
 def _local(indices: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Where all positions are here, and each position as counted here, 0 where one is not."""
-    local = [index - row[0] for index, row in zip(indices, rows, strict=True)]
-    inside = ((at >= 0) & (at < row.shape[0]) for at, row in zip(local, rows, strict=True))
-    here = functools.reduce(operator.and_, inside)
-    return here, [torch.where(here, at, 0) for at in local]
-
-
-def _where(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    """Where any position is elsewhere, and each position as counted here, the nearest one where it is elsewhere."""
+    given = [index - row[0] for index, row in zip(indices, rows, strict=True)]
+    local = [at.clamp(0, row.shape[0] - 1) for at, row in zip(given, rows, strict=True)]
+    elsewhere = (nearest != at for nearest, at in zip(local, given, strict=True))
+    return functools.reduce(operator.or_, elsewhere), local
 
 
 def _at(local: Sequence[Tensor], dims: Dims) -> list[Tensor | None]:
@@ -170,7 +166,9 @@ def _scatter_at_rule(call: Call) -> Rule:
     return make_rule(f"{x}, {index}, {index}, v -> {x}", call, whole="i")
 
 
-MAKE_NEW: frozenset[Any] = frozenset({scatter_add_at, scatter_added_at})  # what they return is in memory of its own
+MAKE_NEW: frozenset[Any] = frozenset(  # what they return is in memory of its own
+    {lookup_at, gather_at, add_at, scatter_add_at, scatter_added_at}
+)
 WRITE_OVER: dict[Any, Any] = {scatter_added_at: scatter_added_at_}  # the same over the first operand
 
 rule(lookup_at, _lookup_at_rule)
