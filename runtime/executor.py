@@ -23,6 +23,7 @@ from shardc.program import Program
 
 from .code import Part
 from .comm import Starter
+from .constants import constants
 from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Values, run
@@ -55,7 +56,7 @@ class Executor:
 
     ``is_eager``: its ops run; else they are recorded for a compiler, which chooses kernels itself.
 
-    It holds no values: several forward runs may wait for their backward.
+    It holds no values but constants: several forward runs may wait for their backward.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Executor:
         self._part = [PART_OF[output.kind] for output in program.outputs]
         self._ends: dict[str, list[tuple[int, int]]] = {}
         place, parts = comm.device if comm else torch.device(device), split(program)
-        update, fwd, bwd = (
-            with_waits(instructions(part, slots, place, program, is_eager))
-            for part in (parts.update, parts.forward, parts.backward)
+        is_of_rank = is_eager and comm is not None and len(comm.positions) == 1
+        once = constants(program) if is_of_rank else []
+        again = [[each for each in part if each not in once] for part in (parts.update, parts.forward, parts.backward)]
+        made_once, update, fwd, bwd = (
+            with_waits(instructions(part, slots, place, program, is_eager)) for part in (once, *again)
         )
-        if is_eager and comm is not None and len(comm.positions) == 1:
+        if is_of_rank:
             fwd = [replace(each, is_late=each.result in self._returned_alone) for each in fwd]
         made = {slot for slot, _ in self._results_of("update")}
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
@@ -82,6 +85,9 @@ class Executor:
         self._fwd = Part(with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")}))
         results = {slot for slot, _ in self._results_of("backward")}
         self._bwd = Part(with_deaths(bwd, results))
+        self._blank: Env = [None] * self._num_slots
+        read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
+        run(with_deaths(made_once, read), [self._blank], comm)
 
     @cached_property
     def _returned_alone(self) -> set[int]:
@@ -212,7 +218,7 @@ class Executor:
         return envs
 
     def _empty_envs(self, count: int) -> list[Env]:
-        return [[None] * self._num_slots for _ in range(count)]
+        return [list(self._blank) for _ in range(count)]
 
     def _place(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
         for env, values in zip(envs, inputs, strict=True):

@@ -11,9 +11,11 @@ from torch import fx
 
 from shardc.node import is_getitem, operand
 from shardc.ops.contraction import dot
+from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.ops.position import MAKE_NEW
 
 aten = torch.ops.aten
+NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW}
 
 
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:
@@ -23,7 +25,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
     later, and what an op of another library gives may share its memory.
     """
     root = maker(value)
-    if root not in part or not _is_new(root) or any(maker(each) is root for each in _others(reader, value)):
+    if root not in part or not is_new(root) or any(maker(each) is root for each in _others(reader, value)):
         return False
     sharing = [root]
     for node in sharing:  # which grows
@@ -32,7 +34,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
                 return False
             if _is_view(user):
                 sharing.append(user)
-            elif not _is_new(user):
+            elif not is_new(user):
                 return False
     return True
 
@@ -40,7 +42,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
 def alone_in_memory(values: Sequence[fx.Node]) -> set[fx.Node]:
     """Those of values that lie in memory which a call of torch made, and in which none of the others lies."""
     count = Counter(map(maker, values))
-    return {value for value in values if count[maker(value)] == 1 and _is_new(maker(value))}
+    return {value for value in values if count[maker(value)] == 1 and is_new(maker(value))}
 
 
 def _others(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
@@ -62,13 +64,13 @@ def _is_view(node: fx.Node) -> bool:
     return node.target is aten._unsafe_view.default or not _makes(node.target, 0)
 
 
-def _is_new(node: fx.Node) -> bool:
+def is_new(node: fx.Node) -> bool:
     """Whether what a call gives is in memory of its own. Virtual ranks share what a bucket makes."""
     if is_getitem(node):
         made_by, index = operand(node), node.args[1]
         twins = [user for user in made_by.users if user.args[1] == index]
         return len(twins) == 1 and _makes(made_by.target, index)
-    return node.target is dot or node.target in MAKE_NEW or _makes(node.target, 0)
+    return node.target in NEW or _makes(node.target, 0)
 
 
 def _makes(target: Any, index: Any) -> bool:

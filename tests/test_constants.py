@@ -1,0 +1,67 @@
+"""What no input has a part in is made once, and is never a tensor that a user holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpt import DATA, GPT, MEGATRON, Config
+from printed import compiled, parameter, value
+from torch import Tensor
+
+import shardc
+from shardc import Mesh, P
+from shardc.runtime.constants import constants
+from shardc.runtime.distributed import make_device_mesh
+
+VOCABULARY = {"tokens.weight": P("tp"), "head.weight": P("tp")}
+
+
+def names(fn: Any, mesh: Mesh, annotations: dict[str, P], **inputs: Any) -> list[str]:
+    return [node.name for node in constants(compiled(fn, mesh, annotations, train=True, **inputs).program)]
+
+
+def test_numbers_of_rows_and_what_is_made_of_them_alone_are_made_once() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        ramp = torch.arange(8.0)
+        return (x * ramp * ramp.cos()).sum()
+
+    assert names(scaled, Mesh(tp=2), {"x": P("tp")}, x=value(8)) == ["arange", "shard_slice_tp", "cos"]
+
+
+def test_what_is_drawn_or_large_is_made_again() -> None:
+    def drawn(x: Tensor) -> Tensor:
+        return (x + torch.rand(8)).sum() + torch.ones(512, 1024).mul(2).sum()
+
+    found = names(drawn, Mesh(tp=2), {"x": P("tp")}, x=parameter(8))
+    assert found == ["scalar_tensor", "arange", "shard_slice_tp", "mul_1"], "the counts of what is drawn alone"
+
+
+def test_what_is_returned_or_looked_at_is_the_users() -> None:
+    def shown(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ones, ramp = torch.ones(8), torch.arange(8.0)
+        return x + ones, ones, ramp.view(2, 4)[0]
+
+    assert names(shown, Mesh(tp=2), {}, x=value(8)) == []
+
+
+def steps() -> list[set[str]]:
+    """The ops of two steps; nothing of them may be made of nothing."""
+    torch.manual_seed(0)
+    alone = GPT(Config()).double()
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=2, tp=2)), DATA | MEGATRON | VOCABULARY)
+    seen = []
+    for step in range(3):
+        ids = torch.randint(128, (4, 32), generator=torch.Generator().manual_seed(step))
+        with torch.profiler.profile() as profile:
+            loss = parallel(ids, ids)
+            loss.backward()
+        torch.testing.assert_close(loss, alone(ids, ids), rtol=1e-12, atol=0)
+        seen.append({event.key for event in profile.key_averages()})
+    return seen
+
+
+def test_no_step_makes_them_again(gloo: Any) -> None:
+    for seen in gloo.run(steps):
+        assert all("aten::embedding" in ops and "aten::gather" in ops for ops in seen)
+        assert not any({"aten::arange", "aten::scalar_tensor"} & ops for ops in seen[1:])
