@@ -76,7 +76,7 @@ def train(case: Case) -> tuple[list[float], dict[str, float]]:
     model = Model(**options).double()
     pipeline = Pipeline(microbatches=4, schedule=case.schedule, chunks=case.chunks, offload=case.offload)
     piped = shardc.parallelize(model, make_device_mesh(Mesh(**case.sizes)), case.annotations, pipeline=pipeline)
-    alone = shardc.parallelize(model, Mesh(one=1))
+    alone = shardc.parallelize(model, Mesh(one=1)) if options.get("dropout") else copy.deepcopy(model)
     found, gradients = [], dict[str, float]()
     runs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (piped, alone)]
     for rows in (len(args[0]), 5):  # two signatures, whose stages are on the same ranks
