@@ -36,11 +36,11 @@ from shardc.runtime.launch import Workers
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
-TIMED = (  # the step-time table that shardc is held to; large rows first, so that small ones take up what is left
-    *((plan, "medium", 4) for plan in ("zero3", "tensor", "pipeline")),
+TIMED = (  # large rows before small ones: where time is short they are left out first, and small ones take up the rest
+    *((plan, "medium", 4) for plan in ("tensor", "pipeline", "zero3")),
     *((plan, "small", 4) for plan in SMALL),
-    *((plan, "medium", 2) for plan in ("data", "zero3", "tensor", "sequence", "pipeline")),
     ("tensor", "tiny", 2),
+    *((plan, "medium", 2) for plan in ("data", "zero3", "tensor", "sequence", "pipeline")),
     *((plan, "small", 2) for plan in SMALL),
 )
 DEFAULT = (
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=Steps().most, help="rounds of a row, at most")
-    parser.add_argument("--least", type=int, help="rounds of a row, at least (5; tiny 60)")
+    parser.add_argument("--least", type=int, help="rounds of a row, at least (5; tiny 150)")
     parser.add_argument("--minutes", type=float, default=10.0, help="in all; rows that would end later are left out")
     parser.add_argument("--profile", action="store_true", help="where time goes, also where shardc is ahead")
     kernels = ("fused", "foreach", "loop")

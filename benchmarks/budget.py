@@ -15,11 +15,13 @@ from enum import IntEnum
 from rounds import SCENE
 from row import Row, is_ours
 
-AROUND = 15.0  # seconds of a run before its first row and after its last: imports, processes, files
-STEP = {"tiny": 0.02, "small": 0.45, "medium": 2.6}  # seconds of two ranks on two processors
+AROUND = 12.0  # seconds of a run before its first row and after its last: imports, processes, files
+STEP = {"tiny": 0.02, "small": 0.43, "medium": 2.5}  # seconds of two ranks on two processors
 MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc makes a step there
-COMPILING = 20.0  # seconds in which Inductor does
-FEWEST = {"tiny": 60, "small": 5, "medium": 5}  # rounds
+COMPILING = 30.0  # seconds in which Inductor does
+SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # times
+FEWEST = {"tiny": 150, "small": 5, "medium": 5}  # rounds
+BESIDE = 50  # rounds, the most that are due to a row that is not there for its time
 UNTIMED = 2  # steps of everyone beside the rounds
 
 
@@ -54,11 +56,12 @@ class Need:
 def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
     """By what steps took on two processors; how fast those of a run are, its first rows tell."""
     ranks, ours = row.job.ranks, sum(map(is_ours, row.names))
-    step = STEP[row.size] * (1 + 0.15 * (ranks - 2))
+    step = STEP[row.size] * (1 + 0.15 * (ranks - 2)) * SLOWER.get(row.plan, 1.0)
     making = MAKING[row.size] * ranks / 2 * ours + ("compiled" in row.plan) * COMPILING * len(row.names)
     beside = len(row.names) - ours - 1  # one device and the peers that are far behind
     fixed = making + step * (UNTIMED * len(row.names) + SCENE * beside)
-    return Need(fixed, step * (ours + 1), FEWEST[row.size] if fewest is None else fewest, use)
+    due = FEWEST[row.size] if use == Use.TIME else min(FEWEST[row.size], BESIDE)
+    return Need(fixed, step * (ours + 1), due if fewest is None else fewest, use)
 
 
 class Budget:
@@ -84,21 +87,20 @@ class Budget:
         return self._end - self._clock()
 
     def share(self) -> float | None:
-        """Seconds for the next row; None where it or one that it gives way to would not end in time.
+        """Seconds in which the next row may take more than its fewest rounds.
 
-        The first is never left out: it tells how fast the processors are.
+        None where it or one that it gives way to would not end in time. The first is never left out: it tells how fast
+        the processors are.
         """
         self._next += 1
         self._start = self._clock()
         own, later = self._needs[self._next], self._needs[self._next + 1 :]
         if self._expected and self._least(own, *(each for each in later if each.use >= own.use)) > self.left:
             return None
-        held = [each for each in later if each.use != Use.IF_LEFT]
         if own.use in (Use.BYTES, Use.BOUND):
-            return self._least(own)
-        going_on = [each for each in (own, *held) if each.use in (Use.TIME, Use.IF_LEFT)]
-        rest = self.left - self._least(*(each for each in held if each.use != Use.TIME))
-        return max(self._least(own), level([self._least(each) for each in going_on], rest))
+            return 0.0
+        rest = self.left - self._least(*(each for each in later if each.use in (Use.BYTES, Use.BOUND)))
+        return level([self._least(each) for each in (own, *later) if each.use in (own.use, Use.TIME)], rest)
 
     def note(self, rounds: int) -> None:
         """The row is done, with so many rounds."""

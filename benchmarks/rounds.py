@@ -65,8 +65,9 @@ def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
         if i + 1 < SCENE:
             continue
         end = 2 * clock() - start - begun  # of another round
-        is_known = i + 1 >= steps.least and is_look(i + 1) and known(deciding)
-        if _rank_zero_says(is_known or end > (steps.seconds if i + 1 >= steps.least else steps.latest)):
+        are_enough = i + 1 >= steps.least
+        is_known = are_enough and is_look(i + 1) and known(deciding)
+        if _rank_zero_says(is_known or end > steps.latest or (are_enough and end > steps.seconds)):
             break
 
 
