@@ -53,14 +53,12 @@ class Program:
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.graph, mapping)
-        graph.output(output)
-        for old, new in mapping.items():
-            new.meta = dict(old.meta)
-        copied = next(reversed(graph.nodes))
-        copied.meta = dict(self.output_node.meta)
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            new = made[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            if node.args or node.kwargs:  # given now: create_node looks through each for what cannot be here
+                new.args, new.kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            new.meta = dict(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
     # The graph's ends.

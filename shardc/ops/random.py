@@ -20,6 +20,8 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     element. Element ``i`` is output ``i`` of a SplitMix64 stream (Steele, Lea and Flood, 2014) whose state is seed,
     step and key, mixed one after the other. Integers wrap modulo 2**64.
     """
+    if index.is_meta:
+        return torch.empty_like(index, dtype=torch.float32)
     bits = _mix(_stream(random, key) + (index + 1) * _signed(_GAMMA))
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
