@@ -16,7 +16,7 @@ from shardc.collective import Collective
 from shardc.ends import gradient_names, shardings_of
 from shardc.error import OptionError, did_you_mean, raise_all
 from shardc.feed import fed, state_of
-from shardc.garbage import new_garbage_only
+from shardc.garbage import young_garbage_only
 from shardc.machine import Links, machine_of
 from shardc.mesh import Mesh
 from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
@@ -190,7 +190,7 @@ class Compiled:
         return list(fed(program, state, tensors, grad_outputs or {}, (seed, step)))
 
 
-@new_garbage_only()
+@young_garbage_only()
 def compile(
     model: nn.Module,
     mesh: Any,

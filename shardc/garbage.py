@@ -1,4 +1,4 @@
-"""Looks for garbage while shardc works: at what it makes, not at all of torch, which takes a quarter of a compile."""
+"""Looks for garbage while shardc works: not among what has lived long; all of torch takes a quarter of a compile."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NEVER = 2**31 - 1
+
 
 @contextmanager
-def new_garbage_only() -> Iterator[None]:
-    """What is there now is looked at again at the end; where the caller has frozen objects, nothing is done."""
-    if gc.get_freeze_count():
+def young_garbage_only() -> Iterator[None]:
+    """Without looks at the oldest objects, which come again at the end."""
+    thresholds = gc.get_threshold()
+    if thresholds[2] == NEVER:  # another's, who puts it back
         yield
         return
-    gc.freeze()
+    gc.set_threshold(*thresholds[:2], NEVER)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -1,8 +1,7 @@
-"""While a model is compiled, garbage is looked for among new objects alone."""
+"""While a model is compiled, garbage is looked for among young objects alone."""
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 import shardc
 from shardc import Mesh
-from shardc.garbage import new_garbage_only
+from shardc.garbage import NEVER, young_garbage_only
 
 
 class Ring:
@@ -20,44 +19,26 @@ class Ring:
         self.itself = self
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.freeze()  # as tests/conftest.py
+def test_young_garbage_goes_and_what_was_before_is_put_back_once() -> None:
+    before = gc.get_threshold()
+    with young_garbage_only():
+        with young_garbage_only():
+            young = weakref.ref(Ring())
+        assert gc.get_threshold() == (*before[:2], NEVER)
+        rings = [[] for _ in range(10 * before[0] * before[1])]
+        assert young() is None and rings
+    assert gc.get_threshold() == before
 
 
-@pytest.mark.usefixtures("nothing_frozen")
-def test_older_garbage_waits_for_the_end_and_newer_does_not() -> None:
-    older = weakref.ref(Ring())
-    with new_garbage_only():
-        newer = weakref.ref(Ring())
-        with new_garbage_only():
-            gc.collect()
-            assert newer() is None and older() is not None
-        assert gc.get_freeze_count() > 0
-    gc.collect()
-    assert older() is None and gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_a_compile_leaves_nothing_frozen_whether_it_succeeds_or_not() -> None:
-    found = []
+def test_a_compile_puts_back_what_was_whether_it_succeeds_or_not() -> None:
+    found, before = [], gc.get_threshold()
 
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found.append(gc.get_freeze_count())
+            found.append(gc.get_threshold())
             return super().forward(x)
 
     shardc.compile(Model(4, 4), Mesh(dp=2), args=(torch.ones(4, 4),))
     with pytest.raises(shardc.CaptureError):
         shardc.compile(Model(4, 4), Mesh(dp=2), args=(torch.ones(4, 3),))
-    assert min(found) > 0 and gc.get_freeze_count() == 0
-
-
-def test_what_the_caller_has_frozen_stays_so() -> None:
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    with new_garbage_only():
-        pass
-    assert gc.get_freeze_count() >= frozen > 0
+    assert {*found} == {(*before[:2], NEVER)} and gc.get_threshold() == before
