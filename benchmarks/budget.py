@@ -2,7 +2,7 @@
 
 Each row is due the fewest rounds that say something. What is left beyond those of all rows levels them: a row goes on
 until it has had as many seconds as each other one will have, or is known well enough, and what it leaves goes to those
-after it. Where time is short a row is left out as soon as those after it that are needed more would not end in time.
+after it. Where time is short a row is left out as soon as those after it that are needed as much would not end in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AROUND = 12.0  # seconds of a run before its first row and after its last: impor
 STEP = {"tiny": 0.02, "small": 0.43, "medium": 2.5}  # seconds of two ranks on two processors
 MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc makes a step there
 COMPILING = 30.0  # seconds in which Inductor does
-SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # times
+SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # times a step as others are
 FEWEST = {"tiny": 150, "small": 5, "medium": 5}  # rounds
 BESIDE = 50  # rounds, the most that are due to a row that is not there for its time
 UNTIMED = 2  # steps of everyone beside the rounds
