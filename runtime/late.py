@@ -13,8 +13,9 @@ Else every rank would stand still for the slowest one between forward and backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from math import nan
 from numbers import Number
+from threading import Lock
 from typing import Any
 
 import torch
@@ -30,28 +31,32 @@ UNREAD = {  # what training calls of a loss, and reads no value
 BY_NUMBER = {Tensor.div, Tensor.__truediv__, torch.div, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul}
 
 
-@dataclass(slots=True)
 class Arrival:
-    """The memory of a value, and what makes the value; None once it is there."""
+    """What a value is made by, and the memory that it is put in. State: ``_value``, once it is there.
 
-    memory: Tensor
-    make: Callable[[], Tensor] | None
+    No one else writes ``_value``; whoever has the memory may, as with ``loss += other``. Threads wait for each other.
+    """
+
+    def __init__(self, memory: Tensor, make: Callable[[], Tensor]) -> None:
+        self._memory, self._make, self._lock = memory, make, Lock()
+        self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The value."""
-        if self.make is not None:
-            make, self.make = self.make, None
-            self.memory.copy_(make())
-        return self.memory
+        """The value; the error that kept it away, at every call."""
+        with self._lock:
+            if self._value is None:
+                value = self._make()
+                self._memory.copy_(value)
+                self._value = value
+            return self._value
 
 
 class LateTensor(Tensor):
     """A tensor whose value arrives; once it is read it is a plain one. State: ``_arrival``, until then.
 
-    Every op and every method of a tensor comes by ``__torch_function__``; what no one has listed here is a read.
+    Every op and every method of a tensor comes by ``__torch_function__``; what no one has listed here is a read. What
+    reads memory past it, as ``torch.tensor(loss)`` and functions of C++, finds no number there.
     """
-
-    _arrival: Arrival
 
     @classmethod
     def __torch_function__(
@@ -59,20 +64,16 @@ class LateTensor(Tensor):
     ) -> Any:
         """Run a function, on values that are there if it may read them."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.detach:
-                return _as_late(func(*args), args[0]._arrival)
-            if func in BY_NUMBER and not kwargs and isinstance(args[1], Number) and isinstance(args[0], LateTensor):
-                return _scaled(func, *args)
-            if func not in UNREAD:
-                for each in pytree.tree_leaves((args, kwargs)):
-                    if isinstance(each, LateTensor):
-                        each._arrive()
+            arrival = _arrival(args[0]) if args else None
+            if arrival is not None and func is Tensor.detach:
+                return _as_late(func(*args), arrival)
+            if arrival is not None and func in BY_NUMBER and _is_by_number(args, kwargs):
+                return _scaled(func, args[0], args[1], arrival)
+            read = args[1:] if func in UNREAD else args
+            if read or kwargs:
+                for each in pytree.tree_leaves((read, kwargs)):
+                    _arrive(each)
             return func(*args, **kwargs or {})
-
-    def _arrive(self) -> None:
-        self._arrival.wait()
-        self.__class__ = Tensor  # type: ignore[assignment]
-        del self._arrival
 
 
 LateTensor.__module__ = "torch"  # for libraries that know a tensor by its type's name, as loggers do
@@ -80,20 +81,39 @@ LateTensor.__module__ = "torch"  # for libraries that know a tensor by its type'
 
 def late(like: Tensor, results: Callable[[], Sequence[Tensor]]) -> Tensor:
     """A tensor with the value of the one of ``results``, which are waited for, and are ``like`` an operand."""
-    made = torch.empty_like(like)
+    is_whole = not (like.is_floating_point() or like.is_complex())
+    made = torch.full_like(like, torch.iinfo(like.dtype).min if is_whole else nan)
     if torch.is_inference_mode_enabled():  # none that is made here may be written later
         return made.copy_(results()[0])
     return _as_late(made, Arrival(made.data, lambda: results()[0]))
 
 
+def _arrival(tensor: Any) -> Arrival | None:
+    """None of what has arrived, or was never late."""
+    found: Arrival | None = vars(tensor).get("_arrival") if isinstance(tensor, LateTensor) else None
+    return found
+
+
+def _arrive(tensor: Any) -> None:
+    """Wait for a tensor that is late; another thread may be doing so."""
+    arrival = _arrival(tensor)
+    if arrival is not None:
+        arrival.wait()
+        tensor.__class__ = Tensor
+        vars(tensor).pop("_arrival", None)
+
+
 def _as_late(tensor: Tensor, arrival: Arrival) -> Tensor:
     tensor.__class__ = LateTensor
-    assert isinstance(tensor, LateTensor)
-    tensor._arrival = arrival
+    vars(tensor)["_arrival"] = arrival
     return tensor
 
 
-def _scaled(func: Callable[..., Tensor], tensor: LateTensor, number: Any) -> Tensor:
+def _is_by_number(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    return len(args) == 2 and isinstance(args[1], Number) and not kwargs and not torch.is_inference_mode_enabled()
+
+
+def _scaled(func: Callable[..., Any], tensor: Tensor, number: Any, arrival: Arrival) -> Tensor:
     """A late tensor times a number: late too, since its gradient needs no value of it."""
-    made, arrival = func(tensor, number), tensor._arrival
+    made = func(tensor, number)
     return _as_late(made, Arrival(made.data, lambda: func(arrival.wait(), number)))

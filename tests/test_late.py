@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,6 +90,60 @@ def test_what_training_does_with_a_loss_is_no_read():
             kept = loss.detach()
             assert isinstance(kept, LateTensor) and not kept.requires_grad and not waits
             assert kept.item() == loss.item() == scale * VALUE and waits.pop() and not waits
+
+
+def test_what_was_made_of_it_before_it_was_written_stays_as_it_was():
+    loss, _ = reads()
+    share, total = loss / 2, loss.detach()
+    total += 1
+    assert (share.item(), total.item(), loss.item()) == (VALUE / 2, VALUE + 1, VALUE + 1)
+
+
+def test_as_a_gradient_it_is_waited_for():
+    weight = torch.ones(3, requires_grad=True)
+    weight.sum().backward(reads()[0])
+    assert torch.equal(weight.grad, torch.full((3,), VALUE))
+    assert torch.equal(torch.autograd.grad(weight.sum(), weight, reads()[0])[0], torch.full((3,), VALUE))
+
+
+def test_a_multiple_made_in_inference_mode_is_read_outside_of_it():
+    loss, _ = reads()
+    with torch.inference_mode():
+        share = loss / 2
+    assert share.item() == VALUE / 2 and loss.item() == VALUE
+
+
+def test_threads_that_read_it_at_once_all_have_its_value():
+    waits = []
+
+    def made():
+        time.sleep(0.05)
+        return [waits.append(1) or torch.tensor(VALUE)]
+
+    loss = late(torch.empty(()), made)
+    readers = [loss, loss, loss.detach(), loss / 2, loss / 2]
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(Tensor.item, readers)) == [VALUE, VALUE, VALUE, VALUE / 2, VALUE / 2]
+    assert waits == [1] and all(type(each) is Tensor for each in readers)
+
+
+def test_one_whose_sum_failed_fails_at_every_read():
+    def fail():
+        raise RuntimeError("a rank is gone")
+
+    loss = late(torch.empty(()), fail)
+    for read in (Tensor.item, repr, Tensor.item):
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            read(loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_reads_its_memory_past_python_finds_no_number_there(dtype):
+    """A function of C++ that asks no one: it shall not be given what happened to lie there."""
+    loss = late(torch.zeros((), dtype=dtype), lambda: [torch.tensor(3, dtype=dtype)])
+    found = torch.full((1,), loss)
+    assert found.isnan() if dtype.is_floating_point else found == torch.iinfo(dtype).min
+    assert loss.item() == 3
 
 
 def test_the_name_of_its_type_is_one_that_loggers_take_for_a_tensors():
