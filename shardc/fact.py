@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.node import map_aggregate
 
+from shardc.like_call import LikeCall, is_of_torch
 from shardc.node import takes_device
 from shardc.sharding import TensorType
 
@@ -105,34 +106,14 @@ def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], de
 
     Torch's own ops go by nothing else, so that one that is called alike, as in every layer, runs once.
     """
-    if getattr(target, "namespace", "") not in ("aten", "prims"):
+    if not is_of_torch(target):
         return _types_of_run(target, args, kwargs, device)
-    given = (_told_apart(args), _told_apart(dict(kwargs)), device, torch.get_default_dtype())
-    return _types_of_call(_TypedCall(target, given, args, kwargs))
-
-
-@dataclass(frozen=True, slots=True)
-class _TypedCall:
-    """A call on a device, equal to one whose arguments are equal and of the same Python types."""
-
-    target: Any
-    given: tuple[Any, ...]
-    args: tuple[Any, ...] = field(compare=False)
-    kwargs: Mapping[str, Any] = field(compare=False)
-
-
-def _told_apart(argument: Any) -> Any:
-    """An argument that can be hashed, of which 1, 1.0 and True are three."""
-    if isinstance(argument, dict):
-        return tuple((name, _told_apart(value)) for name, value in argument.items())
-    if isinstance(argument, (list, tuple)):
-        return type(argument), tuple(map(_told_apart, argument))
-    return type(argument), argument
+    return _types_of_call(LikeCall.of(target, args, kwargs, device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _types_of_call(call: _TypedCall) -> Types:
-    return _types_of_run(call.target, call.args, call.kwargs, call.given[2])
+def _types_of_call(call: LikeCall) -> Types:
+    return _types_of_run(call.target, call.args, call.kwargs, call.device)
 
 
 def _types_of_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:

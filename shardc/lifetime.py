@@ -11,6 +11,8 @@ from torch import fx
 
 from shardc.bucket import bucket
 from shardc.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
+from shardc.layout_made import made_on_meta
+from shardc.like_call import is_of_torch
 from shardc.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program import Program, Value
 from shardc.sharding import TensorType
@@ -129,9 +131,12 @@ def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
     if node.op == "placeholder" or node.target in MOVES:
         return _new(program, node)
     target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    kwargs = dict(node.kwargs) | ({"device": "meta"} if takes_device(target) else {})
     try:
-        return target(*args, **kwargs | ({"device": "meta"} if takes_device(target) else {}))
+        if is_of_torch(target):
+            return made_on_meta(target, node.args, kwargs, values)
+        args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
+        return target(*args, **kwargs)
     except NotImplementedError:  # no kernel
         return _new(program, node)
 
