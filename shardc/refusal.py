@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import warnings
@@ -144,10 +145,10 @@ def no_seeds() -> Iterator[None]:
         yield
 
 
-def _random_states() -> dict[str, str]:
+def _random_states() -> dict[str, bytes]:
     numpy = sys.modules.get("numpy.random")
-    numpy_state = {} if numpy is None else {"numpy.random": repr(numpy.get_state(legacy=False)["state"])}
-    return {"random": repr(random.getstate()), **numpy_state}
+    numpy_state = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state(legacy=False)["state"])}
+    return {"random": pickle.dumps(random.getstate()), **numpy_state}
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
