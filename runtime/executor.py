@@ -87,7 +87,8 @@ class Executor:
         self._bwd = Part(with_deaths(bwd, results))
         self._blank: Env = [None] * self._num_slots
         read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
-        run(with_deaths(made_once, read), [self._blank], comm)
+        with torch.autocast(place.type, enabled=False):  # casts are in the program already
+            run(with_deaths(made_once, read), [self._blank], comm)
 
     @cached_property
     def _returned_alone(self) -> set[int]:

@@ -192,6 +192,12 @@ class ParallelModule(nn.Module):
         return self._latest, tensors, given
 
     def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
+        """Compile a call; what is made here is also for calls in other modes than the user's of this one."""
+        has_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            return self._compiled_step(args, kwargs, train)
+
+    def _compiled_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
         compiled = self._compile(self._model, args=args, kwargs=kwargs, train=train, fixed=self._fixed(args, kwargs))
         self._border.agree(compiled.program)
         self._place(compiled.program)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
+from parallel_models import whole
 from printed import compiled, parameter, value
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
@@ -65,3 +67,40 @@ def test_no_step_makes_them_again(gloo: Any) -> None:
     for seen in gloo.run(steps):
         assert all("aten::embedding" in ops and "aten::gather" in ops for ops in seen)
         assert not any({"aten::arange", "aten::scalar_tensor"} & ops for ops in seen[1:])
+
+
+class Scaled(nn.Module):
+    """Times a number that is made of nothing, in its own dtype also where the user casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            scale = torch.arange(1, 8, dtype=torch.bfloat16).prod() - 5000  # what float32 would not round
+            return (x * self.weight).square().mean(), scale * x.bfloat16()
+
+
+def first_call(mode: str) -> None:
+    """What is made in a mode of the first call is also for the calls after it, and for training."""
+    alone = Scaled()
+    annotations = {"x": P("dp"), "weight": P("tp")}
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=2, tp=2)), annotations)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    modes = {"inference": torch.inference_mode(), "autocast": torch.autocast("cpu", dtype=torch.bfloat16)}
+    x = torch.ones(4, 8)
+    with modes[mode]:
+        parallel(x)
+    for again in torch.no_grad(), modes[mode]:
+        with again:
+            for ours, theirs in zip(parallel(x), alone(x), strict=True):
+                torch.testing.assert_close(whole(ours), theirs)
+    parallel(x)[0].backward()
+    optimizer.step()
+    assert parallel(x)[0] < alone(x)[0]
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast"])
+def test_what_the_first_call_makes_is_good_for_calls_in_other_modes(gloo: Any, mode: str) -> None:
+    gloo.run(first_call, mode)
