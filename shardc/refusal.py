@@ -116,8 +116,9 @@ def python_effects(model: nn.Module) -> Iterator[None]:
     """
     drawn, held = _random_states(), _numbers(model)
     yield
+    now = _random_states()
     for name, before in drawn.items():
-        if _random_states()[name] != before:
+        if now[name] != before:
             raise CaptureError(
                 f"forward of {type(model).__name__}",
                 f"it draws from {name}: what was drawn during capture would be drawn in every step",

@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The mark was there when xdist read marks: else every worker would start gloo processes of its own."""
+    if getattr(item.config.option, "loadgroup", False) and "gloo" in getattr(item, "fixturenames", ()):
+        assert "gloo" in item.nodeid.rpartition("@")[2], item.nodeid
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--write-golden``."""
     parser.addoption("--write-golden", action="store_true", help="write what is printed now to tests/golden")

@@ -462,6 +462,7 @@ def run_inductor():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("gloo")  # one job of several processes at a time
 def test_inductor_runs_both_parts_on_two_ranks():
     for losses, counted, announced, code in launch(ByPath(__file__, "run_inductor"), 2):
         assert losses[::2] == pytest.approx(losses[1::2], abs=1e-6)
