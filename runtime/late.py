@@ -12,7 +12,10 @@ Else every rank would stand still for the slowest one between forward and backwa
 
 from __future__ import annotations
 
+import atexit
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import nan
 from numbers import Number
 from threading import Lock
@@ -51,6 +54,9 @@ class Arrival:
             return self._value
 
 
+LATEST: deque[Arrival] = deque(maxlen=4)  # backends finish collectives in about the order of their start
+
+
 class LateTensor(Tensor):
     """A tensor whose value arrives; once it is read it is a plain one. State: ``_arrival``, until then.
 
@@ -85,7 +91,16 @@ def late(like: Tensor, results: Callable[[], Sequence[Tensor]]) -> Tensor:
     made = torch.full_like(like, torch.iinfo(like.dtype).min if is_whole else nan)
     if torch.is_inference_mode_enabled():  # none that is made here may be written later
         return made.copy_(results()[0])
-    return _as_late(made, Arrival(made.data, lambda: results()[0]))
+    LATEST.append(Arrival(made.data, lambda: results()[0]))
+    return _as_late(made, LATEST[-1])
+
+
+@atexit.register
+def _finish() -> None:
+    """Take part in sums to their end, also in those that this rank does not read: others may."""
+    for arrival in LATEST:
+        with suppress(RuntimeError):  # another rank is gone, which has no one to tell it to
+            arrival.wait()
 
 
 def _arrival(tensor: Any) -> Arrival | None:

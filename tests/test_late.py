@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -135,6 +137,19 @@ def test_one_whose_sum_failed_fails_at_every_read():
     for read in (Tensor.item, repr, Tensor.item):
         with pytest.raises(RuntimeError, match="a rank is gone"):
             read(loss)
+
+
+def test_a_process_does_not_end_before_the_sums_that_it_takes_part_in():
+    """Else whoever reads the loss on another rank is told that this one is gone."""
+    code = """if True:
+        import torch
+        from shardc.runtime.late import late
+        def fail(): raise RuntimeError("a rank is gone")
+        for make in fail, lambda: print("waited") or [torch.ones(())]:
+            late(torch.empty(()), make)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("waited\n", "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
