@@ -103,12 +103,14 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     if len(shape) < 2:
         return None
     emit = Emitter(program, node)
-    _, safe, weight = _targets(emit, _without_dim_of_one(program, given["self"]))
+    counted, safe, weight = _targets(emit, _without_dim_of_one(program, given["self"]))
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
     elif given["reduction"] == EACH:
         gradient = _shaped(emit, gradient, emit.shape(safe))
-    each = emit(aten.neg.default, emit(aten.mul.Tensor, weight, gradient))
+    each = emit(aten.neg.default, gradient if given["weight"] is None else emit(aten.mul.Tensor, weight, gradient))
+    zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.type(each).dtype)
+    each = emit(aten.where.self, counted, each, zero)  # though it was divided by 0
     place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
     return _shaped(emit, emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1), shape)
 

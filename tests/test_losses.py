@@ -78,6 +78,20 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten(), **self.options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{}, {"weight": CLASS_WEIGHT}], ids=["mean", "weighted"])
+def test_a_batch_of_which_no_target_counts_has_no_gradient_though_its_mean_is_no_number(
+    options: dict[str, object],
+) -> None:
+    """As on one device, where training goes on."""
+    model = Classifier({"ignore_index": 3, **options}, 1)
+    args = torch.randn(4, 6, 6).double(), torch.full((4, 6), 3)
+    annotations = {"x": P("dp"), "y": P("dp"), "linear.weight": P("tp")}
+    program = shardc.compile(model, Mesh(dp=2, tp=2), annotations, args=args)
+    loss, gradients = program.simulate(*args)
+    assert loss.isnan() and model(*args).isnan()
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 @pytest.mark.parametrize("options", CLASS_LOSSES.values(), ids=CLASS_LOSSES)
 @pytest.mark.parametrize("at", [1, 2], ids=["rows of classes", "classes second"])
 def test_cross_entropy_over_cut_rows_and_classes_equals_one_device(options: dict[str, object], at: int) -> None:
