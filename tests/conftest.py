@@ -5,7 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,19 @@ settings.register_profile("shardc", derandomize=True, deadline=None, database=No
 settings.load_profile("shardc")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All users of the gloo processes run in one worker of pytest-xdist (with ``--dist loadgroup``)."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """All users of the gloo processes run in one worker of pytest-xdist (with ``--dist loadgroup``).
+
+    It reads the marks and writes the group into each test's name, where pytest 9.2 no longer reads it.
+    """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+    yield
+    for item in items:
+        if "_nodeid" in vars(item):
+            item._id = type(item._id).parse(item._nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
