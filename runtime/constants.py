@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc.collective import COLLECTIVES, LOCAL_KINDS, collective_kind
 from shardc.ownership import is_new
@@ -29,6 +29,15 @@ def constants(program: Program) -> list[fx.Node]:
         if not all(user in found or is_new(user) for user in node.users):
             del found[node]
     return list(found)
+
+
+def share(values: list[Any]) -> None:
+    """Let tensors of the same bits be one, as the masks that every layer makes; none of them is ever written."""
+    first: dict[tuple[Any, ...], Tensor] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):
+            bits = value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+            values[i] = first.setdefault((value.dtype, value.shape, value.stride(), bits), value)
 
 
 def _is_repeatable(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from shardc.program import Program
 
 from .code import Part
 from .comm import Starter
-from .constants import constants
+from .constants import constants, share
 from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Values, run
@@ -87,8 +87,10 @@ class Executor:
         self._bwd = Part(with_deaths(bwd, results))
         self._blank: Env = [None] * self._num_slots
         read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
-        with torch.autocast(place.type, enabled=False):  # casts are in the program already
-            run(with_deaths(made_once, read), [self._blank], comm)
+        if once:
+            with torch.autocast(place.type, enabled=False):  # casts are in the program already
+                run(with_deaths(made_once, read), [self._blank], comm)
+            share(self._blank)
 
     @cached_property
     def _returned_alone(self) -> set[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.runtime.constants import constants
+from shardc.runtime.constants import constants, share
 from shardc.runtime.distributed import make_device_mesh
 
 VOCABULARY = {"tokens.weight": P("tp"), "head.weight": P("tp")}
@@ -45,6 +45,15 @@ def test_what_is_returned_or_looked_at_is_the_users() -> None:
         return x + ones, ones, ramp.view(2, 4)[0]
 
     assert names(shown, Mesh(tp=2), {}, x=value(8)) == []
+
+
+def test_what_is_made_many_times_is_kept_once() -> None:
+    mask, zero = torch.ones(3, 3, dtype=torch.bool).tril(), torch.zeros(())
+    many = [mask, None, mask.clone(), mask.t(), zero, -zero, zero.clone(), zero.bfloat16(), torch.ones(0)]
+    kept = [*many]
+    share(kept)
+    assert [next(i for i, each in enumerate(kept) if each is value) for value in kept] == [0, 1, 0, 3, 4, 5, 4, 7, 8]
+    assert all(value is each or torch.equal(value, each) for value, each in zip(kept, many, strict=True))
 
 
 def steps() -> list[set[str]]:
