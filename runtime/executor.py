@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from shardc.collective import all_reduce
 from shardc.deferral import deferrable
@@ -70,21 +70,18 @@ class Executor:
         self._results = [None if node is None else slots[node] for node in program.results]
         self._part = [PART_OF[output.kind] for output in program.outputs]
         self._ends: dict[str, list[tuple[int, int]]] = {}
-        place, parts = comm.device if comm else torch.device(device), split(program)
+        place = comm.device if comm else torch.device(device)
         is_of_rank = is_eager and comm is not None and len(comm.positions) == 1
         once = constants(program) if is_of_rank else []
-        again = [[each for each in part if each not in once] for part in (parts.update, parts.forward, parts.backward)]
         made_once, update, fwd, bwd = (
-            with_waits(instructions(part, slots, place, program, is_eager)) for part in (once, *again)
+            with_waits(instructions(part, slots, place, program, is_eager)) for part in (once, *_without(program, once))
         )
-        if is_of_rank:
-            fwd = [replace(each, is_late=each.result in self._returned_alone) for each in fwd]
         made = {slot for slot, _ in self._results_of("update")}
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
         self._update = Part(with_deaths(update, made))
-        self._fwd = Part(with_deaths(fwd, self._kept | {slot for slot, _ in self._results_of("forward")}))
-        results = {slot for slot, _ in self._results_of("backward")}
-        self._bwd = Part(with_deaths(bwd, results))
+        results = self._kept | {slot for slot, _ in self._results_of("forward")}
+        self._fwd = Part(with_deaths(self._with_late(fwd) if is_of_rank else fwd, results))
+        self._bwd = Part(with_deaths(bwd, {slot for slot, _ in self._results_of("backward")}))
         self._blank: Env = [None] * self._num_slots
         read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
         if once:
@@ -92,17 +89,17 @@ class Executor:
                 run(with_deaths(made_once, read), [self._blank], comm)
             share(self._blank)
 
-    @cached_property
-    def _returned_alone(self) -> set[int]:
-        """The slots of sums of one number that are the model's outputs, and that no call reads."""
+    def _with_late(self, fwd: Sequence[Instruction]) -> list[Instruction]:
+        """The forward part, whose sums of one number that are but the model's outputs may be waited for later."""
         results, outputs = self.program.results, self.program.outputs
         others = {node for node, output in zip(results, outputs, strict=True) if output.kind != "output"}
-        return {
+        late = {
             slot
             for slot, node in enumerate(self.program.graph.nodes)
             if node.target is all_reduce and set(node.users) == {self.program.output_node} and node not in others
             if not self.program.type(node).shape
         }
+        return [replace(each, is_late=each.result in late) for each in fwd]
 
     @cached_property
     def deferred(self) -> frozenset[int]:
@@ -245,3 +242,9 @@ class Executor:
     def _read_by(self, instructions: Sequence[Instruction], part: str) -> set[int]:
         """The slots that a part reads."""
         return {slot for each in instructions for slot in each.reads} | {slot for slot, _ in self._results_of(part)}
+
+
+def _without(program: Program, once: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The calls of the update, the forward and the backward part that are not done once."""
+    parts, known = split(program), set(once)
+    return [[each for each in part if each not in known] for part in (parts.update, parts.forward, parts.backward)]
