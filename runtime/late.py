@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import nan
 from numbers import Number
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,7 +36,9 @@ BY_NUMBER = {Tensor.div, Tensor.__truediv__, torch.div, Tensor.mul, Tensor.__mul
 
 
 class Arrival:
-    """What a value is made by, and the memory that it is put in. State: ``_value``, once it is there.
+    """What a value is made by, and the memory that it is put in.
+
+    State: ``_value``, once it is there; ``_multiples``, the arrivals of what was made of it, which come with it.
 
     No one else writes ``_value``; whoever has the memory may, as with ``loss += other``. Threads wait for each other.
     """
@@ -43,15 +46,51 @@ class Arrival:
     def __init__(self, memory: Tensor, make: Callable[[], Tensor]) -> None:
         self._memory, self._make, self._lock = memory, make, Lock()
         self._value: Tensor | None = None
+        self._multiples: WeakSet[Arrival] = WeakSet()
 
-    def wait(self) -> Tensor:
-        """The value; the error that kept it away, at every call."""
+    def value(self) -> Tensor:
+        """The value, which is waited for; the error that kept it away, at every call."""
         with self._lock:
             if self._value is None:
                 value = self._make()
                 self._memory.copy_(value)
                 self._value = value
             return self._value
+
+    def wait(self) -> None:
+        """For the value, and for its multiples."""
+        self.value()
+        for each in list(self._multiples):
+            self._multiples.discard(each)
+            each.wait()
+
+    def times(self, memory: Tensor, by: Callable[[Tensor], Tensor]) -> Arrival:
+        """The arrival of what is made of the value."""
+        made = Arrival(memory, lambda: by(self.value()))
+        self._multiples.add(made)
+        return made
+
+
+class UnderWay:
+    """The late outputs of one program's calls: its backward waits for them when what it sent after them is there.
+
+    So a loss is late for no one from then on, also for a function of C++, which takes its memory as it is.
+    State: ``_calls``, the first first, that may still be waited for.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[list[Arrival]] = []
+
+    def note(self, outputs: Iterable[Any]) -> None:
+        """A call has given these."""
+        self.wait(but=1)
+        self._calls.append([arrival for each in outputs if (arrival := _arrival(each)) is not None])
+
+    def wait(self, but: int = 0) -> None:
+        """For all, ``but`` the latest."""
+        while len(self._calls) > but:
+            for each in self._calls.pop(0):
+                each.wait()
 
 
 LATEST: deque[Arrival] = deque(maxlen=4)  # backends finish collectives in about the order of their start
@@ -61,7 +100,7 @@ class LateTensor(Tensor):
     """A tensor whose value arrives; once it is read it is a plain one. State: ``_arrival``, until then.
 
     Every op and every method of a tensor comes by ``__torch_function__``; what no one has listed here is a read. What
-    reads memory past it, as ``torch.tensor(loss)`` and functions of C++, finds no number there.
+    reads memory past it before backward is done, as ``torch.tensor(loss)`` and functions of C++, finds no number there.
     """
 
     @classmethod
@@ -77,8 +116,7 @@ class LateTensor(Tensor):
                 return _scaled(func, args[0], args[1], arrival)
             read = args[1:] if func in UNREAD else args
             if read or kwargs:
-                for each in pytree.tree_leaves((read, kwargs)):
-                    _arrive(each)
+                arrive(*pytree.tree_leaves((read, kwargs)))
             return func(*args, **kwargs or {})
 
 
@@ -109,13 +147,13 @@ def _arrival(tensor: Any) -> Arrival | None:
     return found
 
 
-def _arrive(tensor: Any) -> None:
-    """Wait for a tensor that is late; another thread may be doing so."""
-    arrival = _arrival(tensor)
-    if arrival is not None:
-        arrival.wait()
-        tensor.__class__ = Tensor
-        vars(tensor).pop("_arrival", None)
+def arrive(*values: Any) -> None:
+    """Wait for the tensors that are late among values; another thread may be doing so."""
+    for each in values:
+        if (arrival := _arrival(each)) is not None:
+            arrival.wait()
+            each.__class__ = Tensor
+            vars(each).pop("_arrival", None)
 
 
 def _as_late(tensor: Tensor, arrival: Arrival) -> Tensor:
@@ -131,4 +169,4 @@ def _is_by_number(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool
 def _scaled(func: Callable[..., Any], tensor: Tensor, number: Any, arrival: Arrival) -> Tensor:
     """A late tensor times a number: late too, since its gradient needs no value of it."""
     made = func(tensor, number)
-    return _as_late(made, Arrival(made.data, lambda: func(arrival.wait(), number)))
+    return _as_late(made, arrival.times(made.data, lambda value: func(value, number)))

@@ -27,6 +27,7 @@ from .executor import Saved
 from .given import Given
 from .gradient import is_accumulated
 from .interpreter import Values
+from .late import UnderWay, arrive
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
 from .runner import Runner
@@ -56,7 +57,7 @@ class Step:
         accumulation: Accumulation | None = None,
     ) -> None:
         self.compiled, self.border, self.runner = compiled, border, runner
-        self.program, self.accumulation = compiled.program, accumulation
+        self.program, self.accumulation, self._under_way = compiled.program, accumulation, UnderWay()
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
         self.copies = copies if self._ends.computed else None
@@ -84,9 +85,11 @@ class Step:
         values = self._values(state, tensors, draw)
         if self._ends.tangents and torch.is_grad_enabled():
             outputs = Call.apply(self, *values)
+            self._under_way.note(outputs)
         else:
             with torch.no_grad():
                 outputs = self.forward(values)[0]
+            arrive(*outputs)  # no backward is done meanwhile
         return self.compiled.convention.unflatten(outputs)
 
     def _values(self, state: State, tensors: Iterable[Tensor], draw: tuple[int, int]) -> list[Tensor | None]:
@@ -128,6 +131,7 @@ class Step:
             with self._as_compiled():
                 results = self.runner.backward(saved, tangents, keep)
             columns = list(zip(*rows_apart(results, tangents, self._alone), strict=True))
+            self._under_way.wait()
         found: list[Tensor | None] = [None] * len(given.held)
         for put, i in self._ends.gradients.items():
             if i in waiting:
@@ -146,9 +150,10 @@ class Step:
         is_last = totals is not None and self.accumulation.is_last
         with self._as_compiled():
             results, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
+        self._under_way.wait(but=0 if is_last else 1)
         columns = list(zip(*rows_apart(results, tangents), strict=True))
-        before = before or OpenSums.of_kept(waiting, self._close)
-        opened = OpenSums(sums, self._close, list(waiting.values()), before, is_own=totals is not None)
+        kept, parameters = before or OpenSums.of_kept(waiting, self._close), list(waiting.values())
+        opened = OpenSums(sums, self._close, parameters, kept, is_own=totals is not None)
         if is_last:
             opened.end(self._pieces(columns))
         return columns, opened
@@ -176,13 +181,14 @@ class Step:
         """Run the reductions that waited: the pieces of gradients by index of the program's outputs."""
         assert self.accumulation is not None
         self.accumulation.note_read()
+        self._under_way.wait()
         with torch.no_grad(), self._as_compiled():
             columns = list(zip(*rows_apart(self.runner.close(sums), [()] * len(sums)), strict=True))
         return self._pieces(columns)
 
     def _pieces(self, columns: Sequence[Sequence[Tensor | None]]) -> dict[int, Tensor]:
         """The pieces of gradients whose reductions may wait, by index of the program's outputs, which have columns."""
-        return {i: local(self._leave(i, columns[i], is_plain=False)) for i in self.runner.deferred}
+        return {i: local(self._exit(i).leave(_present(columns[i]), is_plain=False)) for i in self.runner.deferred}
 
     def given(self, values: Values, outputs: Sequence[Tensor]) -> Given:
         """What its backward needs to know of a call, which has run."""
@@ -229,8 +235,8 @@ class Step:
         pieces = [None if each is None else door.enter(each) for door, each in zip(self._entries, values, strict=True)]
         for i in self._copied:
             pieces[i] = (each := pieces[i]) and [piece.clone() for piece in each]
-        ranks = range(len(self.border.comm.positions))
-        return [[None if each is None else each[rank] for each in pieces] for rank in ranks]
+        count = len(self.border.comm.positions)
+        return [[None if each is None else each[rank] for each in pieces] for rank in range(count)]
 
     def _as_tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of all outputs as values of the program's inputs, zeros where there is none."""
@@ -238,10 +244,9 @@ class Step:
         for i, gradient in zip(self._ends.outputs, gradients, strict=True):
             if gradient is not None:
                 values[self._tangent(i)] = gradient
-        for put in self._ends.tangents.values():
-            if values[put] is None:
-                type_ = self.program.inputs[put].type
-                values[put] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.border.comm.device)
+        for put in (put for put in self._ends.tangents.values() if values[put] is None):
+            type_ = self.program.inputs[put].type
+            values[put] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.border.comm.device)
         return values
 
     def _tangent(self, i: int) -> int:
@@ -256,13 +261,10 @@ class Step:
 
     def _output(self, i: int, pieces: Sequence[Tensor | None]) -> Tensor:
         """An output for the user; never a tensor that is saved: it would hold its own graph, and may be changed."""
-        output = self._leave(i, pieces, self._is_plain[i])
+        output = self._exit(i).leave(_present(pieces), self._is_plain[i])
         if isinstance(output, DTensor):
             return output
         return output.clone() if i in self._kept_outputs else output.detach()
-
-    def _leave(self, i: int, pieces: Sequence[Tensor | None], is_plain: bool) -> Tensor:
-        return self._exit(i).leave(_present(pieces), is_plain)
 
     def _exit(self, i: int) -> Door:
         door = self._exits[i]

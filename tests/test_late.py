@@ -195,13 +195,38 @@ def step_and_send(send):
         assert isinstance(ours, LateTensor)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
         assert type(ours) is Tensor
-    with torch.no_grad():
-        evaluated = parallel(*doubles(0))
-    assert isinstance(evaluated, LateTensor)
-    sent = SENDS[send](evaluated, [torch.zeros((), dtype=torch.float64) for _ in range(4)])
+    loss = parallel(*doubles(0)).detach()
+    assert isinstance(loss, LateTensor)
+    sent = SENDS[send](loss, [torch.zeros((), dtype=torch.float64) for _ in range(4)])
     torch.testing.assert_close(sent, alone(*doubles(0)).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("send", SENDS)
 def test_every_rank_has_the_loss_of_one_device_also_one_that_is_sent_before_it_is_read(gloo, send):
     gloo.run(step_and_send, send)
+
+
+def train(zero):
+    """Losses, of microbatches too, as a function of C++ finds them, which waits for none."""
+    torch.manual_seed(0)
+    alone = MLP().double()
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=4)), DATA, zero=zero)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, parallel)]
+    for microbatches in (1, 1, 3, 3, 2, 1):
+        found = []
+        for model, optimizer in zip((alone, parallel), optimizers, strict=True):
+            losses = []
+            for i in range(microbatches):
+                losses += [(loss := model(*doubles(i))), loss / microbatches, loss.detach()]
+                losses[-2].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(torch.tensor(losses))
+        torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        assert type(parallel(*doubles(0))) is Tensor
+
+
+@pytest.mark.parametrize("zero", [None, shardc.Zero(stage=1), shardc.Zero(stage=2), shardc.Zero(stage=3)], ids=str)
+def test_after_a_step_a_loss_is_late_for_no_one(gloo, zero):
+    gloo.run(train, zero)
