@@ -48,7 +48,7 @@ def _take_odds(program: Program, node: fx.Node, odds: fx.Node, total: fx.Node) -
         row = next((each for each in users[0].args if isinstance(each, fx.Node) and each is not node), node)
         if emit.shape(row) == emit.shape(total):
             with program.graph.inserting_before(users[0]):
-                share = emit.cast(emit(aten.div.Tensor, row, total), emit.type(odds).dtype)
+                share = emit.cast(emit(aten.div.Tensor, row, total), emit.type(row).dtype)
                 program.replace(users[0], emit(aten.mul.Tensor, odds, share))
             return
     emit = Emitter(program, node)

@@ -85,6 +85,20 @@ def test_what_a_loss_picks_along_a_cut_vocabulary_takes_two_small_reductions(
         torch.testing.assert_close(compiled.simulate(x, y)[0], model(x, y).detach(), rtol=2**-6, atol=0)
 
 
+def test_odds_that_meet_wider_numbers_are_as_wide() -> None:
+    """Of two bytes alone, a row's number of four: the product has four, as on one device."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return (x.log_softmax(-1).exp() * scale).sum(0)
+
+    torch.manual_seed(0)
+    x, scale = torch.randn(4, 8, dtype=torch.bfloat16), torch.rand(4, 1)
+    compiled = shardc.compile(Model(), Mesh(tp=2), {"x": P(None, "tp")}, args=(x, scale), train=False)
+    found, _ = compiled.simulate(x, scale)
+    torch.testing.assert_close(found, Model()(x, scale), rtol=2**-6, atol=2**-8)
+
+
 def test_a_lookup_in_a_table_cut_by_rows_gathers_the_table_only_where_that_is_less() -> None:
     """The table of 128 rows is less than two all_reduced activations of 512 tokens; one of 50,000 rows is more."""
     compiled, inputs = compile_gpt(Mesh(tp=4), {"tokens.weight": P("tp")}, tied=True)
