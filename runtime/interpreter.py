@@ -26,11 +26,14 @@ class Started:
     instruction: Instruction
     results: Callable[[], Sequence[Any]]
 
-    def finish(self, envs: Sequence[Env]) -> None:
-        """Wait for it."""
+    def wait(self) -> Sequence[Any]:
+        """Its results."""
         with in_range(self.instruction.name + WAIT):
-            results = self.results()
-        for env, result in zip(envs, results, strict=True):
+            return self.results()
+
+    def finish(self, envs: Sequence[Env]) -> None:
+        """Wait for it, and put its results where they are read."""
+        for env, result in zip(envs, self.wait(), strict=True):
             env[self.instruction.result] = result
 
 
@@ -58,12 +61,12 @@ def run(
         if each.collective:
             rows = [[env[slot] for slot in each.reads] for env in envs]
             with in_range(each.name):
-                results = _start(each, rows, comm, kept or {}, into)
+                begun = Started(each, _start(each, rows, comm, kept or {}, into))
             if each.is_late:
                 ((operand,),), (env,) = rows, envs
-                env[each.result] = late(operand, results)
+                env[each.result] = late(operand, begun.wait)
             else:
-                started[each.result] = Started(each, results)
+                started[each.result] = begun
         else:
             call, result = each.call, each.result
             try:

@@ -69,7 +69,7 @@ def test_an_op_has_one_chosen_way_and_what_is_cheaper_was_not_to_be_had() -> Non
     chooser = Chooser(compiled)
     asked = {(each.question, each) for made in compiled.collectives for each in chooser.alternatives(made.name)}
     questions = {question for question, _ in asked if question.startswith("to compute")}
-    assert len(questions) == 8
+    assert len(questions) == 10
     for question in questions:
         ways = [each for other, each in asked if other == question]
         (chosen,) = [each for each in ways if each.is_chosen]
