@@ -42,7 +42,8 @@ def _beside(row: Row, each: Figures, peer: Figures) -> tuple[str, ...]:
     assert each.to_peer is not None
     memory = _megabytes(each.peak), _megabytes(peer.peak)
     ratio = f"{each.to_peer.medians:.2f}", str(each.to_peer), str(len(each.samples))
-    return (each.name, peer.name, row.title, *ratio, _megabytes(each.wire), _megabytes(peer.wire), *memory)
+    name = each.name if row.ways.microbatches == 1 else f"{each.name}, {row.ways.microbatches} microbatches"
+    return (name, peer.name, row.title, *ratio, _megabytes(each.wire), _megabytes(peer.wire), *memory)
 
 
 def _cells(row: Row, each: Figures, everyone: Sequence[Figures]) -> tuple[str, ...]:
