@@ -121,7 +121,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     return result
 
 
-def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...] = ()) -> Cause:
+def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]) -> Cause:
     """The cause of a reduction, once that is of another value."""
     if not isinstance(cause, Moved):
         return cause

@@ -68,18 +68,23 @@ def run(
             else:
                 started[each.result] = begun
         else:
-            call, result = each.call, each.result
-            try:
-                for env in envs:
-                    env[result] = call(env)
-            except Exception as error:
-                _note_place(error, each)
-                raise
+            _call(each, envs)
         for slot in each.dead:
             for env in envs:
                 env[slot] = None
     for left in started.values():
         left.finish(envs)
+
+
+def _call(each: Instruction, envs: Sequence[Env]) -> None:
+    """Run an instruction that sends nothing."""
+    call, result = each.call, each.result
+    try:
+        for env in envs:
+            env[result] = call(env)
+    except Exception as error:
+        _note_place(error, each)
+        raise
 
 
 def _note_place(error: Exception, each: Instruction) -> None:

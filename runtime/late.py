@@ -3,9 +3,8 @@
 ::
 
     loss = model(ids, targets)     # the sum is asked for
-    (loss / 8).backward()          # needs no loss, and does not wait
-    optimizer.step()
-    print(loss.item())             # waits
+    (loss / 8).backward()          # needs no loss, and waits for it once all else is done
+    print(loss.item())             # before backward it would wait
 
 Else every rank would stand still for the slowest one between forward and backward.
 """

@@ -16,20 +16,20 @@ def lookup_rows(weight: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
 
     Over all pieces of a table cut by rows the sum is the lookup in the whole table.
     """
-    elsewhere, local = _local_rows(ids, rows)
+    elsewhere, local = local_rows(ids, rows)
     return torch.embedding(weight, local).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def scatter_rows(gradient: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """The gradient of the rows that are here: each the sum of ``gradient`` over the tokens that looked it up."""
-    elsewhere, local = _local_rows(ids, rows)
+    elsewhere, local = local_rows(ids, rows)
     flat = gradient.masked_fill(elsewhere.unsqueeze(-1), 0)
     result = flat.new_zeros(rows.shape[0], gradient.shape[-1])
     return result.index_add(0, local.flatten(), flat.flatten(0, -2))
 
 
-def _local_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Which ids are elsewhere, and each as counted here, the nearest one where it is elsewhere."""
+def local_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Which ids are elsewhere, and each as counted here: the nearest that is, where it is elsewhere."""
     given = ids - rows[0]
     local = given.clamp(0, rows.shape[0] - 1)
     return local != given, local

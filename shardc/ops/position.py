@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.ops.embedding import local_rows
 from shardc.ops.index import along_names, index_specs, lookup_names, num_lookup_dims
 from shardc.rule import Call, Rule, make_rule, rule
 
@@ -89,11 +90,9 @@ def _taken_apart(given: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], Dims
 
 
 def _local(indices: Sequence[Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Where any position is elsewhere, and each position as counted here, the nearest one where it is elsewhere."""
-    given = [index - row[0] for index, row in zip(indices, rows, strict=True)]
-    local = [at.clamp(0, row.shape[0] - 1) for at, row in zip(given, rows, strict=True)]
-    elsewhere = (nearest != at for nearest, at in zip(local, given, strict=True))
-    return functools.reduce(operator.or_, elsewhere), local
+    """Where any position is elsewhere, and each position as counted here."""
+    elsewhere, local = zip(*map(local_rows, indices, rows), strict=True)
+    return functools.reduce(operator.or_, elsewhere), list(local)
 
 
 def _at(local: Sequence[Tensor], dims: Dims) -> list[Tensor | None]:
