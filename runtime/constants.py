@@ -33,11 +33,17 @@ def constants(program: Program) -> list[fx.Node]:
 
 def share(values: list[Any]) -> None:
     """Let tensors of the same bits be one, as the masks that every layer makes; none of them is ever written."""
-    first: dict[tuple[Any, ...], Tensor] = {}
+    seen: dict[tuple[Any, ...], list[Tensor]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):
-            bits = value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-            values[i] = first.setdefault((value.dtype, value.shape, value.stride(), bits), value)
+            alike = seen.setdefault((value.dtype, value.shape, value.stride()), [])
+            values[i] = next((each for each in alike if torch.equal(_bits(each), _bits(value))), value)
+            if values[i] is value:
+                alike.append(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_repeatable(node: fx.Node) -> bool:

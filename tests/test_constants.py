@@ -113,3 +113,21 @@ def first_call(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["inference", "autocast"])
 def test_what_the_first_call_makes_is_good_for_calls_in_other_modes(gloo: Any, mode: str) -> None:
     gloo.run(first_call, mode)
+
+
+def test_what_has_the_same_bits_is_one_also_where_there_is_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(Tensor, "numpy", refuse)
+    values = [
+        torch.ones(2, 3).tril(),
+        None,
+        torch.ones(2, 3).tril(),
+        torch.ones(3, 2),
+        torch.tensor(0.0),
+        -torch.zeros(()),
+    ]
+    share(values)
+    assert values[2] is values[0] and values[1] is None
+    assert len({id(each) for each in values}) == 5, "zeros of two signs are two"
