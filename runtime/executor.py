@@ -7,7 +7,7 @@ alive between the two is what is saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -31,17 +31,23 @@ from .interpreter import Values, run
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a forward run keeps for the backward run: an ``Env`` for each rank, empty once it is freed."""
+    """What a forward run keeps for the backward run: an ``Env`` for each rank, empty once it is freed.
+
+    ``used_up``: the slots whose memory the backward run writes over.
+    """
 
     envs: tuple[Env, ...]
+    used_up: Collection[int] = ()
 
     def take(self, keep: bool) -> tuple[Env, ...]:
         """The envs, to be used up, or copies to ``keep`` what is saved. RuntimeError if that was freed before."""
         if not all(self.envs):
             raise second_backward()
         taken = tuple(list(env) for env in self.envs)
-        if not keep:
-            for env in self.envs:
+        for env, mine in zip(self.envs, taken, strict=True):
+            for slot in self.used_up if keep else ():
+                mine[slot] = mine[slot].clone()
+            if not keep:
                 env.clear()
         return taken
 
@@ -73,9 +79,12 @@ class Executor:
         place = comm.device if comm else torch.device(device)
         is_of_rank = is_eager and comm is not None and len(comm.positions) == 1
         once = constants(program) if is_of_rank else []
+        parts = _without(program, once)
         made_once, update, fwd, bwd = (
-            with_waits(instructions(part, slots, place, program, is_eager)) for part in (once, *_without(program, once))
+            with_waits(instructions(part, slots, place, program, is_eager, before))
+            for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
         )
+        self._used_up = {each.uses_up for each in bwd} - {-1}
         made = {slot for slot, _ in self._results_of("update")}
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
         self._update = Part(with_deaths(update, made))
@@ -161,7 +170,7 @@ class Executor:
         saved = self._empty_envs(len(envs))
         for (env, mine), slot in product(zip(envs, saved, strict=True), self._kept):
             mine[slot] = env[slot]
-        return outputs, Saved(tuple(saved))
+        return outputs, Saved(tuple(saved), self._used_up)
 
     def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part: ``tangents`` for each rank, parallel to the program's inputs, None elsewhere.

@@ -19,7 +19,7 @@ from shardc.op_rule import op_rule
 from shardc.opaque import Opaque
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
-from shardc.ownership import dies_at
+from shardc.ownership import dies_at, maker
 from shardc.program import Program
 from shardc.range_name import range_name
 
@@ -43,7 +43,8 @@ class Instruction:
 
     ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
     ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
-    no one else reads the memory of its operand. ``waits``: slots of collectives that must be done before, since it
+    no one else reads the memory of its operand. ``uses_up``: the slot, filled before the part began, whose memory it
+    may write over, or -1. ``waits``: slots of collectives that must be done before, since it
     reads them. ``dead``: slots that no later instruction reads. ``line``: the user's, ``file.py:line``. ``is_late``:
     who reads its result waits for it.
     """
@@ -58,6 +59,7 @@ class Instruction:
     collective: str = ""
     flat: Flat | None = None
     is_own: bool = False
+    uses_up: int = -1
     waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
     line: str = ""
@@ -65,11 +67,20 @@ class Instruction:
 
 
 def instructions(
-    part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.device, program: Program, is_eager: bool
+    part: Sequence[fx.Node],
+    slots: Mapping[fx.Node, int],
+    device: torch.device,
+    program: Program,
+    is_eager: bool,
+    before: Sequence[fx.Node] = (),
 ) -> list[Instruction]:
-    """The calls of a part of a program; ``is_eager``: they run as they are, so that kernels are worth a choice."""
+    """The calls of a part of a program; ``is_eager``: they run as they are, so that kernels are worth a choice.
+
+    ``before``: calls that ran before; what they made and no one but this part still reads, it may write over.
+    """
     sums = biased(part, program) if is_eager else {}
-    inside, here = set(sums.values()), {node: i for i, node in enumerate(part)} if is_eager else {}
+    inside = set(sums.values())
+    here = {node: i for i, node in enumerate((*before, *part), -len(before))} if is_eager else {}
     here |= {product: here[node] for node, product in sums.items()}
     return [
         with_bias(node, sums[node], slots, program) if node in sums else instruction(node, slots, device, program, here)
@@ -95,9 +106,16 @@ def plain_call(
 def instruction(
     node: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program, here: Mapping[fx.Node, int]
 ) -> Instruction:
-    """The instruction of a call; it may write over what is made ``here``. In a localized program collectives act."""
+    """The instruction of a call; it may write over what is made ``here``, before at a negative place.
+
+    In a localized program collectives act.
+    """
     assert node.op == "call_function" and callable(node.target), node.format_node()
-    op, given_args = in_place(node, here, program) or (node.target, node.args)
+    written = in_place(node, here, program, device)
+    op, given_args = written or (node.target, node.args)
+    is_bucket = node.target is bucket
+    is_own = not is_bucket and bool(members(node)) and dies_at(operand(node), node, here)
+    over = written[1][0] if written else operand(node) if is_own else None
     if op is dot:
         op, given_args = BoundDot(str(node.args[2])), node.args[:2]
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
@@ -120,10 +138,20 @@ def instruction(
         slots[node],
         "" if is_getitem(node) or is_view(node) else range_name(program, node),
         method,
-        Flat.of(program, node) if method and node.target is bucket else None,
-        node.target is bucket or (bool(members(node)) and dies_at(operand(node), node, here)),
+        Flat.of(program, node) if method and is_bucket else None,
+        is_bucket or is_own,
+        -1 if over is None else _made_before(over, slots, here),
         line=program.source(node).location,
     )
+
+
+def _made_before(value: fx.Node, slots: Mapping[fx.Node, int], here: Mapping[fx.Node, int]) -> int:
+    """The slot of the value, made before, that this one is or looks at; -1 if this one's memory is made later."""
+    if here[maker(value)] >= 0:
+        return -1
+    while here[value] >= 0:
+        value = operand(value)
+    return slots[value]
 
 
 def call_of(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[Env], Any]:

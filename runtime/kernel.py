@@ -16,6 +16,7 @@ from shardc.program import Program
 
 aten = torch.ops.aten
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
 def biased(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
@@ -37,10 +38,10 @@ def _fits(program: Program, product: fx.Node, bias: fx.Node, total: fx.Node) -> 
 
 
 def in_place(
-    node: fx.Node, part: Mapping[fx.Node, int], program: Program
+    node: fx.Node, part: Mapping[fx.Node, int], program: Program, device: torch.device
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """The op, with its arguments, that writes the result over an operand that no one reads after; None without one."""
-    twin = _twin(node.target)
+    twin = _softmax(node, program) if node.target in SOFTMAX and device.type == "cpu" else _twin(node.target)
     if twin is None:
         return None
     orders = [node.args, (*node.args[1::-1], *node.args[2:])] if node.target in COMMUTATIVE else [node.args]
@@ -61,7 +62,18 @@ def _twin(target: Any) -> Callable[..., Any] | None:
         return None
     packet = getattr(aten, f"{target._schema.name.partition('::')[2]}_", None)
     twin = getattr(packet, target._overloadname, None)
-    return twin if twin is not None and _names(twin) == _names(target) else None
+    if twin is not None and _names(twin) == _names(target):
+        return twin
+    into = getattr(target.overloadpacket, "grad_input", None)
+    return None if into is None else lambda first, *args, **kwargs: into(first, *args, **kwargs, grad_input=first)
+
+
+def _softmax(node: fx.Node, program: Program) -> Callable[..., Any] | None:
+    """A softmax over the last dim that writes over what it is of, where its rows lie one after the other in memory."""
+    op: Any = node.target
+    into = op.overloadpacket.out
+    is_last = node.args[1] in (-1, len(program.type(node).shape) - 1)
+    return (lambda x, *args: into(x, *args, out=x) if x.is_contiguous() else op(x, *args)) if is_last else None
 
 
 def _names(target: Any) -> list[str]:

@@ -19,6 +19,7 @@ from .piece import pad, shard, unshard
 from .pipeline import PipelineRunner
 
 
+@torch.no_grad()
 def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
     """Run a localized program on all virtual ranks, from whole tensors to whole tensors.
 
@@ -52,6 +53,7 @@ def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[
     return [_merged(*pair) for pair in zip(outputs, runner.backward(saved, tangents), strict=True)]
 
 
+@torch.no_grad()
 def interpret(program: Program, inputs: Values) -> list[Tensor | None]:
     """Run a program of any level before localized on one device; reshards and collectives are identities."""
     assert program.level != "localized", program.level

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from gpt import GPT, Config
+from measuring import MeasuringExecutor
 from rule_case import Draw
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardc
 from shardc import Mesh
@@ -73,6 +78,64 @@ def test_results_written_over_operands_are_those_written_apart(model: nn.Module)
     torch.testing.assert_close([*args, *(each.detach() for each in model.parameters())], [g.detach() for g in given])
     names = {each.target.__name__ for each in executor_of(program)._bwd if hasattr(each.target, "__name__")}
     assert any(name.endswith("_.Tensor") for name in names), "some are written over"
+
+
+class Losses(nn.Module):
+    """A softmax over the last dim of scores that no one else reads, one of scores that are the result, activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.gate = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (self.q(x) @ self.k(x).mT).softmax(-1)
+        columns = (self.k(x) @ self.q(x).mT).mT.softmax(-1)
+        y = functional.silu(self.gate((weights - columns) @ x)).tanh()
+        logits = self.k(functional.gelu(y))
+        return logits, functional.cross_entropy((logits * 2).flatten(0, -2), torch.arange(logits[..., 0].numel()) % 6)
+
+
+@pytest.mark.parametrize("model", [Losses(), GPT(Config(layers=1))], ids=["losses", "gpt"])
+def test_what_is_saved_is_written_over_unless_the_graph_is_kept(model: nn.Module) -> None:
+    args = (torch.randn(4, 3, 6),) if isinstance(model, Losses) else tuple(torch.randint(128, (2, 4, 32)))
+    parallel = shardc.parallelize(copy.deepcopy(model), Mesh(dp=1))
+    for _ in range(3):  # instructions, and then code
+        outputs, expected = (
+            [each] if isinstance(each, Tensor) else [*each] for each in (parallel(*args), model(*args))
+        )
+        for some in (parallel, model):
+            some.zero_grad()
+        for keep in (True, True, False):
+            expected[-1].backward(retain_graph=keep)
+            outputs[-1].backward(retain_graph=keep)
+            for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        torch.testing.assert_close([each.detach() for each in outputs], [each.detach() for each in expected])
+        with pytest.raises(RuntimeError, match="retain_graph"):
+            outputs[-1].backward()
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten._softmax, torch.ops.aten._log_softmax], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_softmax_over_its_operand_is_the_one_beside_it_to_the_bit(op: Any, dtype: torch.dtype) -> None:
+    for shape in ((3,), (5, 1), (7, 0), (64, 4096), (1024, 33), (17, 128, 130), (9, 50257)):
+        x = torch.randn(shape).to(dtype)
+        expected = op.default(x, -1, False)
+        assert torch.equal(op.out(x, -1, False, out=x), expected), shape
+
+
+def test_logits_are_in_memory_once() -> None:
+    """Their logarithms of softmax, those' exponentials and the gradient are written over them, each in its turn."""
+    model, ids = GPT(Config(layers=1, vocab=4096, context=128)), torch.randint(4096, (2, 8, 128))
+    compiled = shardc.compile(model, Mesh(dp=1), args=tuple(ids))
+    pieces = cut_inputs(compiled.program, compiled.inputs(compiled.program, tuple(ids)))
+    logits = 8 * 128 * 4096 * 4
+    eager, apart = (
+        MeasuringExecutor(compiled.program, SimulatedComm(compiled.mesh), is_eager=is_eager).measure(pieces)["peak"]
+        for is_eager in (True, False)
+    )
+    state = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert eager - state < 1.5 * logits and apart - eager > 0.9 * logits
 
 
 def executor_of(program: shardc.Compiled) -> Executor:
