@@ -10,20 +10,25 @@
         (v8,) = s8(); v7 = None
         env[8] = v8
 
+A large product whose only reader is a bucket is made where it goes in the buffer.
+
 A loop over instructions costs as much again as a small op, most of it for memory that is read once a step.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardc.ops.contraction import BoundDot
 
+from .flat import put
 from .instruction import Env, Instruction, Slot, expression
 from .late import late
 
@@ -36,7 +41,8 @@ METHODS = {  # of tensors, which take their arguments in half the time of the op
     aten.unsqueeze.default: "unsqueeze",
 }
 Rows = Sequence[Sequence[Any]]  # for each rank the operands
-Start = Callable[[Instruction, Rows], Callable[[], Sequence[Any]]]
+Start = Callable[[Instruction, Rows, Tensor | None], Callable[[], Sequence[Any]]]
+LARGE = 1 << 16  # elements of a product that are worth a view of where they go
 
 
 class Part(list[Instruction]):
@@ -57,13 +63,15 @@ class Code:
     """A function that runs instructions over the ``Env`` of one rank.
 
     State: ``_lines``, by line of its text the instruction that it is of; ``_known``, what the text names; ``_left``,
-    how often each matrix is still multiplied; ``_views``, what those are called that were made for several products.
+    how often each matrix is still multiplied; ``_views``, what those are called that were made for several products;
+    ``_placed``, the products that are made in a buffer, each with its bucket and the place there.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "late": late}
+        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "late": late, "put": put}
         self._left = Counter(text for each in instructions for text in _matrices(each) if "." in text)
         self._views: dict[str, str] = {}
+        self._placed = _placed(instructions)
         self._lines: list[Instruction | None] = [None]
         text = ["def part(env, start):"]
         for each, line in self._text(instructions):
@@ -73,7 +81,7 @@ class Code:
         self._part: Callable[[Env, Start], None] = self._known["part"]
 
     def run(self, env: Env, start: Start) -> None:
-        """Run them; ``start`` starts a collective of operands, and gives what waits for its results."""
+        """Run them; ``start`` starts a collective of operands, or of the buffer they are in, and gives what waits."""
         self._part(env, start)
 
     def place(self, error: BaseException) -> Instruction | None:
@@ -86,7 +94,7 @@ class Code:
 
     def _text(self, instructions: Sequence[Instruction]) -> Iterator[tuple[Instruction | None, str]]:
         """The lines of the function, each with its instruction."""
-        made, started = set[int](), dict[int, Instruction]()
+        made, started, buffers = set[int](), dict[int, Instruction](), set[int]()
         for each in instructions:
             for slot in each.waits:
                 if slot in started:
@@ -95,6 +103,9 @@ class Code:
                 if slot not in made:
                     made.add(slot)
                     yield None, f"v{slot} = env[{slot}]; env[{slot}] = None"
+            if each.result in self._placed and (slot := self._placed[each.result][0].result) not in buffers:
+                buffers.add(slot)
+                yield None, f"b{slot}, p{slot} = instruction{slot}.flat.places(v{each.reads[0]})"
             yield from ((each, line) for line in self._call(each))
             made.add(each.result)
             if each.collective and not each.is_late:
@@ -109,10 +120,7 @@ class Code:
     def _call(self, each: Instruction) -> Iterator[str]:
         """The lines of one instruction."""
         if each.collective:
-            self._known[f"instruction{each.result}"] = each
-            operands = "".join(f"v{slot}, " for slot in each.reads)
-            begun = f"start(instruction{each.result}, (({operands}),))"
-            yield f"v{each.result} = late({operands}{begun})" if each.is_late else f"s{each.result} = {begun}"
+            yield from self._start(each)
             return
         matrices = _matrices(each)
         if not matrices:
@@ -129,7 +137,42 @@ class Code:
                 done.append(f"{self._views.pop(text)} = None")
         assert isinstance(each.target, BoundDot)
         bias = [f"v{slot}" for slot in each.reads[2:]]
-        yield "; ".join([f"v{each.result} = {each.target.product_text(*names, *bias)}", *done])
+        bucket, i = self._placed.get(each.result, (None, 0))
+        out = "" if bucket is None or bucket.flat is None else f"p{bucket.result}[{i}].view({bucket.flat.shapes[i]})"
+        yield "; ".join([f"v{each.result} = {each.target.product_text(*names, *bias, out=out)}", *done])
+
+    def _start(self, each: Instruction) -> Iterator[str]:
+        """The lines that start a collective."""
+        slot, operands = each.result, [f"v{read}" for read in each.reads]
+        self._known[f"instruction{slot}"] = each
+        if any(read in self._placed for read in each.reads):
+            others = [
+                (i, v) for i, (read, v) in enumerate(zip(each.reads, operands, strict=True)) if read not in self._placed
+            ]
+            if others:
+                yield f"put([{', '.join(f'p{slot}[{i}]' for i, _ in others)}], [{', '.join(v for _, v in others)}])"
+            yield f"s{slot} = start(instruction{slot}, (), b{slot}); b{slot} = p{slot} = None"
+        elif each.is_late:
+            yield f"v{slot} = late({operands[0]}, start(instruction{slot}, (({operands[0]},),), None))"
+        else:
+            yield f"s{slot} = start(instruction{slot}, (({', '.join(operands)},),), None)"
+
+
+def _placed(instructions: Sequence[Instruction]) -> dict[int, tuple[Instruction, int]]:
+    """By slot, products that are made where they go in a buffer: the bucket, and which of its values each is."""
+    count = Counter(slot for each in instructions for slot in each.reads)
+    found = dict[int, tuple[Instruction, int]]()
+    for each in instructions:
+        if each.flat is not None and each.collective == "all_reduce":
+            found |= {slot: (each, i) for i, slot in enumerate(each.reads) if count[slot] == 1 and slot in each.dead}
+    made = {each.result: each for each in instructions if each.result in found and _matrices(each)}
+    return {slot: at for slot, at in found.items() if slot in made and _fits(made[slot], *at)}
+
+
+def _fits(each: Instruction, bucket: Instruction, i: int) -> bool:
+    """Whether a product is large, and comes as it lies in the buffer."""
+    assert isinstance(each.target, BoundDot) and bucket.flat is not None
+    return each.target.is_matrix and math.prod(bucket.flat.shapes[i]) >= LARGE
 
 
 def _plain(each: Instruction, known: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ class SimulatedComm(AtPositions):
 
     def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """As one collective."""
-        return start_packed(self, flat, rows)
+        return start_packed(self, flat, [flat.pack(row) for row in rows])
 
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Every rank of a group gets the pieces of all, joined."""

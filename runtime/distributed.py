@@ -61,7 +61,7 @@ class TorchComm(AtPositions):
         """As one collective, or as messages where the backend does better by these."""
         group = self._printed_group(flat.parts[0].args[0])
         if group is None or not _sends_messages(flat.kind, group):
-            return start_packed(self, flat, rows)
+            return start_packed(self, flat, [flat.pack(row) for row in rows])
         (xs,) = rows
         self._count(flat.kind, sum(x.nbytes for x in xs), group)
         finish = _messages(flat.kind, xs, [part.args[1:] for part in flat.parts], group, *into)

@@ -20,7 +20,7 @@ from shardc.program import Program
 from .functional import join, split
 
 if TYPE_CHECKING:
-    from .comm import Comm
+    from .comm import Starter
 
 Rows = Sequence[Sequence[Tensor]]  # for each rank that lives in this process one tensor for each value of a bucket
 
@@ -53,6 +53,12 @@ class Flat:
         along = {"all_reduce": rest, "reduce_scatter": [*rest[:1], 0], "all_gather": [0]}
         return axes, *along[self.kind]
 
+    def places(self, like: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """A new buffer of an all_reduce, and where in it each value goes, flat."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        buffer = like.new_empty(sum(sizes))
+        return buffer, buffer.split(sizes)
+
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
         """The buffer: flat, or for a reduce_scatter a row for each rank, or for an all_gather one row."""
         if self.kind == "all_reduce":
@@ -77,7 +83,12 @@ class Flat:
         return piece.view(shape)
 
 
-def start_packed(comm: Comm, flat: Flat, rows: Rows) -> Callable[[], Rows]:
-    """Start a bucket as one collective of its buffer."""
-    finish = comm.start(flat.kind, [flat.pack(row) for row in rows], *flat.args, is_own=True)
+def put(places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Put values where in a buffer they go."""
+    torch._foreach_copy_(list(places), [x.reshape(-1) for x in xs])
+
+
+def start_packed(comm: Starter, flat: Flat, buffers: Sequence[Tensor]) -> Callable[[], Rows]:
+    """Start a bucket as one collective of its buffer, which each rank has packed."""
+    finish = comm.start(flat.kind, buffers, *flat.args, is_own=True)
     return lambda: [flat.unpack(buffer) for buffer in finish()]

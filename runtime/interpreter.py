@@ -12,6 +12,7 @@ from shardc.error import CaptureError, ShardingError, raised_by_model
 
 from .code import Code, Part
 from .comm import Starter
+from .flat import start_packed
 from .instruction import Env, Instruction
 from .late import late
 from .ranges import WAIT, in_range, in_ranges, is_profiled
@@ -100,7 +101,7 @@ def _run_code(
     code: Code, env: Env, comm: Starter | None, kept: Mapping[tuple[int, int], int], into: Sequence[Values]
 ) -> None:
     try:
-        code.run(env, lambda each, rows: _start(each, rows, comm, kept, into))
+        code.run(env, lambda each, rows, buffer: _start(each, rows, comm, kept, into, buffer))
     except Exception as error:
         if (each := code.place(error)) is not None:
             _note_place(error, each)
@@ -113,9 +114,12 @@ def _start(
     comm: Starter | None,
     kept: Mapping[tuple[int, int], int],
     into: Sequence[Values],
+    buffer: Tensor | None = None,
 ) -> Callable[[], Sequence[Any]]:
-    """Start a collective of operands, for each rank a row; what waits for its results."""
+    """Start a collective of operands, for each rank a row, or of the ``buffer`` they are in; what waits for it."""
     assert comm is not None, each
+    if buffer is not None and each.flat is not None:
+        return start_packed(comm, each.flat, [buffer])
     places = _places(each, kept, into) if into else ()
     if each.flat is not None:
         return comm.start_bucket(each.flat, rows, places)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from torch.nn import functional
 import shardc
 from shardc import Mesh
 from shardc.ops.contraction import BoundDot, dot
+from shardc.runtime import code
 from shardc.runtime.comm import SimulatedComm
+from shardc.runtime.distributed import make_device_mesh
 from shardc.runtime.executor import Executor
+from shardc.runtime.flat import Flat
+from shardc.runtime.placement import local
 from shardc.runtime.simulator import cut_inputs
 
 SPECS = [
@@ -165,3 +171,50 @@ def test_an_error_in_code_says_where_in_the_model_it_arose() -> None:
     with pytest.raises(Exception, match="out of") as found:
         model(ids + 4)
     assert "/embedding" in "".join((str(found.value), *getattr(found.value, "__notes__", ())))
+
+
+class Wide(nn.Module):
+    """Weights that are large, small, used twice, of a batch of products, and [in, out]; biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.small = nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 8)
+        self.square, self.turned = nn.Linear(256, 256, bias=False), nn.Parameter(torch.randn(256, 300) / 16)
+        self.experts = nn.Parameter(torch.randn(4, 256, 256) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.square(self.square(self.down(torch.relu(self.up(x)))))
+        z = (y @ self.experts).mean(0) @ self.turned
+        return self.small(y).square().sum() + z.square().sum()
+
+
+def run_packing(mesh: Mesh) -> list[tuple[int, list[Tensor]]]:
+    """Of steps with the same operands, the elements that buckets copied, and the gradients."""
+    torch.manual_seed(0)
+    parallel = shardc.parallelize(Wide(), make_device_mesh(mesh), {"x": shardc.P(None, "dp")})
+    x, found, copied = torch.randn(4, 8, 256), [], [0]
+
+    def noting(copy: Callable[..., Any], values: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            copied[0] += sum(x.numel() for x in args[values])
+            return copy(*args)
+
+        return call
+
+    with mock.patch.object(Flat, "pack", noting(Flat.pack, 1)), mock.patch.object(code, "put", noting(code.put, 1)):
+        for _ in range(4):  # the first, whose reductions wait; instructions; and then code
+            copied[0] = 0
+            parallel.zero_grad()
+            parallel(x).backward()
+            gradients = [local(each.grad).clone() for each in parallel.parameters()]
+            found.append((copied[0], gradients))
+    return found
+
+
+def test_large_gradients_are_made_in_their_buckets_buffer(gloo: Any) -> None:
+    small = 512 + 256 + 8 * 256 + 8 + 256 * 256  # the weight that is used twice has a sum of two products
+    whole = small + 2 * 256 * 512 + 256 * 300 + 4 * 256 * 256
+    for (_, expected), *steps in gloo.run(run_packing, Mesh(dp=4)):
+        assert [copied for copied, _ in steps] == [whole, small, small]
+        for _, gradients in steps:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)

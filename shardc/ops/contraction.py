@@ -68,10 +68,18 @@ class BoundDot:
         left, right = _stepped_text(a, self._left), _stepped_text(b, self._right)
         return (f"{right}.mT", f"{left}.mT") if self.plan.is_swapped else (left, right)
 
-    def product_text(self, left: str, right: str, *bias: str) -> str:
-        """The Python expression of the result, from those of the matrices; it calls ``mm``, ``bmm`` or ``addmm``."""
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the result is the product of matrices as it comes."""
+        return self._shape is None and self._order is None
+
+    def product_text(self, left: str, right: str, *bias: str, out: str = "") -> str:
+        """The Python expression of the result, from those of the matrices; it calls ``mm``, ``bmm`` or ``addmm``.
+
+        ``out``: that of where it is put, where it ``is_matrix``.
+        """
         name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
-        product = f"{name}({', '.join((*bias, left, right))})"
+        product = f"{name}({', '.join((*bias, left, right, *([f'out={out}'] if out else [])))})"
         if self._shape is not None:
             product += f".view({tuple(self._shape)})"
         return product if self._order is None else f"{product}.permute({tuple(self._order)})"
@@ -79,14 +87,14 @@ class BoundDot:
     def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The contraction and ``total``, which is of its shape."""
         left, right = self._matrices(a, b)
-        if self._shape is not None or self._order is not None:
+        if not self.is_matrix:
             return total + self(a, b)
         return (torch.baddbmm if self.plan.left[0] else torch.addmm)(total, left, right)
 
     def add_to(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """``total``, to which the contraction is added in place."""
         left, right = self._matrices(a, b)
-        if self._shape is not None or self._order is not None:
+        if not self.is_matrix:
             return total.add_(self(a, b))
         return (total.baddbmm_ if self.plan.left[0] else total.addmm_)(left, right)
 
