@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.annotations import Match, annotating
@@ -171,6 +172,7 @@ class _Joint:
                 python_effects(self.model),
                 changed(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # our error says it
                 no_seeds(),
+                _use_lazy_graph_module(True),  # no one runs it: its graph is no Python code until it is asked for
                 refusals,
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
