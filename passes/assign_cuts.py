@@ -55,12 +55,12 @@ def _claims_of(
     program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding, is_wish: bool = False
 ) -> list[Claim]:
     type_ = program.value_type(value)
+    cuts = factor_cuts(dims, sharding.dims, type_.shape, rule.sizes)
+    if not cuts:
+        return []
     nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
     origins = program.origins(value[0])[value[1]]
-    return [
-        Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_wish)
-        for factor, cut in factor_cuts(dims, sharding, type_.shape, rule.sizes).items()
-    ]
+    return [Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_wish) for factor, cut in cuts.items()]
 
 
 def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
@@ -69,6 +69,8 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
     The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
     keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
     """
+    if not claims:
+        return {}
     order = {factor: i for i, factor in enumerate(rule.sizes)}
     cuts: Cuts = {}
     for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):

@@ -60,7 +60,7 @@ def _has_come(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) 
     ):
         return False
     cuts = [
-        factor_cuts(rule.results[0] or (), by.sharding(node), program.type(node).shape, rule.sizes)
+        factor_cuts(rule.results[0] or (), by.sharding(node).dims, program.type(node).shape, rule.sizes)
         for by, node in ((program, ours), (other, theirs))
         if not program.has_many(ours)
     ]

@@ -76,7 +76,7 @@ def _chosen(plan: Plan, node: fx.Node, rule: Rule) -> Cuts:
     )
     for dims, sharding, value in (*operands, *results):
         if dims is not None and sharding is not None and value is not None:
-            found |= factor_cuts(dims, sharding, program.value_type(value).shape, rule.sizes)
+            found |= factor_cuts(dims, sharding.dims, program.value_type(value).shape, rule.sizes)
     return found
 
 

@@ -152,7 +152,9 @@ class _State:
         ]
         for value, dims in tensors:
             self._promote(op, value, dims)
-        cuts = [self._cuts(value, dims, op.rule) for value, dims in tensors]
+        cuts = [factor_cuts(dims, self.dims[value], self.shapes[value], op.rule.sizes) for value, dims in tensors]
+        if not any(cuts):
+            return
         sizes = [self._local_numel(value) for value, _ in tensors]
         factors = dict.fromkeys(factor for cut in cuts for factor in cut)
         for factor in sorted(
@@ -191,9 +193,6 @@ class _State:
         origin = self.origins[value].get(cut.axes[0].name)
         pin = self.roots.get(id(origin.chain[0])) if origin else None
         return pin if pin is not None and pin.kind in PARAMETER_KINDS and cut in pin.sharding.dims else None
-
-    def _cuts(self, value: Value, dims: Dims, rule: Rule) -> dict[str, DimSharding]:
-        return factor_cuts(dims, Sharding(self.mesh, tuple(self.dims[value])), self.shapes[value], rule.sizes)
 
     def _extend(
         self,

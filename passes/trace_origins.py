@@ -103,7 +103,7 @@ class OpOrigins:
     def _cuts(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, DimSharding]]]:
         for tensor in tensors:
             value, dims, sharding = tensor
-            yield tensor, factor_cuts(dims, sharding, self.program.value_type(value).shape, self.rule.sizes)
+            yield tensor, factor_cuts(dims, sharding.dims, self.program.value_type(value).shape, self.rule.sizes)
 
     def _operands(self, shardings: Iterable[Sharding | None]) -> Iterator[Tensor]:
         for value, dims, sharding in zip(self.values, self.rule.operands, shardings, strict=True):

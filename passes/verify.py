@@ -90,7 +90,7 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
     cuts: dict[str, DimSharding] = {}
     for value, dims in [*_taken(program, node, rule), *_made(program, node, rule)]:
         sharding, shape = _sharding(program, value), program.value_type(value).shape
-        found = factor_cuts(dims, sharding, shape, rule.sizes)
+        found = factor_cuts(dims, sharding.dims, shape, rule.sizes)
         assert dims_sharding(dims, found, rule.sizes) == sharding.dims, f"{node}: {sharding} of {shape} on {dims}"
         for factor in (factor for factors in dims for factor in factors):
             cut = cuts.setdefault(factor, found.get(factor, WHOLE))

@@ -95,14 +95,14 @@ def _keeps_chunks(size: int, apart: Axes, merged: Axes) -> bool:
 
 def factor_cuts(
     dims: Dims,
-    sharding: Sharding,
+    lies: Sequence[DimSharding],
     shape: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> dict[str, DimSharding]:
-    """How a tensor's sharding cuts the factors of its dims; only factors that are cut appear."""
+    """How the cuts of a tensor's dims cut their factors; only factors that are cut appear."""
     cuts: dict[str, DimSharding] = {}
-    for factors, dim, size in zip(dims, sharding.dims, shape, strict=True):
-        if factors and dim != WHOLE:
+    for factors, dim, size in zip(dims, lies, shape, strict=True):
+        if factors and (dim.axes or dim.minor):
             alone = len(factors) == 1
             taken = (dim,) if alone else split_dim(dim, size, [sizes[factor] for factor in factors])
             cuts.update({factor: cut for factor, cut in zip(factors, taken, strict=True) if cut != WHOLE})

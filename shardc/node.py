@@ -82,8 +82,13 @@ def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
     if not hasattr(node.target, "_schema"):
         return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
-    entries = (entry for _, given in _tensor_arguments(node) for entry in _entries(given))
-    return tuple(entry if isinstance(entry, fx.Node) else None for entry in entries)
+    found: list[fx.Node | None] = []
+    for _, given in _tensor_arguments(node):
+        if isinstance(given, (list, tuple)):
+            found += [entry if isinstance(entry, fx.Node) else None for entry in given]
+        else:
+            found.append(given if isinstance(given, fx.Node) else None)
+    return tuple(found)
 
 
 def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
@@ -138,7 +143,3 @@ def _tensor_places(target: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument of an op that may hold tensors."""
     arguments = enumerate(target._schema.arguments)
     return tuple((i, argument.name) for i, argument in arguments if "Tensor" in str(argument.type))
-
-
-def _entries(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else [given]

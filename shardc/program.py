@@ -56,9 +56,11 @@ class Program:
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             new = made[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-            if node.args or node.kwargs:  # given now: create_node looks through each for what cannot be here
-                new.args, new.kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            new.meta = dict(node.meta)
+            if node.args:  # given now: create_node looks through each for what cannot be here
+                new.args = fx.map_arg(node.args, made.__getitem__)
+            if node.kwargs:
+                new.kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+            new.meta.update(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
     # The graph's ends.

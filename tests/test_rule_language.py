@@ -174,7 +174,7 @@ def test_a_tensors_cuts_are_its_factors_cuts_and_back(drawn: tuple[Mesh, list[li
     shape = tuple(math.prod(size for size, _ in factors) for factors in tensor)
     sharding = Sharding(mesh, dims_sharding(dims, cuts, sizes))
     assert sharding.is_even(shape)
-    found = factor_cuts(dims, sharding, shape, sizes)
+    found = factor_cuts(dims, sharding.dims, shape, sizes)
     assert dims_sharding(dims, found, sizes) == sharding.dims
     if 1 not in mesh.shape:
         assert found == cuts
