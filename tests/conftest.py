@@ -56,6 +56,10 @@ def as_read(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: a look for garbage at all of torch takes a quarter of a compile."""
+    """What is there now stays to the end: a look for garbage at all of torch takes a quarter of a compile.
+
+    Looks at all else come seldom: after each compile, as it would be, they take a tenth of the time of all tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
