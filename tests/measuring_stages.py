@@ -119,10 +119,11 @@ class MeasuringRun(pipeline_step.PipelineStep):
                 yield from (row[slot] for row in rows if row[slot] is not None)  # type: ignore[misc]
 
     def _held(self, i: int) -> Iterator[Any]:
+        """Most places of an env are empty."""
         for stage in filter(self._is_here, self.base):
             yield from (*self.base[stage][i], *self.sums[stage][i].values())
         for (stage, _), envs in self.envs.items():
-            yield from envs[i] if self._is_here(stage) else ()
+            yield from [value for value in envs[i] if value is not None] if self._is_here(stage) else ()
         inside = {key: each for key, each in self.channel.messages.items() if self._is_here(key[0].source)}
         inside = {key: each for key, each in inside.items() if self._is_here(key[0].target)}
         for (way, _), message in (*inside.items(), *self.waiting.items(), *self.channel.under_way.items()):
@@ -132,7 +133,7 @@ class MeasuringRun(pipeline_step.PipelineStep):
 
     def _made(self, values: Sequence[Any]) -> dict[int, int]:
         given = {value.untyped_storage().data_ptr() for row in self.inputs for value in row if value is not None}
-        found = [tensor.untyped_storage() for value in values for tensor in _tensors(value)]
+        found = [tensor.untyped_storage() for value in values if value is not None for tensor in _tensors(value)]
         return {each.data_ptr(): each.nbytes() for each in found if each.data_ptr() not in given}
 
 
