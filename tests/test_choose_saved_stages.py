@@ -15,6 +15,7 @@ from shardc.options import Pipeline
 from shardc.stage_cut import stages_of
 from shardc.stage_memory import memory_by_rank
 
+pytestmark = pytest.mark.xdist_group("choose_saved_stages")  # who shares what is made once
 CONFIG = gpt.Config(layers=2, dropout=0.1, width=32, context=16)
 
 

@@ -18,6 +18,7 @@ from shardc.forward_flow import flow_of, forward_calls
 from shardc.program import Program
 from shardc.stage_units import units_of
 
+pytestmark = pytest.mark.xdist_group("choose_stages")  # who shares what is made once
 GPT2_SMALL = Config(vocab=50257, context=1024, layers=12, heads=12, width=768, tied=True, dropout=0.1)
 
 

@@ -16,6 +16,7 @@ from shardc.diff import diff, is_same, matched
 from shardc.diff_text import diff_text
 from shardc.dump_json import program_json
 
+pytestmark = pytest.mark.xdist_group("diff")  # who shares what is made once
 ON_FOUR = ["--mesh", "dp=2,tp=2"]
 
 

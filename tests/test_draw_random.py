@@ -17,6 +17,7 @@ from shardc import Mesh, P
 from shardc.ops.random import poisson_quantile, seeded
 from shardc.traced import PlainDropout
 
+pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once
 Moments = tuple[float, float]
 Draw = Callable[[Tensor], Tensor]
 

@@ -14,6 +14,7 @@ from shardc.explain import Explainer
 from shardc.explanation import REPLICATED, Explanation
 from shardc.target import Wish, load_target
 
+pytestmark = pytest.mark.xdist_group("explain")  # who shares what is made once
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:gpt"
 MESH = Mesh(dp=2, tp=2)

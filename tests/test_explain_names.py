@@ -20,6 +20,7 @@ from shardc.explain import Explainer
 from shardc.explanation import Explanation
 from shardc.report_record import report_record
 
+pytestmark = pytest.mark.xdist_group("explain_names")  # who shares what is made once
 MESH = Mesh(dp=2, tp=2)
 
 

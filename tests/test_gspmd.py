@@ -11,6 +11,7 @@ from printed import compiled, value
 
 from shardc import Mesh, P
 
+pytestmark = pytest.mark.xdist_group("gspmd")  # who shares what is made once
 SMALL = 20_000  # elements of all inputs and outputs
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("packaging")  # who shares what is made once
 ROOT = Path(__file__).parent.parent
 SOURCES = {
     "shardc": "shardc",

@@ -21,6 +21,7 @@ from shardc.lifetime import owners_of, split
 from shardc.passes.choose_saved import SLANT, UNIT, Chooser, Share
 from shardc.runtime.simulator import interpret
 
+pytestmark = pytest.mark.xdist_group("rematerialize")  # who shares what is made once
 DATA, MEGATRON, FSDP = gpt.DATA, gpt.DATA | gpt.MEGATRON, gpt.DATA | {"param:*": P("dp")}
 PLANS: dict[str, tuple[Mesh, Mapping[str, P], dict[str, Any]]] = {
     "data and tensor": (Mesh(dp=2, tp=2), MEGATRON, {}),

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.xdist_group("said")  # who shares what is made once
 ROOT = Path(__file__).parents[1]
 SAID = {  # and how many parts each takes
     "ShardingError": 4, "OptionError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2, "said": 4,

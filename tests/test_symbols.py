@@ -81,7 +81,7 @@ def gpt(point: Point) -> shardc.Compiled:
     return shardc.compile(model, Mesh(dp=point["dp"], tp=point["tp"]), DATA | MEGATRON, args=(ids, ids))
 
 
-pytestmark = pytest.mark.xdist_group("symbols")  # who shares what plan_of remembers
+pytestmark = pytest.mark.xdist_group("symbols")  # who shares what is made once
 CONTEXT = 8192
 ROWS = {"x": P("dp"), "*.2.weight": P(None, "tp")}
 TOWER = {"dp": 2, "tp": 2, "L": 3, "B": 16, "d": 12, "h": 40}
