@@ -105,12 +105,19 @@ def test_a_console_block_runs_and_prints_what_the_readme_says(
 
 
 def ran(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints; ``shardc`` alone, which others run as it is installed, runs here, where torch is there."""
-    words = shlex.split(command)
-    if words[0] == "shardc" and not set("|<>;$&*") & set(re.sub(r"'[^']*'", "", command)):
-        assert main(words[1:]) == 0, capsys.readouterr()
-        return capsys.readouterr().out
-    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True)
+    """What a command prints; ``shardc``, which others run as it is installed, runs here, where torch is there."""
+    first, pipe, rest = command.partition(" | ")
+    words = shlex.split(first)
+    if words[0] != "shardc" or set("|<>;$&*") & set(re.sub(r"'[^']*'", "", first)):
+        return typed(command)
+    code, printed = main(words[1:]), capsys.readouterr()
+    assert code == 0 or pipe, printed
+    return typed(rest, printed.out) if pipe else printed.out
+
+
+def typed(command: str, given: str = "") -> str:
+    """What a shell's command prints that is given some text."""
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, input=given)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
