@@ -13,6 +13,7 @@ demo: .venv/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
 
 test: .venv/installed-test
+	$(BIN)/python -m compileall -q shardc passes runtime  # once, and not in each process that a test starts
 	$(PYTEST) $(IN_PARALLEL)
 
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
