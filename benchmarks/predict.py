@@ -57,15 +57,17 @@ class Plan:
         return time.perf_counter() - start
 
 
-def compare(rows: list[Row], rounds: int) -> tuple[Machine, list[tuple[str, dict[str, float], list[float]]]]:
+def compare(
+    rows: list[Row], rounds: int, warm: int = WARM
+) -> tuple[Machine, list[tuple[str, dict[str, float], list[float]]]]:
     """The machine, and for each plan what is predicted on it and what the slowest rank took in each round."""
     bench = Bench(TorchComm(make_device_mesh(Mesh(device_ids=None, **{UNNAMED: dist.get_world_size()}))))
     plans = [Plan(name, row, row.trainer(name)) for row in rows for name in row.names if is_ours(name)]
-    for i in range(WARM + rounds):
+    for i in range(warm + rounds):
         bench.round()
         for plan in everyone_first(plans, i):
             seconds = plan.step(i)
-            plan.seconds += [seconds] if i >= WARM else []
+            plan.seconds += [seconds] if i >= warm else []
     machine, found = bench.machine(), []
     for plan in plans:
         slowest: list[list[float]] = [[] for _ in range(dist.get_world_size())]
