@@ -161,6 +161,8 @@ class Plan:
 
     def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
         """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
+        if not any(self.lies[value].partial for value in given if value):
+            return frozenset()
         allowed = [claim for claim in claims if rule.may_cut(claim.factor, claim.cut)]
 
         def nbytes(group: frozenset[int]) -> int:

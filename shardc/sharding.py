@@ -41,7 +41,10 @@ def exact_div(size: int, parts: int) -> int:
 
 def num_shards(axes: Axes) -> int:
     """Into how many pieces these parts cut together."""
-    return math.prod(part.size for part in axes)
+    found = 1
+    for part in axes:
+        found *= part.size
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,11 @@ class Sharding:
     @property
     def cut_axes(self) -> Axes:
         """Every part that cuts a dim."""
-        return tuple(part for dim in self.dims for part in dim.all_axes)
+        found: Axes = ()
+        for dim in self.dims:
+            if dim.axes or dim.minor:
+                found += dim.all_axes
+        return found
 
     @property
     def partial_axes(self) -> Axes:
