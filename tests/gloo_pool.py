@@ -68,8 +68,10 @@ class GlooPool:
             self._workers.close()
 
 
+POOL = GlooPool()
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
-    pool = GlooPool()
-    yield pool
-    pool.close()
+    yield POOL
+    POOL.close()
