@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from shardc.node import operand
-from shardc.stage import PARTS, Part, Stages
+from shardc.stage import PARTS, SCHEDULED, Part, Stage, Stages
 from shardc.stage_lifetime import kept_after, read_beside, sums_in_place
 
 from . import code
@@ -42,7 +42,7 @@ class StageRunner:
             for in_place in [sums_in_place(stages, index, part)]
         }
         calls = {
-            part: with_waits(instructions(nodes, slots, comm.device, program, is_eager))
+            part: with_waits(instructions(nodes, slots, comm.device, program, is_eager, _before(self.stage, part)))
             for part, nodes in self.stage.parts.items()
         }
         self.kept = {part: {slots[node] for node in nodes} for part, nodes in kept_after(stages, index).items()}
@@ -60,6 +60,12 @@ class StageRunner:
         for slot in self.beside[part] - self.kept[part]:
             for env in envs:
                 env[slot] = None
+
+
+def _before(stage: Stage, part: Part) -> list[fx.Node]:
+    """The calls that made what a part finds of its own microbatch."""
+    earlier = SCHEDULED[: SCHEDULED.index(part)] if part in SCHEDULED else ()
+    return [node for each in earlier for node in stage.parts[each]]
 
 
 def _sum(node: fx.Node, slots: Mapping[fx.Node, int], is_own: bool) -> tuple[int, int, str, bool]:
