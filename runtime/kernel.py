@@ -11,7 +11,7 @@ from torch import fx
 from shardc.node import is_pointwise
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.position import WRITE_OVER
-from shardc.ownership import dies_at, maker
+from shardc.ownership import dies_at, is_whole
 from shardc.program import Program
 
 aten = torch.ops.aten
@@ -47,9 +47,8 @@ def in_place(
     orders = [node.args, (*node.args[1::-1], *node.args[2:])] if node.target in COMMUTATIVE else [node.args]
     for args in orders:
         first = args[0] if args else None
-        if isinstance(first, fx.Node) and dies_at(first, node, part):
-            owner, type_ = (program.value_type(program.value(each)) for each in (maker(first), first))
-            if type_ == program.type(node) and owner.numel == type_.numel:
+        if isinstance(first, fx.Node) and dies_at(first, node, part) and is_whole(first, program):
+            if program.value_type(program.value(first)) == program.type(node):
                 return twin, args
     return None
 

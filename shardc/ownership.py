@@ -13,6 +13,7 @@ from shardc.node import is_getitem, operand
 from shardc.ops.contraction import dot
 from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.ops.position import MAKE_NEW
+from shardc.program import Program
 
 aten = torch.ops.aten
 NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW}
@@ -37,6 +38,15 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
             elif not is_new(user):
                 return False
     return True
+
+
+def is_whole(value: fx.Node, program: Program) -> bool:
+    """Whether a value is all of the memory that it lies in, each element once: not so a part of it, expanded again."""
+    looked_at = [value]
+    while _is_view(looked_at[-1]):
+        looked_at.append(operand(looked_at[-1]))
+    sizes = {program.value_type(program.value(each)).numel for each in looked_at}
+    return len(sizes) == 1 and all(each.target is not aten.as_strided.default for each in looked_at)
 
 
 def alone_in_memory(values: Sequence[fx.Node]) -> set[fx.Node]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from shardc.node import operand
-from shardc.ownership import dies_at, maker
+from shardc.ownership import dies_at, is_whole
 from shardc.stage import PARTS, SCHEDULED, Part, Stages
 
 Dying = Sequence[tuple[fx.Node, tuple[fx.Node, ...]]]  # calls in order, each with the values that die after it
@@ -39,8 +39,7 @@ def sums_in_place(stages: Stages, index: int, part: Part) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for into in stages.stages[index].sums[part]:
         added = operand(into)
-        size, whole = (program.value_type(program.value(each)).numel for each in (added, maker(added)))
-        if size == whole and dies_at(added, into, places | {into: len(calls)}):
+        if is_whole(added, program) and dies_at(added, into, places | {into: len(calls)}):
             found.add(into)
     return found
 

@@ -101,9 +101,21 @@ class Losses(nn.Module):
         return logits, functional.cross_entropy((logits * 2).flatten(0, -2), torch.arange(logits[..., 0].numel()) % 6)
 
 
-@pytest.mark.parametrize("model", [Losses(), GPT(Config(layers=1))], ids=["losses", "gpt"])
+class Expanded(nn.Module):
+    """Parts of values, expanded to the shape of the whole: several elements lie in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        read, saved, other = self.a(x), self.b(x), self.c(x)
+        return (saved[..., :1].expand_as(saved) * other + read[..., :1].expand_as(read).tanh()).exp().sum()
+
+
+@pytest.mark.parametrize("model", [Losses(), Expanded(), GPT(Config(layers=1))], ids=["losses", "expanded", "gpt"])
 def test_what_is_saved_is_written_over_unless_the_graph_is_kept(model: nn.Module) -> None:
-    args = (torch.randn(4, 3, 6),) if isinstance(model, Losses) else tuple(torch.randint(128, (2, 4, 32)))
+    args = tuple(torch.randint(128, (2, 4, 32))) if isinstance(model, GPT) else (torch.randn(4, 3, 6),)
     parallel = shardc.parallelize(copy.deepcopy(model), Mesh(dp=1))
     for _ in range(3):  # instructions, and then code
         outputs, expected = (
