@@ -112,7 +112,8 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.type(each).dtype)
     each = emit(aten.where.self, counted, each, zero)  # though it was divided by 0
     place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
-    return _shaped(emit, emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1), shape)
+    made = emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1)
+    return emit.cast(_shaped(emit, made, shape), program.type(node).dtype)
 
 
 def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
@@ -122,7 +123,7 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
     """
     given = arguments(node)
     gradient, y = given["grad_output"], given["output"]
-    while gradient.target is aten.reshape.default:
+    while gradient.target in (aten.reshape.default, aten._to_copy.default):
         gradient = operand(gradient)
     shape = program.type(node).shape
     if gradient.target is not scatter_add_at or program.type(gradient).shape != shape:

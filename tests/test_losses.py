@@ -1,5 +1,6 @@
 """A mean loss whose rows are cut reduces one number: canonicalize makes it a sum and a division."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -102,3 +103,27 @@ def test_cross_entropy_over_cut_rows_and_classes_equals_one_device(options: dict
     assert_equal_to_eager(program, args)
     assert not any(program.at("propagate").rule(node).is_fallback for node in program.at("propagate").calls)
     assert {each.kind for each in program.collectives} == {"all_reduce"}, "no logits are gathered"
+
+
+class Likelihoods(nn.Module):
+    """Logarithms of a softmax, and the cross entropy of some targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.linear(x).log_softmax(-1)
+        return found, F.nll_loss(found.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_gradient_of_a_cross_entropy_is_added_to_another_in_their_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x, y = Likelihoods().to(dtype), torch.randn(4, 2, 6).to(dtype), torch.arange(8).view(4, 2) % 5
+    parallel = shardc.parallelize(copy.deepcopy(model), Mesh(dp=4), {"x": P("dp")}, differentiable=("0", "1"))
+    for each in (model, parallel):
+        found, loss = each(x, y)
+        (loss + found.mean()).backward()
+    for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-2 if dtype == torch.bfloat16 else 1e-12, rtol=0)
