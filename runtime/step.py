@@ -30,6 +30,7 @@ from .interpreter import Values
 from .late import UnderWay, arrive
 from .open_sum import Accumulation, OpenSums, open_gradient, open_sums_of
 from .placement import local
+from .ranges import is_profiled
 from .runner import Runner
 from .stretch import rows_apart
 
@@ -150,7 +151,7 @@ class Step:
         is_last = totals is not None and self.accumulation.is_last
         with self._as_compiled():
             results, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
-        self._under_way.wait(but=0 if is_last else 1)
+        self._under_way.wait(but=0 if is_last or is_profiled() else 1)  # a profile ends when all that it saw is done
         columns = list(zip(*rows_apart(results, tangents), strict=True))
         kept, parameters = before or OpenSums.of_kept(waiting, self._close), list(waiting.values())
         opened = OpenSums(sums, self._close, parameters, kept, is_own=totals is not None)
@@ -282,8 +283,7 @@ class Step:
                 yield put.name, index * stored.local_shape(put.type.shape)[0]
 
     def _door(self, node: fx.Node, end: Input | Output) -> Door:
-        sharding = self.program.sharding(node)
-        shape = self.program.global_type(node).shape
+        sharding, shape = self.program.sharding(node), self.program.global_type(node).shape
         return self.border.door(sharding, shape, f"{end.kind} {end.name!r}")
 
     def _comes_back_plain(self, i: int) -> bool:
