@@ -64,7 +64,7 @@ class Code:
 
     State: ``_lines``, by line of its text the instruction that it is of; ``_known``, what the text names; ``_left``,
     how often each matrix is still multiplied; ``_views``, what those are called that were made for several products;
-    ``_placed``, the products that are made in a buffer, each with its bucket and the place there.
+    ``_placed``, the products that are made in a buffer, each with its bucket's slot and what its place there is called.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
@@ -103,7 +103,7 @@ class Code:
                 if slot not in made:
                     made.add(slot)
                     yield None, f"v{slot} = env[{slot}]; env[{slot}] = None"
-            if each.result in self._placed and (slot := self._placed[each.result][0].result) not in buffers:
+            if each.result in self._placed and (slot := self._placed[each.result][0]) not in buffers:
                 buffers.add(slot)
                 yield None, f"b{slot}, p{slot} = instruction{slot}.flat.places(v{each.reads[0]})"
             yield from ((each, line) for line in self._call(each))
@@ -137,42 +137,38 @@ class Code:
                 done.append(f"{self._views.pop(text)} = None")
         assert isinstance(each.target, BoundDot)
         bias = [f"v{slot}" for slot in each.reads[2:]]
-        bucket, i = self._placed.get(each.result, (None, 0))
-        out = "" if bucket is None or bucket.flat is None else f"p{bucket.result}[{i}].view({bucket.flat.shapes[i]})"
+        _, out = self._placed.get(each.result, (0, ""))
         yield "; ".join([f"v{each.result} = {each.target.product_text(*names, *bias, out=out)}", *done])
 
     def _start(self, each: Instruction) -> Iterator[str]:
         """The lines that start a collective."""
-        slot, operands = each.result, [f"v{read}" for read in each.reads]
+        slot, operands = each.result, "".join(f"v{read}, " for read in each.reads)
         self._known[f"instruction{slot}"] = each
-        if any(read in self._placed for read in each.reads):
-            others = [
-                (i, v) for i, (read, v) in enumerate(zip(each.reads, operands, strict=True)) if read not in self._placed
-            ]
-            if others:
-                yield f"put([{', '.join(f'p{slot}[{i}]' for i, _ in others)}], [{', '.join(v for _, v in others)}])"
-            yield f"s{slot} = start(instruction{slot}, (), b{slot}); b{slot} = p{slot} = None"
-        elif each.is_late:
-            yield f"v{slot} = late({operands[0]}, start(instruction{slot}, (({operands[0]},),), None))"
-        else:
-            yield f"s{slot} = start(instruction{slot}, (({', '.join(operands)},),), None)"
+        others = [(i, read) for i, read in enumerate(each.reads) if read not in self._placed]
+        if len(others) == len(each.reads):
+            begun = f"start(instruction{slot}, (({operands}),), None)"
+            yield f"v{slot} = late({operands}{begun})" if each.is_late else f"s{slot} = {begun}"
+            return
+        if others:
+            yield f"put([{', '.join(f'p{slot}[{i}]' for i, _ in others)}], [{', '.join(f'v{v}' for _, v in others)}])"
+        yield f"s{slot} = start(instruction{slot}, (), b{slot}); b{slot} = p{slot} = None"
 
 
-def _placed(instructions: Sequence[Instruction]) -> dict[int, tuple[Instruction, int]]:
-    """By slot, products that are made where they go in a buffer: the bucket, and which of its values each is."""
+def _placed(instructions: Sequence[Instruction]) -> dict[int, tuple[int, str]]:
+    """By slot, products that are made where they go in a buffer: the bucket's slot, and the place as code."""
     count = Counter(slot for each in instructions for slot in each.reads)
-    found = dict[int, tuple[Instruction, int]]()
+    matrices = {
+        each.result
+        for each in instructions
+        if _matrices(each) and isinstance(each.target, BoundDot) and each.target.is_matrix
+    }
+    found = dict[int, tuple[int, str]]()
     for each in instructions:
         if each.flat is not None and each.collective == "all_reduce":
-            found |= {slot: (each, i) for i, slot in enumerate(each.reads) if count[slot] == 1 and slot in each.dead}
-    made = {each.result: each for each in instructions if each.result in found and _matrices(each)}
-    return {slot: at for slot, at in found.items() if slot in made and _fits(made[slot], *at)}
-
-
-def _fits(each: Instruction, bucket: Instruction, i: int) -> bool:
-    """Whether a product is large, and comes as it lies in the buffer."""
-    assert isinstance(each.target, BoundDot) and bucket.flat is not None
-    return each.target.is_matrix and math.prod(bucket.flat.shapes[i]) >= LARGE
+            for i, (slot, shape) in enumerate(zip(each.reads, each.flat.shapes, strict=True)):
+                if slot in matrices and count[slot] == 1 and slot in each.dead and math.prod(shape) >= LARGE:
+                    found[slot] = each.result, f"p{each.result}[{i}].view({shape})"
+    return found
 
 
 def _plain(each: Instruction, known: dict[str, Any]) -> str:

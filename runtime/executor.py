@@ -44,10 +44,11 @@ class Saved:
         if not all(self.envs):
             raise second_backward()
         taken = tuple(list(env) for env in self.envs)
-        for env, mine in zip(self.envs, taken, strict=True):
-            for slot in self.used_up if keep else ():
-                mine[slot] = mine[slot].clone()
-            if not keep:
+        if keep:
+            for env, slot in product(taken, self.used_up):
+                env[slot] = env[slot].clone()
+        else:
+            for env in self.envs:
                 env.clear()
         return taken
 

@@ -20,7 +20,7 @@ from shardc.op_rule import op_rule
 from shardc.opaque import Opaque
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.normalization import TAKE_CONTIGUOUS
-from shardc.ownership import dies_at, maker
+from shardc.ownership import dies_at, looked_at
 from shardc.program import Program
 from shardc.range_name import range_name
 
@@ -46,9 +46,9 @@ class Instruction:
     ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
     ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
     no one else reads the memory of its operand. ``uses_up``: the slot, filled before the part began, whose memory it
-    may write over, or -1. ``waits``: slots of collectives that must be done before, since it
-    reads them. ``dead``: slots that no later instruction reads. ``line``: the user's, ``file.py:line``. ``is_late``:
-    who reads its result waits for it.
+    may write over, or -1. ``waits``: slots of collectives that must be done before, since it reads them. ``dead``:
+    slots that no later instruction reads. ``line``: the user's, ``file.py:line``. ``is_late``: who reads its result
+    waits for it.
     """
 
     target: Callable[..., Any]
@@ -142,18 +142,9 @@ def instruction(
         method,
         Flat.of(program, node) if method and is_bucket else None,
         is_bucket or is_own,
-        -1 if over is None else _made_before(over, slots, here),
+        -1 if over is None else next((slots[each] for each in looked_at(over) if here.get(each, 0) < 0), -1),
         line=program.source(node).location,
     )
-
-
-def _made_before(value: fx.Node, slots: Mapping[fx.Node, int], here: Mapping[fx.Node, int]) -> int:
-    """The slot of the value, made before, that this one is or looks at; -1 if this one's memory is made later."""
-    if here[maker(value)] >= 0:
-        return -1
-    while here[value] >= 0:
-        value = operand(value)
-    return slots[value]
 
 
 def call_of(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[Env], Any]:

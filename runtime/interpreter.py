@@ -118,11 +118,9 @@ def _start(
 ) -> Callable[[], Sequence[Any]]:
     """Start a collective of operands, for each rank a row, or of the ``buffer`` they are in; what waits for it."""
     assert comm is not None, each
-    if buffer is not None and each.flat is not None:
-        return start_packed(comm, each.flat, [buffer])
     places = _places(each, kept, into) if into else ()
     if each.flat is not None:
-        return comm.start_bucket(each.flat, rows, places)
+        return comm.start_bucket(each.flat, rows, places) if buffer is None else start_packed(comm, each.flat, [buffer])
     xs, first = [row[0] for row in rows], [place for place, *_ in places]
     return comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=first)
 

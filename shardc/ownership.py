@@ -42,11 +42,9 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
 
 def is_whole(value: fx.Node, program: Program) -> bool:
     """Whether a value is all of the memory that it lies in, each element once: not so a part of it, expanded again."""
-    looked_at = [value]
-    while _is_view(looked_at[-1]):
-        looked_at.append(operand(looked_at[-1]))
-    sizes = {program.value_type(program.value(each)).numel for each in looked_at}
-    return len(sizes) == 1 and all(each.target is not aten.as_strided.default for each in looked_at)
+    chain = looked_at(value)
+    sizes = {program.value_type(program.value(each)).numel for each in chain}
+    return len(sizes) == 1 and all(each.target is not aten.as_strided.default for each in chain)
 
 
 def alone_in_memory(values: Sequence[fx.Node]) -> set[fx.Node]:
@@ -61,9 +59,15 @@ def _others(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
 
 def maker(node: fx.Node) -> fx.Node:
     """The call that made the memory, as far as views say."""
-    while _is_view(node):
-        node = operand(node)
-    return node
+    return looked_at(node)[-1]
+
+
+def looked_at(value: fx.Node) -> list[fx.Node]:
+    """A value, what it is a view of, and so on to what made the memory."""
+    chain = [value]
+    while _is_view(chain[-1]):
+        chain.append(operand(chain[-1]))
+    return chain
 
 
 def _is_view(node: fx.Node) -> bool:
