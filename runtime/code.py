@@ -31,6 +31,7 @@ from shardc.ops.contraction import BoundDot
 from .flat import put
 from .instruction import Env, Instruction, Slot, expression
 from .late import late
+from .onednn import linear
 
 NAME = "<instructions of shardc>"
 aten = torch.ops.aten
@@ -68,7 +69,8 @@ class Code:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "late": late, "put": put}
+        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "linear": linear}
+        self._known |= {"late": late, "put": put}
         self._left = Counter(text for each in instructions for text in _matrices(each) if "." in text)
         self._views: dict[str, str] = {}
         self._placed = _placed(instructions)

@@ -26,7 +26,7 @@ from shardc.range_name import range_name
 
 from .flat import Flat
 from .functional import is_traced
-from .kernel import biased, in_place
+from .kernel import biased, bound, in_place
 
 _code = lru_cache(maxsize=4096)(partial(compile, filename="<call>", mode="eval"))  # constants are not in the text
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
@@ -85,16 +85,20 @@ def instructions(
     here = {node: i for i, node in enumerate((*before, *part), -len(before))} if is_eager else {}
     here |= {product: here[node] for node, product in sums.items()}
     return [
-        with_bias(node, sums[node], slots, program) if node in sums else instruction(node, slots, device, program, here)
+        with_bias(node, sums[node], slots, device, program)
+        if node in sums
+        else instruction(node, slots, device, program, here)
         for node in part
         if node not in inside
     ]
 
 
-def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], program: Program) -> Instruction:
+def with_bias(
+    node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program
+) -> Instruction:
     """A contraction and the sum of it and a bias, in one."""
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
-    target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
+    target, args = bound(product, program, device), tuple(Slot(slots[each]) for each in operands)
     return plain_call(target, args, slots[node], range_name(program, product), program.source(node).location)
 
 
@@ -119,7 +123,7 @@ def instruction(
     is_own = not is_bucket and bool(members(node)) and dies_at(operand(node), node, here)
     over = written[1][0] if written else operand(node) if is_own else None
     if op is dot:
-        op, given_args = BoundDot(str(node.args[2])), node.args[:2]
+        op, given_args = bound(node, program, device) if here else BoundDot(str(node.args[2])), node.args[:2]
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
     given = (*given_args, *named.values())

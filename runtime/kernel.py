@@ -14,9 +14,17 @@ from shardc.ops.position import WRITE_OVER
 from shardc.ownership import dies_at, is_whole
 from shardc.program import Program
 
+from .onednn import choose, is_faster
+
 aten = torch.ops.aten
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
+
+
+def bound(node: fx.Node, program: Program, device: torch.device) -> BoundDot:
+    """A contraction, with what chooses its kernel."""
+    spec = str(node.args[2])
+    return BoundDot(spec, choose) if is_faster(program.type(node).dtype, device) else BoundDot(spec)
 
 
 def biased(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
