@@ -15,7 +15,7 @@ from row import ONE_DEVICE, Row, is_ours
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One way to train in one row. Bytes are a rank's: of ``wire`` the mean, of memory the most.
+    """One way to train in one row. Bytes are a rank's: of ``wire`` the mean where it is least, of memory the most.
 
     ``seconds``: of a step, of its slowest rank. ``busy``: computed by all ranks in a step; unlike seconds it hardly
     depends on what else the machine does. ``multiple``: ``wire`` times ranks / (ranks - 1), in float32 elements a
