@@ -87,7 +87,8 @@ def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
     plans, sizes, ranks = options.plans or PLAIN, options.sizes or ["small"], options.ranks or [2, 4]
     is_default = not (options.plans or options.sizes or options.ranks)
     asked = [(each, Use.TIME) for each in sorted(product(plans, sizes, ranks), key=lambda each: each[2])]
-    job, rows = Job(2, options.optimizer, dtype=getattr(torch, options.dtype)), list[tuple[Row, Need]]()
+    job = Job(2, options.optimizer, dtype=getattr(torch, options.dtype), onednn=not options.no_onednn)
+    rows = list[tuple[Row, Need]]()
     for (plan, size, number), use in DEFAULT if is_default else asked:
         row = Row(plan, size, replace(job, ranks=number), not is_default or (size, number) == ("small", 2))
         row = replace(row, with_device=row.model not in {each.model for each, _ in rows})
@@ -108,6 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kernels = ("fused", "foreach", "loop")
     parser.add_argument("--optimizer", choices=kernels, default="fused", help="AdamW's kernel, for all")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--no-onednn", action="store_true", help="products by torch's mm alone, shardc's too")
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args(arguments)
