@@ -110,10 +110,9 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
         gradient = _shaped(emit, gradient, emit.shape(safe))
     each = emit(aten.neg.default, gradient if given["weight"] is None else emit(aten.mul.Tensor, weight, gradient))
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.type(each).dtype)
-    each = emit(aten.where.self, counted, each, zero)  # though it was divided by 0
+    each = emit.cast(emit(aten.where.self, counted, each, zero), program.type(node).dtype)  # though divided by 0
     place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
-    made = emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1)
-    return emit.cast(_shaped(emit, made, shape), program.type(node).dtype)
+    return _shaped(emit, emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1), shape)
 
 
 def _log_softmax_backward(program: Program, node: fx.Node) -> Results:

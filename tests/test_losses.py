@@ -127,3 +127,10 @@ def test_a_gradient_of_a_cross_entropy_is_added_to_another_in_their_dtype(dtype:
         (loss + found.mean()).backward()
     for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-2 if dtype == torch.bfloat16 else 1e-12, rtol=0)
+
+
+def test_no_value_as_large_as_logits_of_two_bytes_has_four() -> None:
+    model, args = Classifier({}, 1).bfloat16(), (torch.randn(8, 4, 6).bfloat16(), torch.randint(8, (8, 4)))
+    program = shardc.compile(model, Mesh(dp=4), {"x": P("dp"), "y": P("dp")}, args=args).program
+    found = [type_ for node in program.calls for type_ in program.types(node) if type_ and type_.shape == (8, 8)]
+    assert {type_.dtype for type_ in found} == {torch.bfloat16}
