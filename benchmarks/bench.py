@@ -36,15 +36,15 @@ from shardc.runtime.launch import Workers
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
-TIMED = (  # large rows before small ones: where time is short they are left out first, and small ones take up the rest
-    *((plan, "medium", 4) for plan in ("tensor", "pipeline", "zero3")),
+TIMED = (  # the first tells how fast the processors are; those of two ranks on two take up what time is left
     *((plan, "small", 4) for plan in SMALL),
+    *((plan, "medium", 4) for plan in ("tensor", "pipeline", "zero3")),
     ("tensor", "tiny", 2),
     *((plan, "medium", 2) for plan in ("data", "zero3", "tensor", "sequence", "pipeline")),
     *((plan, "small", 2) for plan in SMALL),
 )
 DEFAULT = (
-    *((each, Use.TIME) for each in TIMED),
+    *((each, Use.LARGE if "medium" in each else Use.TIME) for each in TIMED),
     *(((plan, "small", 2), Use.BOUND) for plan in ("accumulate", "zero3-kept")),
     *(((plan, "small", 2), Use.BYTES) for plan in ("precision", "remat")),
     *(((plan, "tiny", 2), Use.BYTES) for plan in ("expert", "zero3", "data")),

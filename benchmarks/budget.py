@@ -30,8 +30,12 @@ class Use(IntEnum):
 
     IF_LEFT = 0  # nothing is held back for it
     BYTES = 1  # bytes and memory, beside what the run is for: the fewest rounds
-    TIME = 2  # what the run is for
-    BOUND = 3  # bytes that are held to a bound: the fewest rounds, in every run
+    LARGE = 2  # what the run is for, where the processors are fast enough
+    TIME = 3  # what it is for in every run
+    BOUND = 4  # bytes that are held to a bound: the fewest rounds, in every run
+
+
+LEVELLED = (Use.LARGE, Use.TIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
     making = MAKING[row.size] * ranks / 2 * ours + ("compiled" in row.plan) * COMPILING * len(row.names)
     beside = len(row.names) - ours - 1  # one device and the peers that are far behind
     fixed = making + step * (UNTIMED * len(row.names) + SCENE * beside)
-    due = FEWEST[row.size] if use == Use.TIME else min(FEWEST[row.size], BESIDE)
+    due = FEWEST[row.size] if use in LEVELLED else min(FEWEST[row.size], BESIDE)
     return Need(fixed, step * (ours + 1), due if fewest is None else fewest, use)
 
 
@@ -100,7 +104,7 @@ class Budget:
         if own.use in (Use.BYTES, Use.BOUND):
             return 0.0
         rest = self.left - self._least(*(each for each in later if each.use in (Use.BYTES, Use.BOUND)))
-        return level([self._least(each) for each in (own, *later) if each.use in (own.use, Use.TIME)], rest)
+        return level([self._least(each) for each in (own, *later) if each.use in (own.use, *LEVELLED)], rest)
 
     def note(self, rounds: int) -> None:
         """The row is done, with so many rounds."""

@@ -77,6 +77,17 @@ def test_where_time_is_short_rows_are_left_out_but_what_is_bound_is_in_every_run
     assert budget.share() is None
 
 
+def test_on_slow_processors_large_rows_give_way_to_small_ones_before_and_after_them() -> None:
+    now = [0.0]
+    row = Need(fixed=0.0, round=2.0, fewest=5)
+    budget = Budget(50.0, [row, replace(row, use=Use.LARGE), row], clock=lambda: now[0])
+    assert budget.share() == 50.0 / 3
+    now[0] = 20.0
+    budget.note(rounds=5)  # half as fast as was thought: 20 s a row, 30 left
+    assert budget.share() is None
+    assert budget.share() == 30.0
+
+
 def test_ten_minutes_are_enough_for_the_fewest_rounds_of_every_row_that_is_timed() -> None:
     now, rounds = [0.0], dict[str, int]()
     rows = chosen(parse([]))
