@@ -114,7 +114,8 @@ def instruction(
 ) -> Instruction:
     """The instruction of a call; it may write over what is made ``here``, before at a negative place.
 
-    In a localized program collectives act.
+    ``here`` is empty where ops are recorded for a compiler, which chooses kernels. In a localized program collectives
+    act.
     """
     assert node.op == "call_function" and callable(node.target), node.format_node()
     written = in_place(node, here, program, device)
