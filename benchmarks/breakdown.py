@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 STEP = "one step of the benchmark"
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "convolution")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "_scaled_dot_product", "convolution")
 OPTIMIZER = "Optimizer.step#"
 COMMUNICATION = ("c10d::", "_c10d_functional::", "record_param_comms")
 OTHER_THREADS = "gloo:"  # begins here, ends in gloo's thread

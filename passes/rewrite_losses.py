@@ -133,6 +133,7 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
     if not is_one or at != dim:
         return None
     emit = Emitter(program, node)
+    each = emit.cast(each, program.type(y).dtype)
     odds = emit(aten.mul.Tensor, emit(aten.exp.default, y), emit(aten.neg.default, each))
     return emit.cast(emit(scatter_added_at, odds, index, each, rows, dim), program.type(node).dtype)
 

@@ -9,8 +9,8 @@ from shardc.ops.contraction import Linear
 
 from .functional import is_traced
 
-LARGE = 1 << 23  # multiplications that are worth a call that takes some 12 µs longer
-ROWS = 8  # of the left matrix: of fewer the product is as slow as the right one is read
+LARGE = 1 << 24  # multiplications that are worth a call that takes some 12 µs longer
+WIDE = 8  # rows and columns of all: of fewer a product takes as long as reading what is multiplied
 
 
 def is_faster(dtype: torch.dtype, device: torch.device) -> bool:
@@ -27,7 +27,7 @@ def is_faster(dtype: torch.dtype, device: torch.device) -> bool:
 
 def choose(rows: int, contracted: int, columns: int) -> Linear | None:
     """What multiplies two matrices of these sizes, if not torch."""
-    return linear if rows >= ROWS and rows * contracted * columns >= LARGE else None
+    return linear if min(rows, contracted, columns) >= WIDE and rows * contracted * columns >= LARGE else None
 
 
 def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

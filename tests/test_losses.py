@@ -134,3 +134,22 @@ def test_no_value_as_large_as_logits_of_two_bytes_has_four() -> None:
     program = shardc.compile(model, Mesh(dp=4), {"x": P("dp"), "y": P("dp")}, args=args).program
     found = [type_ for node in program.calls for type_ in program.types(node) if type_ and type_.shape == (8, 8)]
     assert {type_.dtype for type_ in found} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=4), Mesh(dp=2, tp=2)], ids=str)
+def test_a_loss_of_logarithms_in_two_bytes_of_logits_in_four_equals_one_device(mesh: Mesh) -> None:
+    """As fairseq writes it."""
+
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.nll_loss(super().forward(x).float().log_softmax(-1).type_as(x), y)
+
+    torch.manual_seed(0)
+    model, x, y = Cast(6, 8).bfloat16(), torch.randn(32, 6).bfloat16(), torch.randint(8, (32,))
+    parallel = shardc.parallelize(copy.deepcopy(model), mesh, {"x": P("dp"), "y": P("dp")})
+    losses = [each(x, y) for each in (model, parallel)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-3, rtol=2e-2)

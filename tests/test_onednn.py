@@ -50,10 +50,10 @@ def test_a_product_is_torchs_for_all_strides(left: str, right: str, bias: str) -
     torch.testing.assert_close(onednn.linear(LEFT[left], RIGHT[right], added), expected.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_only_large_products_of_several_rows_are_its() -> None:
+def test_only_large_products_of_several_rows_and_columns_are_its() -> None:
     assert onednn.choose(256, 256, 256) is onednn.linear
     assert onednn.choose(64, 64, 64) is None
-    assert onednn.choose(1, 4096, 4096) is None
+    assert onednn.choose(1, 4096, 4096) is onednn.choose(4096, 4096, 1) is onednn.choose(4096, 1, 4096) is None
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch says so wherever flags of oneDNN are set
@@ -94,6 +94,7 @@ def test_a_model_trains_as_on_one_device() -> None:
         mock.patch.object(torch.cpu, "get_capabilities", return_value=EPYC),
         mock.patch.object(torch.backends.mkl, "is_available", return_value=True),
         mock.patch.object(onednn, "LARGE", 1),
+        mock.patch.object(onednn, "WIDE", 1),
         mock.patch.object(onednn, "linear", linear),
         mock.patch("shardc.runtime.code.linear", linear),
     ):
