@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.ops.contraction import Linear
+from shardc.ops.contraction import Linear, multiplied
 
 from .functional import is_traced
 
@@ -34,6 +34,6 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """``left @ right + bias``; as torch does it where ``left`` is no matrix row by row, or where ops are recorded."""
     is_dense = right.is_contiguous() or right.mT.is_contiguous()
     if is_traced() or not (left.is_contiguous() and is_dense and (bias is None or bias.is_contiguous())):
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        return multiplied(left, right, bias)
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.mT, bias, "none", [], "")
     return made

@@ -55,10 +55,7 @@ class BoundDot:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The contraction."""
         left, right = self._matrices(a, b)
-        if self._linear is not None:
-            product = self._linear(left, right, bias)
-        else:
-            product = self._multiply(left, right) if bias is None else torch.addmm(bias, left, right)
+        product = (self._linear or multiplied)(left, right, bias)
         if self._shape is not None:
             product = product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
@@ -118,13 +115,19 @@ class BoundDot:
         plan, self._shapes = self.plan, (a, b)
         sizes = dict(zip(plan.a + plan.b, a + b, strict=True))
         self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
-        self._multiply = torch.bmm if plan.left[0] else torch.mm
         _, rows, contracted = (math.prod(sizes[name] for name in group) for group in plan.left)
         columns = math.prod(sizes[name] for name in plan.right[2])
         self._linear = None if plan.left[0] else self._choose(rows, contracted, columns)
         is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
         self._shape = None if is_matrix else [sizes[name] for name in plan.product]
         self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
+
+
+def multiplied(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left @ right``, or of two matrices ``left @ right + bias``, as torch multiplies."""
+    if bias is not None:
+        return torch.addmm(bias, left, right)
+    return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
 
 
 Steps = tuple[list[int] | None, list[int] | None]  # a permutation and a shape, None where it stays as it is
