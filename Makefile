@@ -32,15 +32,15 @@ types: .venv/installed-dev
 	$(BIN)/mypy
 
 readme: .venv/installed-test
-	$(PYTEST) tests/test_readme.py
+	$(PYTEST) tests/project/test_readme.py
 
 examples: .venv/installed-test
-	$(PYTEST) tests/test_examples.py
+	$(PYTEST) tests/project/test_examples.py
 
 # Tests of every room against the built wheel: its own environment sees .venv's packages last, the checkout not at all.
 # Not test_packaging.py, which builds a wheel of its own.
-WHEEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,api capture cli distributed dump imports \
-	module simulator))
+WHEEL_TESTS := $(addprefix tests/,api/test_api.py capture/test_capture.py cli/test_cli.py runtime/comm/test_distributed.py \
+	report/dump/test_dump.py project/test_imports.py runtime/module/test_module.py runtime/execute/test_simulator.py)
 wheel-test: .venv/installed-test
 	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
 	$(BIN)/python -m build --wheel --outdir $(WHEEL)

@@ -32,7 +32,7 @@ from trainer import Job
 from verdict import summary, verdicts
 from workload import SIZES
 
-from shardc.runtime.launch import Workers
+from shardc.runtime.comm.launch import Workers
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")

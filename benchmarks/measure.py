@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainer import Trainer
 
-from shardc.runtime.wire import sent_bytes
+from shardc.runtime.comm.messages import sent_bytes
 
 COUNTED = 3  # rounds in which bytes are: a message that the kernel sends once more is in one of them, not in all
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardc.runtime.wire import loopback, private_loopback
+from shardc.runtime.comm.messages import loopback, private_loopback
 
 
 @contextmanager

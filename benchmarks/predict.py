@@ -26,14 +26,14 @@ from row import ROWS, Row, is_ours
 from trainer import Job, Trainer
 from workload import SIZES
 
-from shardc.machine import Machine
-from shardc.mesh import Mesh
-from shardc.runtime.bench_links import UNNAMED, Bench
-from shardc.runtime.distributed import TorchComm, make_device_mesh
-from shardc.runtime.launch import launch
-from shardc.step_record import StepRecord
-from shardc.step_time import on_machine
-from shardc.text import table
+from shardc.costs.step import StepRecord
+from shardc.costs.time import on_machine
+from shardc.language.machine import Machine
+from shardc.language.mesh import Mesh
+from shardc.language.text import table
+from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
+from shardc.runtime.comm.launch import launch
+from shardc.runtime.measure.links import UNNAMED, Bench
 
 PLANS = ("data", "zero1", "zero3", "tensor", "sequence", "expert")
 WARM = 2  # steps that are not timed

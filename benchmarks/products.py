@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardc.ops.contraction import multiplied
-from shardc.runtime import onednn
+from shardc.runtime.execute import instruction as onednn
 
 SIZES = [
     (64, 64, 256), (256, 64, 256), (512, 64, 256), (512, 256, 256), (512, 256, 1024), (512, 1024, 256),

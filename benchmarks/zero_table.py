@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Precision, Zero
-from shardc.bucket import members
-from shardc.cost import alive, is_gathered
-from shardc.ends import parameters_of
-from shardc.lifetime import Storage, storages
-from shardc.program import Program
+from shardc.costs.count import alive, is_gathered
+from shardc.program.bucket import members
+from shardc.program.lifetime import Storage, storages
+from shardc.program.program import Program, parameters_of
 
 SIZES = {"7.5 B": 7_500_000_000, "128 B": 128_000_000_000, "1 T": 1_000_000_000_000}
 RANKS = (1, 64, 1024)

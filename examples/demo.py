@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import Collective
-from shardc.runtime.launch import launch
-from shardc.runtime.wire import private_loopback, sent_bytes
-from shardc.text import bytes_text, table
+from shardc.language.text import bytes_text, table
+from shardc.runtime.comm.launch import launch
+from shardc.runtime.comm.messages import private_loopback, sent_bytes
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # 96 characters
 LOSS_BOUND, BYTES_BOUND = 1e-5, 0.01

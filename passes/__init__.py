@@ -1,1 +1,1 @@
-"""The passes: Program -> Program, one a file; pipeline.py has their order."""
+"""The passes, Program -> Program, in the order of order.py; a folder for each phase."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.node import arguments
-from shardc.program import Program
-from shardc.sharding import TensorType
+from shardc.language.sharding import TensorType
+from shardc.program.node import arguments
+from shardc.program.program import Program
 
 aten = torch.ops.aten
 NARROW = (torch.bfloat16, torch.float16)

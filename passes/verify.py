@@ -9,17 +9,16 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.bucket import members
-from shardc.collective import EXCHANGES, reshard, steps_sharding
-from shardc.cut import dims_sharding, factor_cuts, lies_alike
-from shardc.ends import ends_of
-from shardc.mesh import MICROBATCH, AxisPart
-from shardc.node import is_annotation, is_getitem
-from shardc.program import LEVELS, Level, Program, Value
-from shardc.rule import Dims, Rule
-from shardc.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
+from shardc.language.cut import dims_sharding, factor_cuts, lies_alike
+from shardc.language.mesh import MICROBATCH, AxisPart
+from shardc.language.rule import Dims, Rule
+from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
+from shardc.program.bucket import members
+from shardc.program.collective import EXCHANGES, reshard, steps_sharding
+from shardc.program.node import is_annotation, is_getitem
+from shardc.program.program import LEVELS, Level, Program, Value, ends_of
 
-from .keep_dims import SPECS
+from .canonicalize.keep_dims import SPECS
 
 
 def verify(program: Program) -> None:

@@ -1,1 +1,1 @@
-"""Runtimes: a localized program turned into numbers, on virtual ranks or on torch.distributed."""
+"""Runtimes: a localized program run on virtual ranks or on torch.distributed."""

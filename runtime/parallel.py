@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.error import ShardingError, did_you_mean
-from shardc.mesh import Mesh
+from shardc.language.errors import ShardingError, did_you_mean
+from shardc.language.mesh import Mesh
 from shardc.options import Options, Pipeline
-from shardc.program import Program
+from shardc.program.program import Program
 
-from .border import border_of
-from .comm import Starter
-from .distributed import make_device_mesh
-from .executor import Executor
-from .inductor import InductorRunner
-from .module import CompileFn, ParallelModule
-from .pipeline_border import PipelineBorder, pipeline_on
-from .pipeline_module import PipelineModule
-from .runner import Runner
+from .comm.comm import Starter
+from .comm.distributed import make_device_mesh
+from .execute.executor import Executor, Runner
+from .execute.inductor import InductorRunner
+from .module.border import border_of
+from .module.module import CompileFn, ParallelModule
+from .pipeline.border import PipelineBorder, pipeline_on
+from .pipeline.module import PipelineModule
 
 RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Starter], Runner]] = {"eager": Executor, "inductor": InductorRunner}

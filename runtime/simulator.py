@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardc.mesh import MICROBATCH, Mesh
-from shardc.program import Program
-from shardc.sharding import Sharding
+from shardc.language.mesh import MICROBATCH, Mesh
+from shardc.language.sharding import Sharding
+from shardc.program.program import Program
 
-from .comm import Comm, SimulatedComm
-from .executor import Executor
-from .interpreter import Values
-from .piece import pad, shard, unshard
-from .pipeline import PipelineRunner
+from .comm.comm import Comm, SimulatedComm
+from .comm.placement import pad, shard, unshard
+from .execute.executor import Executor
+from .execute.interpreter import Values
+from .pipeline.step import PipelineRunner
 
 
 @torch.no_grad()

@@ -9,24 +9,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardc.action import Edge, Schedule
-    from shardc.annotations import annotate
-    from shardc.api import Compiled, compile, parallelize
-    from shardc.chain import balance
-    from shardc.collective import Collective
-    from shardc.error import CaptureError, ShardingError
-    from shardc.init_parameters import init_parameters
-    from shardc.mesh import Mesh
+    from shardc.api import Compiled, compile, init_parameters, parallelize
+    from shardc.capture.annotations import annotate
+    from shardc.capture.microbatches import stage_boundary
+    from shardc.language.errors import CaptureError, ShardingError
+    from shardc.language.mesh import Mesh
+    from shardc.language.partition import P, blocks
+    from shardc.language.sharding import Sharding
     from shardc.options import Pipeline, Precision, Remat, Zero
-    from shardc.partition import P, blocks
-    from shardc.passes.reshard_plan import reshard_plan
-    from shardc.registration import register_rule
-    from shardc.rule_check import check_rule
-    from shardc.runtime.border import shard_batch
-    from shardc.schedule_order import schedule
-    from shardc.sharding import Sharding
-    from shardc.stage_cost import Costs, StageCost
-    from shardc.stage_mark import stage_boundary
+    from shardc.passes.reshard.plan_reshard import reshard_plan
+    from shardc.program.collective import Collective
+    from shardc.program.user_rules import check_rule, register_rule
+    from shardc.runtime.module.border import shard_batch
+    from shardc.schedule.balance import balance
+    from shardc.schedule.orders import schedule
+    from shardc.schedule.schedule import Edge, Schedule
+    from shardc.schedule.simulate import Costs, StageCost
 
 __all__ = [
     "CaptureError",
@@ -59,33 +57,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CaptureError": "error",
-    "annotate": "annotations",
-    "reshard_plan": "passes.reshard_plan",
-    "Collective": "collective",
+    "CaptureError": "language.errors",
+    "annotate": "capture.annotations",
+    "reshard_plan": "passes.reshard.plan_reshard",
+    "Collective": "program.collective",
     "Compiled": "api",
-    "Costs": "stage_cost",
-    "Edge": "action",
-    "Schedule": "action",
-    "StageCost": "stage_cost",
-    "Mesh": "mesh",
-    "P": "partition",
+    "Costs": "schedule.simulate",
+    "Edge": "schedule.schedule",
+    "Schedule": "schedule.schedule",
+    "StageCost": "schedule.simulate",
+    "Mesh": "language.mesh",
+    "P": "language.partition",
     "Pipeline": "options",
     "Precision": "options",
-    "Sharding": "sharding",
-    "ShardingError": "error",
+    "Sharding": "language.sharding",
+    "ShardingError": "language.errors",
     "Remat": "options",
     "Zero": "options",
-    "balance": "chain",
-    "blocks": "partition",
-    "check_rule": "rule_check",
-    "register_rule": "registration",
+    "balance": "schedule.balance",
+    "blocks": "language.partition",
+    "check_rule": "program.user_rules",
+    "register_rule": "program.user_rules",
     "compile": "api",
-    "init_parameters": "init_parameters",
+    "init_parameters": "api",
     "parallelize": "api",
-    "schedule": "schedule_order",
-    "shard_batch": "runtime.border",
-    "stage_boundary": "stage_mark",
+    "schedule": "schedule.orders",
+    "shard_batch": "runtime.module.border",
+    "stage_boundary": "capture.microbatches",
 }
 
 

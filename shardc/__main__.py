@@ -2,6 +2,6 @@
 
 import sys
 
-from shardc.cli import main
+from shardc.cli.main import main
 
 sys.exit(main())

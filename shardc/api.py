@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.admission import check_call, check_draw, check_model, check_values
-from shardc.annotations import Spec, check_annotations
-from shardc.announcement import collectives_of
-from shardc.capture import CallingConvention
-from shardc.collective import Collective
-from shardc.ends import gradient_names, shardings_of
-from shardc.error import OptionError, did_you_mean, raise_all
-from shardc.feed import fed, state_of
-from shardc.garbage import young_garbage_only
-from shardc.machine import Links, machine_of
-from shardc.mesh import Mesh
-from shardc.options import BUCKET, Options, Pipeline, Precision, Remat, Zero
-from shardc.pin import Pin
-from shardc.program import Program
-from shardc.request import Request
-from shardc.sharding import Sharding
-from shardc.slow_link import slow_link_note
-from shardc.stage_schedule import schedule_of
-from shardc.strict import check_strict
-from shardc.unused import idle_error, note_of, unused_annotations
+from shardc.capture.annotations import (
+    Match,
+    Spec,
+    annotated_parameters,
+    check_annotations,
+    idle_error,
+    note_of,
+    unused_annotations,
+)
+from shardc.capture.call import fed, state_of
+from shardc.capture.capture import CallingConvention
+from shardc.capture.tracing import young_garbage_only
+from shardc.compiler import Request
+from shardc.costs.stage_record import schedule_of
+from shardc.costs.time import slow_link_note
+from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.machine import Links, machine_of
+from shardc.language.mesh import Mesh
+from shardc.language.sharding import Sharding
+from shardc.options import (
+    BUCKET,
+    Options,
+    Pipeline,
+    Precision,
+    Remat,
+    Zero,
+    check_call,
+    check_draw,
+    check_model,
+    check_values,
+)
+from shardc.program.collective import Collective
+from shardc.program.facts import Pin
+from shardc.program.program import Program, gradient_names, shardings_of
+from shardc.program.traffic import collectives_of
+from shardc.report.explain.strict import check_strict
 
 if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
-    from shardc.advice import Advice
-    from shardc.alternative import Alternative
-    from shardc.explanation import Explanation
-    from shardc.runtime.module import ParallelModule
-    from shardc.step_cost import StepCost
-    from shardc.timeline import Timeline
+    from shardc.costs.step import StepCost
+    from shardc.report.explain.advice import Advice
+    from shardc.report.explain.alternatives import Alternative
+    from shardc.report.explain.explanation import Explanation
+    from shardc.runtime.module.module import ParallelModule
+    from shardc.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +107,21 @@ class Compiled:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes a rank by class: parameters, gradients, optimizer (Adam), saved, peak."""
-        from shardc.cost import memory_of
+        from shardc.costs.count import memory_of
 
         return memory_of(self.program)
 
     @property
     def timeline(self) -> Timeline:
         """A step as it is predicted: when each call and each collective of a rank runs; of a pipeline, of all ranks."""
-        from shardc.step_time import step_timeline
+        from shardc.costs.time import step_timeline
 
         return step_timeline(self.program)
 
     @property
     def cost(self) -> StepCost:
         """What a step costs a rank: bytes by phase, kind and axes, memory by class, floating-point operations."""
-        from shardc.step_cost import step_cost
+        from shardc.costs.step import step_cost
 
         return step_cost(self.program)
 
@@ -114,7 +130,7 @@ class Compiled:
 
         As ``--only`` has them: ``"collectives,memory"``, ``"blocks.0.*"``.
         """
-        from shardc.dump import dump
+        from shardc.report.dump.dump import dump
 
         return dump(self, format, only=only)
 
@@ -123,7 +139,7 @@ class Compiled:
 
         Raises a ShardingError, with near names, for a name that nothing has.
         """
-        from shardc.explain import explain
+        from shardc.report.explain.explain import explain
 
         return explain(self, name)
 
@@ -132,13 +148,13 @@ class Compiled:
 
         Raises a ShardingError, with near names, for a name that no collective has.
         """
-        from shardc.advice import advise
+        from shardc.report.explain.advice import advise
 
         return advise(self, name, tries)
 
     def choices(self) -> dict[str, tuple[Alternative, ...]]:
         """For each collective what the compiler chose among there."""
-        from shardc.alternatives import Chooser
+        from shardc.report.explain.alternatives import Chooser
 
         chooser = Chooser(self)
         return {found.name: chooser.alternatives(found.name) for found in self.collectives}
@@ -220,8 +236,8 @@ def compile(
 
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
-    from shardc.passes.idle import idle_annotations
-    from shardc.passes.pipeline import run_passes
+    from shardc.passes.order import run_passes
+    from shardc.passes.propagate.idle_annotations import idle_annotations
 
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
     options.check(described)
@@ -297,3 +313,72 @@ def parallelize(
         check_call(given, {} if kwargs is None else kwargs, True, differentiable, strict)
         module.compile_for(given, kwargs or {})
     return module
+
+
+Shardings = Callable[[str, tuple[int, ...]], Sharding]  # of a parameter's name and shape
+
+
+def init_parameters(
+    model: nn.Module | Callable[[], nn.Module],
+    mesh: Any,
+    annotations: Mapping[str, Spec] | None = None,
+    *,
+    seed: int = 0,
+    initialize: Callable[[nn.Module], Any] | None = None,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Give a model on meta its initial values, each rank its shards only: the same bits on every mesh.
+
+    ``model``: one made under ``torch.device("meta")``, whose modules' own initialisers run, or ``initialize(model)``
+    instead; or a function that makes a model, whose constructor runs as it is. On a Mesh parameters come out plain and
+    whole, on a DeviceMesh as DTensors, for ``parallelize`` to take. A parameter is cut as it is annotated; with example
+    ``args`` or ``kwargs`` as a call of the model is compiled, so that what is inferred is cut as well.
+
+    Numbers are drawn by a counter, keyed by seed, the parameter's name and the index in it. An initialiser that needs
+    its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
+    """
+    from shardc.capture.initial_values import record_initializers
+    from shardc.options import check_call, check_draw, check_maker
+    from shardc.passes.canonicalize.canonicalize import canonicalize
+    from shardc.passes.canonicalize.draws import name_draws
+    from shardc.runtime.initialize.initialize import initialize as place
+
+    check_maker(model, initialize)
+    check_draw(seed, 0)
+    check_annotations(annotations or {})
+    found = record_initializers(model, initialize)
+    found = replace(found, program=canonicalize(name_draws(found.program)))
+    if args is None and kwargs is None:
+        shardings = _annotated(annotations or {}, found.model, Mesh.of(mesh))
+    else:
+        given = () if args is None else args
+        check_call(given, kwargs or {}, True, (), False)
+        shardings = _compiled(found.model, Mesh.of(mesh), annotations, given, kwargs)
+    return place(found, mesh, shardings, seed)
+
+
+def _annotated(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> Shardings:
+    return partial(_sharding, annotated_parameters(annotations, model, mesh), mesh)
+
+
+def _sharding(specs: Mapping[str, Match], mesh: Mesh, name: str, shape: tuple[int, ...]) -> Sharding:
+    if name not in specs:
+        return Sharding.replicated(mesh, len(shape))
+    return specs[name].spec.sharding(mesh, shape, specs[name].who("parameter"))
+
+
+def _compiled(
+    model: nn.Module,
+    mesh: Mesh,
+    annotations: Mapping[str, Spec] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Shardings:
+    program = compile(model, mesh, annotations, args=args, kwargs=kwargs).program
+    found = {
+        name: program.sharding(node)
+        for (kind, name), node in program.named_inputs.items()
+        if kind in ("parameter", "buffer")
+    }
+    return lambda name, shape: found.get(name) or Sharding.replicated(mesh, len(shape))

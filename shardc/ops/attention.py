@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardc.rule import Call, Rule, make_rule, rule
-from shardc.sharding import TensorType
+from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardc.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
 Names = tuple[str, ...]

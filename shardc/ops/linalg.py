@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.language.rule import Call, Rule, make_rule, rule
 from shardc.ops.reduction import along
-from shardc.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
+
 
 # Factorizations: factors, pivots, whether it went well.
 rule(aten._linalg_det.default, "... 1 1 -> ..., ... 1 1, ... 1")
@@ -98,3 +99,7 @@ def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | No
 
 
 STEADY: dict[Any, Callable[..., Any]] = {aten.linalg_lstsq.default: _lstsq}  # ops that ranks must agree on, bit for bit
+
+
+for op in (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default):
+    rule(op, along(lambda call: call.args[1], linear="0"))

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
 from shardc.ops.reduction import spec_with
 from shardc.ops.view import dim_names
-from shardc.rule import Call, Rule, make_rule, rule
-from shardc.sharding import TensorType
 
 aten = torch.ops.aten
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops.view import dim_names
-from shardc.rule import Call, Rule, make_rule, rule
-from shardc.sharding import ReduceOp, TensorType
 
 aten = torch.ops.aten
 
@@ -156,3 +156,10 @@ rule(aten.sort.stable, along(lambda call: call.kwargs.get("dim", -1)))
 rule(aten.topk.default, along(_dim(2)))
 rule(aten.glu.default, along(_dim(1)))
 rule(aten.glu_backward.default, along(_dim(2), linear="0"))
+
+
+rule(aten._softmax.default, along(lambda call: call.args[1]))
+rule(aten._log_softmax.default, along(lambda call: call.args[1]))
+rule(aten._safe_softmax.default, along(lambda call: call.args[1]))
+rule(aten._softmax_backward_data.default, along(lambda call: call.args[2], linear="0"))
+rule(aten._log_softmax_backward_data.default, along(lambda call: call.args[2], linear="0"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardc.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
 

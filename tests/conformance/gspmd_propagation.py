@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import P
-from shardc.program import Program
+from shardc.program.program import Program
 
 from .suite import Result
 

@@ -14,7 +14,7 @@ from rule_case import case_of
 from torch import Tensor
 
 from shardc.ops.contraction import dot
-from shardc.ops.position import put_at
+from shardc.ops.index import put_at
 
 from .suite import Result
 

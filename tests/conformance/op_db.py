@@ -26,10 +26,10 @@ import torch
 
 import shardc
 from shardc import Mesh, P
-from shardc.error import CaptureError
-from shardc.fallback import fallbacks_of
-from shardc.node import op_name
+from shardc.language.errors import CaptureError
 from shardc.ops.random import uniform
+from shardc.program.node import op_name
+from shardc.program.traffic import fallbacks_of
 from shardc.runtime.simulator import interpret
 
 from .op_sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants

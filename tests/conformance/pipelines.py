@@ -24,7 +24,7 @@ from torch import Tensor
 
 import shardc
 from shardc import CaptureError, Mesh, Pipeline, ShardingError
-from shardc.runtime.launch import Workers
+from shardc.runtime.comm.launch import Workers
 
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 

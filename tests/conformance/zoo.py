@@ -1,7 +1,7 @@
 """The model zoo: each model sharded on small meshes equals the single device; and what that costs.
 
 Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
-and once with sizes that do not divide. ``shardc.verify`` holds outputs and every gradient, in float64 and float32,
+and once with sizes that do not divide. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
 against the single device, and that against the eager model.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from shardc import Mesh, P
 from shardc.api import Compiled
-from shardc.cost import flops_of
-from shardc.fallback import fallbacks_of
-from shardc.node import op_name
-from shardc.text import bytes_text, table
-from shardc.verify import Difference, verify
+from shardc.cli.verify import Difference, verify
+from shardc.costs.count import flops_of
+from shardc.language.text import bytes_text, table
+from shardc.program.node import op_name
+from shardc.program.traffic import fallbacks_of
 
 from . import zoo_convolutions as zoo_convolutions
 from . import zoo_further as zoo_further

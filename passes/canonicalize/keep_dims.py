@@ -1,0 +1,244 @@
+"""keep_dims: contractions keep the dims of the model, so that a batch dim and a sequence dim never meet in one.
+
+Every matrix product becomes one ``dot`` with named dims; the views and permutes that made its operands flat go::
+
+    v: f32[128, 64] = reshape(x)        # x: f32[8, 16, 64]
+    m: f32[128, 256] = mm(v, w)         ->   m: f32[8, 16, 256] = dot(x, w, "a b c, c d -> a b d")
+    y: f32[8, 16, 256] = reshape(m)
+
+Invariant: no mm, bmm or addmm is left, and every value is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.language.sharding import TensorType
+from shardc.ops.contraction import dot
+from shardc.program.node import arguments, operand
+from shardc.program.program import Program
+
+aten = torch.ops.aten
+
+Names = tuple[str, ...]
+SPECS: dict[Any, tuple[Names, Names, Names]] = {
+    aten.mm.default: (("m", "k"), ("k", "n"), ("m", "n")),
+    aten.addmm.default: (("m", "k"), ("k", "n"), ("m", "n")),
+    aten.bmm.default: (("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")),
+    aten.baddbmm.default: (("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n")),
+}
+
+
+def keep_dims(program: Program) -> Program:
+    """The program with every matrix product as a ``dot`` over the model's own dims."""
+    program = program.copy()
+    for node in list(program.calls):
+        if node.target in SPECS:
+            with program.graph.inserting_before(node):
+                _rewrite(program, node)
+        elif node.target is aten.sum.dim_IntList:
+            with program.graph.inserting_before(node):
+                _sum_unmerged(program, node)
+    _join_reshapes(program)
+    program.remove_dead()
+    return program
+
+
+@dataclass(slots=True)
+class _Product:
+    """A product in the making: two operands, the names of their dims and of the result's.
+
+    ``splits`` are the result's dims that were taken apart, each (position, sizes) in the order it was done.
+    """
+
+    operands: list[fx.Node]
+    names: list[Names]
+    out: Names
+
+
+def _rewrite(program: Program, node: fx.Node) -> None:
+    has_bias = node.target in (aten.addmm.default, aten.baddbmm.default)
+    left, right, out = SPECS[node.target]
+    product = _Product([operand(node, has_bias), operand(node, has_bias + 1)], [left, right], out)
+    while _absorb(program, product, node):
+        pass
+    sizes = _sizes(program, product)
+    type_ = TensorType(tuple(sizes[name] for name in product.out), program.type(node).dtype)
+    result = program.insert(dot, (*product.operands, _spec(product)), type_, node)
+    if has_bias:
+        result = _add_bias(program, node, result)
+    if type_.shape != program.type(node).shape:
+        result = _reshape(program, result, program.type(node).shape)
+    program.replace(node, result)
+
+
+def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
+    """``beta * bias + alpha * product``; a bias of the last dim alone stays as it is."""
+    bias, beta, alpha = operand(node), arguments(node)["beta"], arguments(node)["alpha"]
+    shape = program.type(product).shape
+    own = program.type(bias).shape
+    if shape[len(shape) - len(own) :] != own:
+        product = _reshape(program, product, program.type(node).shape)
+    if alpha != 1:
+        product = program.emit(aten.mul.Scalar, product, alpha, like=node)
+    if beta != 1:
+        bias = program.emit(aten.mul.Scalar, bias, beta, like=node)
+    return program.emit(aten.add.Tensor, product, bias, like=node)
+
+
+def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
+    """Take one permute or one merging view into the product; False when there is none left to take."""
+    for side, given in enumerate(product.operands):
+        if given.target is aten.permute.default:
+            _absorb_permute(product, side)
+            return True
+    return any(
+        given.target is aten.reshape.default and _absorb_merge(program, product, side, node)
+        for side, given in enumerate(product.operands)
+    )
+
+
+def _absorb_permute(product: _Product, side: int) -> None:
+    view = product.operands[side]
+    names = dict(zip(arguments(view)["dims"], product.names[side], strict=True))
+    product.operands[side] = operand(view)
+    product.names[side] = tuple(names[dim] for dim in range(len(names)))
+
+
+def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node) -> bool:
+    """Look through a view that merged dims of an operand, where the other side or the result is ready for it."""
+    view = product.operands[side]
+    source = operand(view)
+    groups = merged_dims(program.type(source).shape, program.type(view).shape)
+    if groups is None:
+        return False
+    merged = {name: group for name, group in zip(product.names[side], groups, strict=True) if len(group) != 1}
+    if not all(_is_ready(program, product, side, name, group, node) for name, group in merged.items()):
+        return False
+    product.operands[side] = source
+    product.names[side] = _split_names(product.names[side], merged)
+    other = 1 - side
+    shape = tuple(
+        size
+        for name, extent in zip(product.names[other], program.type(product.operands[other]).shape, strict=True)
+        for size in merged.get(name, (extent,))
+    )
+    if shape != program.type(product.operands[other]).shape:
+        product.operands[other] = _reshape(program, product.operands[other], shape)
+    product.names[other] = _split_names(product.names[other], merged)
+    product.out = _split_names(product.out, merged)
+    return True
+
+
+def _is_ready(program: Program, product: _Product, side: int, name: str, group: tuple[int, ...], node: fx.Node) -> bool:
+    """Whether a dim can come apart at no cost: a user of the result takes it apart, or the other operand merged it."""
+    if name in product.out and name not in product.names[1 - side]:
+        return any(_takes_apart(program, user, group) for user in node.users)
+    other = product.operands[1 - side]
+    while other.target is aten.permute.default:
+        other = operand(other)
+    return other.target is aten.reshape.default and _merges(program, operand(other), other, group)
+
+
+def _takes_apart(program: Program, user: fx.Node, group: tuple[int, ...]) -> bool:
+    if user.target is aten.permute.default:
+        return any(_takes_apart(program, next_user, group) for next_user in user.users)
+    return user.target is aten.reshape.default and _merges(program, user, operand(user), group)
+
+
+def _merges(program: Program, apart: fx.Node, together: fx.Node, group: tuple[int, ...]) -> bool:
+    """Whether a view from the one to the other does nothing but merge dims, and these sizes into one of them."""
+    groups = merged_dims(program.type(apart).shape, program.type(together).shape)
+    return groups is not None and group in groups
+
+
+def merged_dims(src: Sequence[int], dst: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The sizes of ``src`` that each dim of ``dst`` merges, if the view does nothing but merge.
+
+    >>> merged_dims((8, 16, 64), (128, 64))
+    [(8, 16), (64,)]
+    """
+    groups: list[tuple[int, ...]] = []
+    at = 0
+    for size in dst:
+        group: tuple[int, ...] = ()
+        product = 1
+        while at < len(src) and (product < size or not group):
+            product *= src[at]
+            group += (src[at],)
+            at += 1
+        if product != size:
+            return None
+        groups.append(group)
+    return groups if at == len(src) and groups else None
+
+
+def _split_names(names: Names, merged: dict[str, tuple[int, ...]]) -> Names:
+    return tuple(
+        part
+        for name in names
+        for part in ([f"{name}{i}" for i in range(len(merged[name]))] if name in merged else [name])
+    )
+
+
+def _sizes(program: Program, product: _Product) -> dict[str, int]:
+    return {
+        name: size
+        for given, names in zip(product.operands, product.names, strict=True)
+        for name, size in zip(names, program.type(given).shape, strict=True)
+    }
+
+
+def _spec(product: _Product) -> str:
+    """The names as single letters, in order of appearance."""
+    fresh = (chr(code) for code in count(ord("a")))
+    letters: dict[str, str] = {}
+    sides = [
+        " ".join(letters.setdefault(name, letters.get(name) or next(fresh)) for name in names)
+        for names in (*product.names, product.out)
+    ]
+    return f"{sides[0]}, {sides[1]} -> {sides[2]}"
+
+
+def _sum_unmerged(program: Program, node: fx.Node) -> None:
+    """A sum over a dim that a view merged is a sum over the dims it merged."""
+    view, dims = operand(node), arguments(node)["dim"]
+    if view.target is not aten.reshape.default or not dims:
+        return
+    source = operand(view)
+    groups = merged_dims(program.type(source).shape, program.type(view).shape)
+    if groups is None:
+        return
+    summed = {dim % len(groups) for dim in dims}
+    if any(len(group) != 1 for i, group in enumerate(groups) if i not in summed):
+        return
+    owners = [i for i, group in enumerate(groups) for _ in group]
+    unmerged = [dim for dim, owner in enumerate(owners) if owner in summed]
+    total = program.emit(aten.sum.dim_IntList, source, unmerged, False, like=node, **node.kwargs)
+    if program.type(total).shape != program.type(node).shape:
+        total = _reshape(program, total, program.type(node).shape)
+    program.replace(node, total)
+
+
+def _reshape(program: Program, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    return program.insert(aten.reshape.default, (node, list(shape)), TensorType(shape, program.type(node).dtype), node)
+
+
+def _join_reshapes(program: Program) -> None:
+    """A view of a view is one view; a view back to the shape it came from is nothing."""
+    for node in list(program.calls):
+        if node.target is not aten.reshape.default:
+            continue
+        source = operand(node)
+        while source.target is aten.reshape.default:
+            source = operand(source)
+        if program.type(source).shape == program.type(node).shape:
+            program.replace(node, source)
+        else:
+            node.args = (source, node.args[1])

@@ -1,0 +1,192 @@
+"""Rows that are sorted, worked on one by one and put back are worked on where they are: no rank needs to see all.
+
+Mixtures of experts sort tokens by expert, so that each expert finds its own together. Where every op on the sorted rows
+gives the same whatever their order, as its rule says, the order is left as it was::
+
+    e = sort(expert);  x = index(tokens, e[1])               e = arange(64);  x = index(tokens, e)
+    y = expert_product(x, w, e[0], experts)           ->     y = expert_product(x, w, expert, experts)
+    z = index(y, inverse of e[1])                            z = index(y, e)
+
+State of ``_Rows``: for each value that holds sorted rows the dim they lie along; ``inverses``: what puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.language.rule import Dims, Rule
+from shardc.program.node import arguments, is_getitem, operand
+from shardc.program.program import Program, Value
+
+aten = torch.ops.aten
+SORTS = (aten.sort.default, aten.sort.stable)
+FINDS = (aten.argmax.default, aten.argmin.default)
+FINDS_SECOND = (aten.topk.default, aten.max.dim, aten.min.dim, *SORTS)  # indices are their second result
+CASTS = (aten._to_copy.default, aten.reshape.default)
+
+
+def unsort(program: Program) -> bool:
+    """Leave rows in the order in which they come, where their order does not matter; whether any were."""
+    found = False
+    for node in list(program.calls):
+        if node.target in SORTS and len(program.type(operand(node)).shape) == 1:
+            _name_experts(program, node)
+            rows = _Rows(program, node)
+            if rows.may_stay():
+                rows.leave()
+                found = True
+    return found
+
+
+def _name_experts(program: Program, sort: fx.Node) -> None:
+    """The group of each sorted row, counted from where groups end, is the number that it was sorted by."""
+    keys = _picked(sort, 0)
+    if keys is None or not _is_position(operand(sort)):
+        return
+    for node in [node for node in program.calls if node.target is aten.searchsorted.Tensor]:
+        if (
+            _ends_of(operand(node), keys)
+            and _is_count(operand(node, 1), program.type(keys).numel)
+            and arguments(node)["right"]
+        ):
+            program.replace(node, keys)
+
+
+def _is_position(node: fx.Node) -> bool:
+    """Whether a value holds indices that an op found, which are not negative."""
+    if node.target in CASTS:
+        return _is_position(operand(node))
+    if node.target is aten.cat.default:
+        return all(map(_is_position, arguments(node)["tensors"]))
+    if is_getitem(node):
+        return node.args[1:] == (1,) and operand(node).target in FINDS_SECOND
+    return node.target in FINDS
+
+
+def _ends_of(node: fx.Node, keys: fx.Node) -> bool:
+    """Whether a node is where each run of equal keys ends: how many keys there are of each number, summed up."""
+    if node.target is not aten.cumsum.default or operand(node).target is not aten.histc.default:
+        return False
+    counts = arguments(operand(node))
+    source = counts["self"]
+    while source.target is aten._to_copy.default:
+        source = operand(source)
+    return source is keys and counts["min"] == 0 and counts["max"] == counts["bins"] - 1
+
+
+def _is_count(node: fx.Node, size: int) -> bool:
+    """Whether a node holds 0 to ``size - 1``."""
+    return node.target is aten.arange.default and node.args == (size,)
+
+
+def _picked(node: fx.Node, index: int) -> fx.Node | None:
+    return next((user for user in node.users if user.args[1] == index), None)
+
+
+@dataclass(slots=True)
+class _Rows:
+    program: Program
+    sort: fx.Node
+    dims: dict[Value, int] = field(default_factory=dict)
+    inverses: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How many rows."""
+        return self.program.type(operand(self.sort)).numel
+
+    def may_stay(self) -> bool:
+        """Whether all that is done with the sorted rows may be done in any order; fills the state."""
+        self.dims = {(self.sort, 0): 0, (self.sort, 1): 0}
+        for node in self.program.calls:
+            if node is not self.sort and self._is_touched(node) and not self._follow(node):
+                return False
+        return bool(self.inverses) and not any(
+            result is not None and (self.program.value(result) in self.dims or result in self.inverses)
+            for result in self.program.results
+        )
+
+    def leave(self) -> None:
+        """Let rows keep their places: the order is that in which they came, and so is the order back."""
+        order, keys = _picked(self.sort, 1), _picked(self.sort, 0)
+        with self.program.graph.inserting_before(self.sort):
+            dtype = torch.int64
+            stay = self.program.emit(aten.arange.default, self.size, like=self.sort, dtype=dtype)
+        for node in filter(None, (order, *self.inverses)):
+            self.program.replace(node, stay)
+        if keys is not None:
+            self.program.replace(keys, operand(self.sort))
+
+    def _is_touched(self, node: fx.Node) -> bool:
+        return any(each in self.inverses or self.program.value(each) in self.dims for each in node.all_input_nodes)
+
+    def _follow(self, node: fx.Node) -> bool:
+        """Whether an op gives the same in any order of the rows; where its results have them, they are noted."""
+        target, given = node.target, arguments(node) if hasattr(node.target, "_schema") else {}
+        if target is aten.index.Tensor and self._only_index(given) in self.inverses:
+            return self._lies(given["self"]) == 0
+        if target is aten.index_put.default and not self._is_row_put(given):
+            return self._follow_put(node, given)
+        if any(each in self.inverses for each in node.all_input_nodes):
+            return False
+        return self._follow_rule(node, self.program.rule(node))
+
+    def _only_index(self, given: Mapping[str, Any]) -> fx.Node | None:
+        """What the first dim is indexed by, where no other is."""
+        indices = given["indices"]
+        return indices[0] if len(indices) == 1 else None
+
+    def _lies(self, node: Any) -> int | None:
+        return self.dims.get(self.program.value(node)) if isinstance(node, fx.Node) else None
+
+    def _is_row_put(self, given: Mapping[str, Any]) -> bool:
+        """Whether each row is written to on its own."""
+        return self._lies(given["self"]) is not None
+
+    def _follow_put(self, node: fx.Node, given: Mapping[str, Any]) -> bool:
+        """Rows put where they came from, or added up; gradients put in the sorted order; or the numbers of rows."""
+        index, values = self._only_index(given), given["values"]
+        if index is None or given["self"].target is not aten.full.default:
+            return False
+        if index in self.inverses:
+            self.dims[node, 0] = 0
+            return self._lies(values) is None and self._has_all_rows(values) and self._has_all_rows(node)
+        is_order = index is _picked(self.sort, 1)
+        if is_order and _is_count(values, self.size) and self._has_all_rows(node):
+            self.inverses.append(node)
+            return True
+        return self._lies(index) == 0 and self._lies(values) == 0 and (is_order or given["accumulate"])
+
+    def _has_all_rows(self, node: fx.Node) -> bool:
+        shape = self.program.type(node).shape
+        return bool(shape) and shape[0] == self.size
+
+    def _follow_rule(self, node: fx.Node, rule: Rule) -> bool:
+        """By its rule: one factor is the rows, on every operand that has it, and on results as a dim of its own."""
+        values = self.program.operand_values(node)
+        found = {self._factor(dims, self.dims[value]) for value, dims in zip(values, rule.operands, strict=True)
+                 if value in self.dims}  # fmt: skip
+        factor = found.pop()
+        if found or factor is None or factor in rule.whole or factor in rule.chunks:
+            return False
+        for value, dims in zip(values, rule.operands, strict=True):
+            if value is not None and rule.has(factor, dims) and value not in self.dims:
+                return False
+        for index, dims in enumerate(rule.results):
+            if rule.has(factor, dims):
+                assert dims is not None
+                if (factor,) not in dims:
+                    return False
+                self.dims[node, index] = dims.index((factor,))
+            elif not rule.is_partial(factor, index):
+                return False
+        return True
+
+    def _factor(self, dims: Dims | None, dim: int) -> str | None:
+        """The factor that a dim is, where it is one alone."""
+        return dims[dim][0] if dims is not None and len(dims[dim]) == 1 else None

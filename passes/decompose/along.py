@@ -1,0 +1,141 @@
+"""One dim of one op that is to be taken apart: its windows and chunks, as a part of the batch and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from shardc.language.sharding import TensorType
+from shardc.language.windows import Windows, overlap_add, rows_sent, windows
+from shardc.program.node import operands
+
+from ..emitter import Emitter
+
+aten = torch.ops.aten
+
+T = TypeVar("T")
+Results = fx.Node | list[fx.Node | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """An op to be taken apart along a dim that is cut in ``count`` chunks."""
+
+    emit: Emitter
+    dim: int
+    count: int
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The op's arguments."""
+        return self.emit.given
+
+    @property
+    def node(self) -> fx.Node:
+        """The op."""
+        return self.emit.node
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the op's tensors have."""
+        first = operands(self.node)[0]
+        assert first is not None
+        return len(self.emit.shape(first))
+
+    def at(self, entries: Sequence[T]) -> T:
+        """The entry for this dim, of one for each of the last dims."""
+        return entries[self.dim - self.ndim]
+
+    def without(self, numbers: Sequence[int], number: int = 0) -> list[int]:
+        """The numbers with another one for this dim."""
+        return [number if i == self.dim - self.ndim + len(numbers) else old for i, old in enumerate(numbers)]
+
+    def size(self, node: fx.Node) -> int:
+        """The size of the dim."""
+        return self.emit.shape(node)[self.dim]
+
+    def padded(self, x: fx.Node, before: int, after: int) -> fx.Node:
+        """``x`` with so many zeros at either end of the dim; less than none are cut off."""
+        behind = [0, 0] * (self.ndim - 1 - self.dim)
+        return self.emit(aten.constant_pad_nd.default, x, [*behind, before, after])
+
+    def apart(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
+        """The windows of ``x``, their number as a dim of its own before the dim."""
+        taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
+        shape = self.emit.shape(taken)
+        split = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
+        return self.emit(aten.reshape.default, taken, split)
+
+    def merge(self, x: fx.Node, order: Sequence[int], shape: Sequence[int]) -> fx.Node:
+        """``x`` with its dims in another order, as ``shape``."""
+        return self.emit(aten.reshape.default, self.emit(aten.permute.default, x, list(order)), list(shape))
+
+    def windows(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
+        """The windows of ``x``, in front as a part of the batch."""
+        apart = self.apart(x, window, fill)
+        shape = list(self.emit.shape(apart))
+        order = [self.dim, *(i for i in range(len(shape)) if i != self.dim)]
+        del shape[self.dim]
+        return self.merge(apart, order, [shape[0] * self.count, *shape[1:]])
+
+    def chunks(self, x: fx.Node, fill: float = 0.0) -> fx.Node:
+        """The chunks of ``x``, in front as a part of the batch."""
+        return self.windows(x, self.chunks_of(self.size(x)), fill)
+
+    def chunks_of(self, size: int) -> Windows:
+        """The chunks of a dim of ``size``, as windows of it."""
+        return Windows(self.count, size, size, 0)
+
+    def overlap_add(self, x: fx.Node, window: Windows) -> fx.Node:
+        """The adjoint of ``windows``: from windows in front, the dim of ``window.length`` elements."""
+        shape = list(self.emit.shape(x))
+        apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
+        order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
+        shape[0], shape[self.dim] = shape[0] // self.count, self.count * shape[self.dim]
+        return self.added(self.merge(apart, order, shape), window)
+
+    def spread(self, numbers: fx.Node, x: fx.Node) -> fx.Node:
+        """A number for each window, for ``x`` whose windows are in front."""
+        shape = self.emit.shape(x)
+        column = self.emit(aten.reshape.default, numbers, [self.count, 1])
+        spread = self.emit(aten.expand.default, column, [self.count, shape[0] // self.count])
+        return self.emit(aten.reshape.default, spread, [shape[0], *[1] * (len(shape) - 1)])
+
+    def beside(self, x: fx.Node, size: int) -> fx.Node:
+        """The inverse of ``apart`` for chunks, to a dim of ``size``."""
+        shape = list(self.emit.shape(x))
+        shape[self.dim : self.dim + 2] = [shape[self.dim] * shape[self.dim + 1]]
+        return self.added(self.emit(aten.reshape.default, x, shape), self.chunks_of(size))
+
+    def added(self, x: fx.Node, window: Windows) -> fx.Node:
+        """From windows joined along the dim, the dim of ``window.length`` elements."""
+        return x if window.is_identity else self.emit(overlap_add, x, (), self.dim, window.values)
+
+    def join(self, x: fx.Node, size: int) -> fx.Node:
+        """The inverse of ``chunks``, to a dim of ``size``."""
+        return self.overlap_add(x, self.chunks_of(size))
+
+
+Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows taken, and of tensors of which type
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes.
+
+    ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim too.
+    """
+
+    reach: Reach
+    expand: Callable[[Along], Results]
+    piece: str = ""
+
+    def moved(self, along: Along) -> int | None:
+        """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""
+        found = self.reach(along)
+        rows = [sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length)) for window, type_ in found]
+        return sum(rows) if found else None

@@ -1,0 +1,171 @@
+"""Convolutions along a cut place, taken apart into windows.
+
+Large is the side that windows are taken of: the input, or of a transposed convolution the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.language.sharding import TensorType, ceil_div
+from shardc.language.windows import Windows
+from shardc.ops.windowed import sums_over_kernel
+
+from .along import Along, Windowed
+
+aten = torch.ops.aten
+
+
+def _sides(along: Along, result: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The large and the small side of a convolution."""
+    given = along.given["input"], result
+    return given[::-1] if along.given["transposed"] else given
+
+
+def _numbers(along: Along) -> tuple[int, int, int, int]:
+    """Padding, stride and dilation along the dim, and how many elements the kernel spans."""
+    padding, stride, dilation = (along.at(along.given[name]) for name in ("padding", "stride", "dilation"))
+    return padding, stride, dilation, (along.size(along.given["weight"]) - 1) * dilation + 1
+
+
+def _kernel_windows(along: Along, large: fx.Node, small: fx.Node) -> Windows:
+    """The run of the large side that each chunk of the small side is made of, or spreads to."""
+    padding, stride, _, span = _numbers(along)
+    return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
+
+
+def _backward_reach(along: Along) -> list[tuple[Windows, TensorType]]:
+    if sums_over_kernel(
+        along.size(along.given["weight"]), along.size(along.given["grad_output"]), along.given["transposed"]
+    ):
+        return []
+    large, small = _sides(along, along.given["grad_output"])
+    return [(_kernel_windows(along, large, small), along.emit.type(large))]
+
+
+def _reach(along: Along) -> list[tuple[Windows, TensorType]]:
+    given, node = along.given, along.node
+    if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
+        return [(_summed_windows(along), along.emit.type(given["input"]))]
+    spread = _spread_windows(along) if given["transposed"] else None
+    if spread is not None:
+        return [(spread, along.emit.type(given["input"]))]
+    large, small = _sides(along, node)
+    return [(_kernel_windows(along, large, small), along.emit.type(large))]
+
+
+def _convolution(along: Along) -> fx.Node:
+    given, node = along.given, along.node
+    if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
+        return _biased(along, _summed(along))
+    if given["transposed"]:
+        return _biased(along, _transposed(along))
+    window = _kernel_windows(along, given["input"], node)
+    return along.join(_convolved(along, along.windows(given["input"], window), bias=given["bias"]), window.total)
+
+
+def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx.Node | None = None) -> fx.Node:
+    """The convolution of other tensors, with no padding along the dim."""
+    given = along.given
+    return along.emit(
+        aten.convolution.default, x, weight or given["weight"], bias, given["stride"], along.without(given["padding"]),
+        given["dilation"], given["transposed"], along.without(given["output_padding"]), given["groups"],
+    )  # fmt: skip
+
+
+def _biased(along: Along, result: fx.Node) -> fx.Node:
+    """With the bias, where every rank would have added it."""
+    if along.given["bias"] is None:
+        return result
+    shape = [-1, *[1] * (along.ndim - 2)]
+    return along.emit(aten.add.Tensor, result, along.emit(aten.reshape.default, along.given["bias"], shape))
+
+
+# A transposed convolution: where chunks of the result are multiples of the stride, each from a window of the input;
+# else the runs that chunks of the input spread to are added where they overlap.
+
+
+def _transposed(along: Along) -> fx.Node:
+    x, size = along.given["input"], along.size(along.node)
+    window = _spread_windows(along)
+    if window is None:
+        return along.overlap_add(_convolved(along, along.chunks(x)), _kernel_windows(along, along.node, x))
+    padding, stride, _, _ = _numbers(along)
+    result = _convolved(along, along.windows(x, window))
+    first = padding - window.start * stride
+    behind = first + window.chunk * stride - along.size(result)
+    return along.join(along.padded(result, -first, behind), size)
+
+
+def _spread_windows(along: Along) -> Windows | None:
+    """Of the input, what each chunk of the result is made of; positions are runs of as many elements as the stride."""
+    padding, stride, _, span = _numbers(along)
+    size = along.size(along.node)
+    start = ceil_div(padding - span + 1, stride)
+    reach = (stride - 1 + padding) // stride - start + 1
+    if ceil_div(size, along.count) % stride or reach < 1:
+        return None
+    return Windows(along.count, along.size(along.given["input"]), ceil_div(size, stride), start, 1, reach)
+
+
+# A kernel larger than the result, as of the gradient of a weight: each rank sums over its chunk of the kernel, whose
+# number is a part of the input's channels.
+
+
+def _summed_windows(along: Along) -> Windows:
+    padding, stride, dilation, _ = _numbers(along)
+    span = (along.size(along.node) - 1) * stride + 1
+    x, weight = along.given["input"], along.given["weight"]
+    return Windows(along.count, along.size(x), along.size(weight), -padding, dilation, span)
+
+
+def _summed(along: Along) -> fx.Node:
+    x, weight = along.given["input"], along.given["weight"]
+    kernel = along.chunks_of(along.size(weight))
+    windows = _into_channels(along, along.apart(x, _summed_windows(along)), along.given["groups"])
+    return _convolved(along, windows, _into_channels(along, along.apart(weight, kernel), 1))
+
+
+def _into_channels(along: Along, apart: fx.Node, groups: int) -> fx.Node:
+    """The number of the window as the major part of the channels of each group."""
+    batch, channels, *rest = along.emit.shape(apart)
+    grouped = along.emit(aten.reshape.default, apart, [batch, groups, channels // groups, *rest])
+    order = [0, 1, along.dim + 1, *(i for i in range(2, len(rest) + 3) if i != along.dim + 1)]
+    del rest[along.dim - 2]
+    return along.merge(grouped, order, [batch, channels * along.count, *rest])
+
+
+# The gradients.
+
+
+def _convolution_backward(along: Along) -> list[fx.Node | None]:
+    """Windows beyond the last position have no gradient, so that they add nothing to the weight's."""
+    given, emit = along.given, along.emit
+    large, small = _sides(along, given["grad_output"])
+    window = _kernel_windows(along, large, small)
+    pieces = along.windows(large, window), along.chunks(small)
+    x, gradient = pieces[::-1] if given["transposed"] else pieces
+    mask = list(given["output_mask"])
+    asked = [mask[0], mask[1], mask[2] and not given["transposed"]]
+    of_x, of_weight, of_bias = emit.results(
+        emit(
+            aten.convolution_backward.default, gradient, x, given["weight"], given["bias_sizes"], given["stride"],
+            along.without(given["padding"]), given["dilation"], given["transposed"],
+            along.without(given["output_padding"]), given["groups"], asked,
+        )
+    )  # fmt: skip
+    if of_x is not None:
+        of_x = along.join(of_x, along.size(small)) if given["transposed"] else along.overlap_add(of_x, window)
+    if mask[2] and of_bias is None:  # in windows that overlap it would count twice
+        dims = [i for i in range(len(emit.shape(large))) if i != 1]
+        of_bias = emit(aten.sum.dim_IntList, given["grad_output"], dims)
+    return [of_x, of_weight, of_bias]
+
+
+CONVOLUTIONS: dict[Any, Windowed] = {
+    aten.convolution.default: Windowed(_reach, _convolution),
+    aten.convolution_backward.default: Windowed(_backward_reach, _convolution_backward),
+}

@@ -1,0 +1,241 @@
+"""decompose: annotated -> annotated. An op that wants whole a dim that arrives cut, as local work and small reductions.
+
+softmax and its kin, a gather and a lookup need a whole dim only for a maximum, a sum or a position::
+
+    y: f32[512@dp, 64] = _log_softmax(x)     # x: f32[512@dp, 64@tp]
+        ->
+    m: f32[512@dp, 1] = amax(x);  s: f32[512@dp, 64@tp] = sub(x, m);  e: f32[512@dp, 1] = sum(exp(s))
+    y: f32[512@dp, 64@tp] = sub(s, log(e))
+
+So cross entropy over a cut vocabulary moves a few numbers a token. Done only where it moves fewer bytes than gathering
+would, and only along axes that the op would have for that dim; then the new values are propagated, which may cut the
+dims of further ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace as replaced
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.language.rule import Dims, Rule
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
+from shardc.ops.index import lookup_rows, scatter_rows
+from shardc.program.node import arguments
+from shardc.program.program import Program, Value
+
+from ..emitter import NEVER, Decomposition, Emitter, Form
+from ..propagate.propagate import propagate
+from ..reshard.choose_cuts import Cuts, assign, claims_on, num_pieces
+from .along import Along, Windowed
+from .choose_ends import cheapest_ends
+from .convolution import CONVOLUTIONS
+from .index import INDEXING, lookup_moves
+from .pool import POOLS, RESAMPLINGS
+from .reductions import NORMS, REDUCTIONS, SOFTMAXES
+from .shift import SCANS, SHIFTS
+
+aten = torch.ops.aten
+
+
+def decompose(program: Program) -> Program:
+    """The program with ops taken apart where that moves fewer bytes."""
+    return cheapest_ends(program, _decomposed)
+
+
+def _decomposed(program: Program) -> Program:
+    while True:
+        found = _forms(program)
+        if not found:
+            return program
+        found = _forms_behind(program, found)
+        program = program.copy(level="canonical")
+        for node in [node for node in program.calls if node.name in found]:
+            with program.graph.inserting_before(node):
+                program.replace(node, found[node.name](Emitter(program, node)))
+        program.remove_dead()
+        program = propagate(program)
+
+
+def _forms(program: Program) -> dict[str, Form]:
+    """What to put in the place of which ops, by their names."""
+    return {node.name: form for node in program.calls if (form := _form(program, node))}
+
+
+def _forms_behind(program: Program, found: dict[str, Form]) -> dict[str, Form]:
+    """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains."""
+    kinds = {node.target for node in program.calls if node.name in found}
+    if not any(node.target in kinds and node.name not in found for node in program.calls):
+        return found
+    program = program.copy(level="canonical")
+    loosened = [node for node in program.calls if node.target in kinds and node.target in DECOMPOSITIONS]
+    for node in loosened:
+        program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
+    program = propagate(program)
+    for node in [node for node in program.calls if node.target in kinds]:
+        program.forget_rule(node)
+    return _forms(program) | found
+
+
+def _form(program: Program, node: fx.Node) -> Form | None:
+    """What to put in an op's place, where that pays."""
+    if node.target in DECOMPOSITIONS and _pays(program, node):
+        return DECOMPOSITIONS[node.target].expand
+    if node.target in WINDOWED:
+        return _windowed(program, node)
+    return None
+
+
+def _windowed(program: Program, node: fx.Node) -> Form | None:
+    """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
+    rule = program.rule(node)
+    for factor, along, moved in windows_of(program, node, rule):
+        if moved < (along.count - 1) * gathered_bytes(program, node, rule, {factor}, {}):
+            return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
+    return None
+
+
+def windows_of(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[str, Along, int]]:
+    """The factors along which an op can be taken apart into windows, and the bytes that all ranks then send."""
+    for factor, cut in arriving(program, node, rule).items():
+        for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
+            along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
+            moved = WINDOWED[node.target].moved(along)
+            if moved is not None:
+                yield factor, along, moved
+
+
+def _cut_dims(
+    program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
+) -> Iterator[tuple[int, DimSharding]]:
+    """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut."""
+    tensors = [
+        (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
+        for value, dims in _tensors(program, node, rule)
+        if dims is not None
+    ]
+    for dims, _, sharding in tensors:
+        for dim, factors in enumerate(dims):
+            if factor not in factors or sharding is None:
+                continue
+            is_piece = factor == WINDOWED[node.target].piece
+            found = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
+            sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]
+            if num_shards(found.axes) > 1 and _in_a_row(found, sizes):
+                yield dim, found
+
+
+def _in_a_row(cut: DimSharding, sizes: Iterable[int]) -> bool:
+    """Whether dims have the chunks of one axis of as many ranks: several cut what those before them left."""
+    return not cut.minor and all(ceil_div(size, cut.axes[0].size) % num_shards(cut.axes[1:]) == 0 for size in sizes)
+
+
+def _pays(program: Program, node: fx.Node) -> bool:
+    """Whether a dim that must be whole arrives cut by axes that it may have, and gathering it moves more."""
+    rule, cuts = program.rule(node), arriving(program, node, program.rule(node))
+    whole = {factor for factor in cut_whole(rule, cuts) if not is_stored(program, node, cuts[factor])}
+    if not whole or is_scattered(node, cuts, whole):
+        return False
+    return apart_bytes(program, node, cuts, whole) < gathered_bytes(program, node, rule, whole, cuts)
+
+
+def cut_whole(rule: Rule, cuts: Cuts) -> set[str]:
+    """The factors that an op needs whole and that arrive cut."""
+    return {factor for factor in cuts if factor in rule.whole}
+
+
+def is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
+    """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
+    data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
+    return node.target in TABLES and not data.isdisjoint(part.name for part in cut.all_axes)
+
+
+def is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:
+    """Whether a rank's positions do not follow one another, so that the first does not tell all."""
+    is_index = node.target in TABLES or node.target in INDEXING
+    return is_index and any(cuts[factor].minor for factor in whole if factor.startswith("v"))
+
+
+def apart_bytes(program: Program, node: fx.Node, cuts: Cuts, factors: set[str]) -> int:
+    """Bytes of one rank's tensors that move where an op is taken apart along ``factors``, as all others are cut."""
+    return ceil_div(DECOMPOSITIONS[node.target].moved(program, node, factors), num_others(cuts, factors))
+
+
+def num_others(cuts: Cuts, factors: set[str]) -> int:
+    """In how many pieces an op is cut along all factors but these."""
+    return num_pieces({factor: cut for factor, cut in cuts.items() if factor not in factors})
+
+
+def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
+    """How the factors of an op would be cut, could all be."""
+    loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
+
+    def lies(value: Value) -> Sharding:
+        sharding = program.shardings(value[0])[value[1]]
+        assert sharding is not None
+        return sharding
+
+    return assign(loose, claims_on(program, node, loose, lies))
+
+
+def gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
+    """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
+    return sum(
+        ceil_div(program.value_type(value).nbytes, num_others(_of_dims(rule, cuts, dims), factors))
+        for value, dims in _tensors(program, node, rule)
+        if any(rule.has(factor, dims) for factor in factors)
+    )
+
+
+def _tensors(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[Value, Dims | None]]:
+    """An op's operands and results, each with its factors."""
+    values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
+    pairs = zip(values, rule.operands + rule.results, strict=True)
+    return ((value, dims) for value, dims in pairs if value is not None)
+
+
+def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:
+    """The cuts of the factors that a tensor has."""
+    return {factor: cut for factor, cut in cuts.items() if rule.has(factor, dims)}
+
+
+# The ops.
+
+
+def _embedding(emit: Emitter) -> fx.Node:
+    weight, ids = emit.given["weight"], emit.given["indices"]
+    return emit(lookup_rows, weight, ids, emit(aten.arange.default, emit.shape(weight)[0]))
+
+
+def _embedding_backward(emit: Emitter) -> fx.Node:
+    given = emit.given
+    rows = emit(aten.arange.default, given["num_weights"])
+    gradient = emit(scatter_rows, given["grad_output"], given["indices"], rows)
+    if given["padding_idx"] < 0:
+        return gradient
+    kept = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, rows, given["padding_idx"]), 1)
+    return emit(aten.mul.Tensor, gradient, kept)
+
+
+def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """As much as the lookup, so that both are done alike."""
+    given = arguments(node)
+    gradient = program.value_type(program.value(given["grad_output"]))
+    return NEVER if given["scale_grad_by_freq"] else 2 * gradient.nbytes
+
+
+DECOMPOSITIONS: dict[Any, Decomposition] = {
+    aten.embedding.default: Decomposition(_embedding, lookup_moves),
+    aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
+    **INDEXING,
+    **NORMS,
+    **REDUCTIONS,
+    **SOFTMAXES,
+}
+TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)
+
+
+WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS

@@ -1,0 +1,146 @@
+"""Indexing along a cut dim as work on the positions that a rank has: a lookup leaves an open sum, a write nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.language.sharding import TensorType
+from shardc.ops.index import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_at
+from shardc.program.node import ancestors, arguments, operand
+from shardc.program.program import Program
+
+from ..emitter import NEVER, Decomposition, Emitter, one_along, widened
+
+aten = torch.ops.aten
+
+
+def _index(emit: Emitter) -> fx.Node:
+    """A lookup at positions along some dims."""
+    return emit(lookup_at, emit.given["self"], *_places(emit))
+
+
+def _index_put(emit: Emitter) -> fx.Node:
+    """What is added is added on its own first, so that its sum may be open; what is put is put where it belongs."""
+    given = emit.given
+    x, values = given["self"], given["values"]
+    type_ = emit.program.infer(aten.index.Tensor, (x, given["indices"]), {})
+    assert isinstance(type_, TensorType)
+    if emit.shape(values) != type_.shape:
+        values = emit(aten.expand.default, values, list(type_.shape))
+    if given["accumulate"]:
+        return emit(aten.add.Tensor, x, emit(add_at, values, *_places(emit)))
+    return emit(put_at, x, values, *_places(emit))
+
+
+def _gather(emit: Emitter) -> fx.Node:
+    """An element for each entry of the index.
+
+    Of a log softmax it is found before the sum of exponentials is known, which is the same for a row: so that both sums
+    over ranks go together: in one dtype, that of exponentials' sums.
+    """
+    x, index = emit.given["self"], emit.given["index"]
+    rows, dim = _along(emit)
+    if not _takes_from_rows(emit, x, index, dim):
+        return emit(gather_at, x, index, rows, dim)
+    whole, number = operand(x), operand(x, 1)
+    for each in sorted((each for each in ancestors(index, rows) if whole < each), reverse=True):
+        whole.append(each)
+    with emit.program.graph.inserting_before(max(whole, index, rows).next):
+        found = emit(gather_at, whole, index, rows, dim, **widened(emit.type(whole).dtype))
+    return emit.cast(emit(aten.sub.Tensor, found, number), emit.type(x).dtype)
+
+
+def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> bool:
+    """Whether a value is a difference to one number for all that an index may pick from."""
+    if x.target is not aten.sub.Tensor or x.kwargs or not isinstance(x.args[1], fx.Node):
+        return False
+    row = one_along(dim, emit.shape(x))
+    return emit.shape(operand(x)) == emit.shape(x) and emit.shape(operand(x, 1)) == emit.shape(index) == row
+
+
+def _scatter_add(emit: Emitter) -> fx.Node:
+    """The sum on its own, then added."""
+    given = emit.given
+    return emit(aten.add.Tensor, given["self"], emit(scatter_add_at, given["index"], given["src"], *_along(emit)))
+
+
+def _scatter(emit: Emitter) -> fx.Node:
+    """Each element where it belongs."""
+    given = emit.given
+    source = given.get("src")
+    if source is None:
+        dtype = emit.type(given["self"]).dtype
+        source = emit(aten.full.default, list(emit.shape(given["index"])), given["value"], dtype=dtype)
+    return emit(scatter_at, given["self"], given["index"], source, *_along(emit))
+
+
+def _places(emit: Emitter) -> tuple[Any, ...]:
+    """The indices, counted from 0, the positions of their dims, and the dims."""
+    shape = emit.shape(emit.given["self"])
+    found = {dim: given for dim, given in enumerate(emit.given["indices"]) if given is not None}
+    indices = [emit(aten.remainder.Scalar, given, shape[dim]) for dim, given in found.items()]
+    return (*indices, *(emit(aten.arange.default, shape[dim]) for dim in found), tuple(found))
+
+
+def _along(emit: Emitter) -> tuple[fx.Node, int]:
+    """The positions of the dim, and the dim."""
+    shape = emit.shape(emit.given["self"])
+    dim = emit.given["dim"] % len(shape)
+    return emit(aten.arange.default, shape[dim]), dim
+
+
+# What moves, in bytes of whole tensors.
+
+
+def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """What is found, reduced; a mask has no sum."""
+    type_ = program.type(node)
+    return NEVER if type_.dtype == torch.bool else 2 * type_.nbytes
+
+
+def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """Nothing where the positions are cut; what is put is whole."""
+    return 0 if any(factor.startswith("v") for factor in factors) and _is_full(program, node) else NEVER
+
+
+def _add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """Nothing where the positions are cut; the whole sum, reduced, where what is added is."""
+    type_ = program.type(node)
+    if type_.dtype == torch.bool or not _is_full(program, node):
+        return NEVER
+    return 2 * type_.nbytes * any(factor.startswith("i") for factor in factors)
+
+
+def _index_put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """As what it does: adds or puts."""
+    return (_add_moves if arguments(node)["accumulate"] else _put_moves)(program, node, factors)
+
+
+def _is_full(program: Program, node: fx.Node) -> bool:
+    """Whether a scatter's index and source are as long as ``x`` on every dim but its own; an index_put has none."""
+    given = arguments(node)
+    if "indices" in given:
+        return True
+    tensors = [given[name] for name in ("self", "index", "src") if isinstance(given.get(name), fx.Node)]
+    shapes = [list(program.value_type(program.value(tensor)).shape) for tensor in tensors]
+    return bool(shapes[0]) and _same_but(given["dim"], shapes) and (len(shapes) < 3 or shapes[1] == shapes[2])
+
+
+def _same_but(dim: int, shapes: Sequence[list[int]]) -> bool:
+    dim %= len(shapes[0])
+    return len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
+
+
+INDEXING = {
+    aten.gather.default: Decomposition(_gather, lookup_moves),
+    aten.scatter_add.default: Decomposition(_scatter_add, _add_moves),
+    **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), Decomposition(_index, lookup_moves)),
+    **dict.fromkeys(
+        (aten.index_put.default, aten._unsafe_index_put.default), Decomposition(_index_put, _index_put_moves)
+    ),
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value), Decomposition(_scatter, _put_moves)),
+}

@@ -1,0 +1,1 @@
+"""Last phase: fewer, joined and earlier collectives, what is recomputed, and local shapes."""

@@ -1,0 +1,154 @@
+"""fuse_collectives: lowered -> lowered. Fewer and cheaper collectives for the same values.
+
+In order: equal collectives are done once, partial sums are added before they are reduced, and an all_reduce of which
+only pieces are used becomes a reduce_scatter::
+
+    a = all_reduce(x, tp);  s = add(r, a)           t = add(x, y)
+    b = all_reduce(y, tp);  t = add(s, b)     ->    c = all_reduce(t, tp);  u = add(r, c)
+
+Invariant: every value that is left lies as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from shardc.program.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
+from shardc.program.facts import Cause, Moved
+from shardc.program.node import is_cast, operand
+from shardc.program.program import Program
+
+from ..reshard.insert_reshards import place
+
+aten = torch.ops.aten
+
+
+def fuse_collectives(program: Program) -> Program:
+    """The program with fewer and cheaper collectives."""
+    program = program.copy()
+    _share_equal(program)
+    for node in reversed(list(program.calls)):
+        if _is_sum(node) and not _is_inner_sum(program, node):
+            _add_before_reducing(program, node)
+    for node in list(program.calls):
+        if node.target is all_reduce:
+            _scatter_where_sliced(program, node)
+    program.remove_dead()
+    return program
+
+
+def _share_equal(program: Program) -> None:
+    seen: dict[object, fx.Node] = {}
+    for node in list(program.calls):
+        if node.target in COLLECTIVES or node.target in EXCHANGES:
+            key = (node.target, node.args, _use(program, node))
+            if key in seen:
+                program.replace(node, seen[key])
+            else:
+                seen[key] = node
+
+
+def _use(program: Program, node: fx.Node) -> str:
+    """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each.
+
+    In a pipeline it gathers once for both.
+    """
+    gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
+    is_freed = program.options.zero is not None and program.options.pipeline is None
+    is_again = is_freed and gathered.op == "placeholder"
+    return program.source(node).phase if is_again else ""
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args)
+
+
+def _is_inner_sum(program: Program, node: fx.Node) -> bool:
+    """Whether the sum is but a summand of one other sum, and not broadcast there."""
+    users = list(node.users)
+    return len(users) == 1 and _is_sum(users[0]) and program.type(users[0]) == program.type(node)
+
+
+def _summands(program: Program, node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for summand in (operand(node, 0), operand(node, 1)):
+        is_inner = _is_sum(summand) and _is_inner_sum(program, summand)
+        found += _summands(program, summand) if is_inner else [summand]
+    return found
+
+
+def _add_before_reducing(program: Program, node: fx.Node) -> None:
+    """Of a sum's summands, those that are reduced alike over the same axes become one reduction of their sum."""
+    groups: dict[object, list[fx.Node]] = {}
+    rest: list[fx.Node] = []
+    for summand in _summands(program, node):
+        if _can_wait(summand) and program.type(summand) == program.type(node):
+            stage = program.source(operand(summand)).stage if adds_microbatches(summand) else None  # each has its own
+            key = (summand.target, summand.args[1:], program.sharding(summand), stage)
+            groups.setdefault(key, []).append(summand)
+        else:
+            rest.append(summand)
+    if all(len(group) == 1 for group in groups.values()):
+        return
+    with program.graph.inserting_before(node):
+        total = [*rest, *(_reduce_once(program, group) for group in groups.values())]
+        total.sort(key=lambda each: program.value_type(program.value(each)) != program.type(node))  # a bias comes last
+        result = total[0]
+        for summand in total[1:]:
+            result = sum_of(program, result, summand, node)
+    program.replace(node, result)
+
+
+def _can_wait(node: fx.Node) -> bool:
+    return node.target in (all_reduce, reduce_scatter) and node.args[2] == "sum" and len(node.users) == 1
+
+
+def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
+    first = group[0]
+    partial = operand(first)
+    for other in group[1:]:
+        partial = sum_of(program, partial, operand(other), other)
+    if len(group) == 1:
+        return first
+    result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
+    others = tuple(cause for other in group[1:] for cause in program.causes(other))
+    program.set_sharding(result, program.sharding(first))
+    program.set_causes(result, tuple(_of(program, partial, cause, others) for cause in program.causes(first)))
+    program.set_origins(result, program.origins(first))
+    return result
+
+
+def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]) -> Cause:
+    """The cause of a reduction, once that is of another value."""
+    if not isinstance(cause, Moved):
+        return cause
+    return replace(cause, value=place(program, value), came=program.origin(value), added=cause.added + added)
+
+
+def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
+    """Insert the sum of two values that lie alike."""
+    result = program.insert(aten.add.Tensor, (one, other), program.type(like), like)
+    program.set_sharding(result, program.sharding(one))
+    program.set_origins(result, program.origins(one))
+    return result
+
+
+def _scatter_where_sliced(program: Program, node: fx.Node) -> None:
+    """all_reduce of which every user takes the same slice along the same axes: reduce_scatter."""
+    slices = list(node.users)
+    axes = node.args[1]
+    if not slices or any(user.target is not shard_slice or user.args[1:] != slices[0].args[1:] for user in slices):
+        return
+    if slices[0].args[1] != axes:
+        return
+    with program.graph.inserting_before(node):
+        name = node.name.replace("all_reduce", "reduce_scatter")
+        result = program.insert(reduce_scatter, (*node.args, slices[0].args[2]), program.type(node), node, name=name)
+    program.set_sharding(result, program.sharding(slices[0]))
+    program.set_causes(result, program.causes(node))
+    program.set_origins(result, program.origins(slices[0]))
+    for user in slices:
+        program.replace(user, result)

@@ -1,0 +1,112 @@
+"""localize: lowered -> localized. One program in local shapes, the same for every rank.
+
+Types become those of one rank's shard, an op's sizes too, and what is an identity on any rank goes::
+
+    y: f32[8@dp, 256@tp] = expand(b, [8, 256])      ->      y: f32[4, 128] = expand(b, [4, 128])
+
+Collectives cut and join equal pieces: where a dim is cut unevenly it is made longer before, or cut short after::
+
+    y: f32[5] = all_gather(x)     ->      g: f32[6] = all_gather(x);  y: f32[5] = fit(g, 0, 5)
+
+A type is local from here on; a sharding still says of which value it is a part. Invariant: the program's text names no
+global size that is cut.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardc.language.rule import Call
+from shardc.language.sharding import Sharding, TensorType
+from shardc.ops.rule_of import op_rule
+from shardc.ops.windowed import fit
+from shardc.program.bucket import Member, members, results, set_operand
+from shardc.program.collective import Fit, fits, group_size
+from shardc.program.node import is_annotation, is_getitem, operand
+from shardc.program.program import Program
+
+
+def localize(program: Program) -> Program:
+    """The program that each rank runs."""
+    program = program.copy(level="localized")
+    calls = {node: program.call(node) for node in program.calls}
+    for node in program.graph.nodes:
+        if node.op != "output":
+            _set_local_type(program, node)
+    uneven = [(node, part, *_fits(program, node, part)) for node in calls for part in members(node)]
+    for node, call in calls.items():
+        if is_annotation(node):
+            program.replace(node, operand(node))
+        else:
+            _localize_arguments(program, node, call)
+    for node, part, before, after in uneven:
+        _fit(program, node, members(node)[part.index], before, after)  # of which an operand may be cut short by now
+    return program
+
+
+def _set_local_type(program: Program, node: fx.Node) -> None:
+    if node.op == "call_function" and not is_getitem(node) and not members(node):
+        program.is_fallback(node)  # said of the call in global types
+    program.forget_rule(node)
+    if is_getitem(node):
+        producer, index = program.value(node)
+        program.set_type(node, program.types(producer)[index])
+        return
+    program.set_local_types(node, tuple(map(_local_type, program.types(node), program.shardings(node))))
+
+
+def _local_type(type_: TensorType | None, sharding: Sharding | None) -> TensorType | None:
+    if type_ is None or sharding is None:
+        return type_
+    return TensorType(sharding.local_shape(type_.shape), type_.dtype)
+
+
+def _localize_arguments(program: Program, node: fx.Node, call: Call) -> None:
+    """Sizes that an op names become one rank's, as its rule says how."""
+    found = op_rule(node.target)
+    if found is None or found.local is None:
+        return
+    args = list(node.args)
+    for position, argument in sorted(found.local(call, program.call(node)).items()):
+        args[position : position + 1] = [argument]
+    node.args = tuple(args)
+
+
+def _fits(program: Program, node: fx.Node, part: Member) -> tuple[Fit | None, Fit | None]:
+    taken, made = program.local_type(part.operand), program.local_type(node, part.index)
+    assert taken is not None and made is not None and program.mesh is not None, node
+    return fits(part.kind, part.args, group_size(program.mesh, part.kind, part.args), taken.shape, made.shape)
+
+
+def _fit(program: Program, node: fx.Node, part: Member, before: Fit | None, after: Fit | None) -> None:
+    """Put around a collective what makes its pieces equal."""
+    if before is not None:
+        with program.graph.inserting_before(node):
+            set_operand(node, part, _fitted(program, part.operand, before, node))
+    if after is not None:
+        for result in list(results(node, part)):
+            users = list(result.users)
+            with program.graph.inserting_after(result):
+                fitted = _fitted(program, result, after, node)
+            for user in users:
+                user.replace_input_with(result, fitted)
+            _set_joined_type(program, node, result, part, after[0])
+
+
+def _set_joined_type(program: Program, node: fx.Node, result: fx.Node, part: Member, dim: int) -> None:
+    """Of a result that is cut short after."""
+    assert program.mesh is not None
+    types, joined = list(program.types(node)), list(program.type(result).shape)
+    joined[dim] = program.value_type(program.value(part.operand)).shape[dim]
+    joined[dim] *= group_size(program.mesh, part.kind, part.args)
+    types[part.index] = TensorType(tuple(joined), program.type(result).dtype)
+    program.set_type(node, tuple(types) if program.has_many(node) else types[0])
+    program.set_type(result, types[part.index])
+
+
+def _fitted(program: Program, value: fx.Node, to: Fit, like: fx.Node) -> fx.Node:
+    new = program.emit(fit, value, *to, like=like)
+    program.set_global_types(new, (program.global_type(value),))
+    program.set_sharding(new, program.sharding(value))
+    program.set_origins(new, (program.origin(value),))
+    return new

@@ -1,0 +1,136 @@
+"""mask_padding: lowered -> lowered. Where an op would see padding, it reads what leaves the op's result unchanged.
+
+A dim that does not divide by the axes that cut it ends in padding on some ranks, of no particular value. Ops that keep
+the dim make padding of padding; an op that reduces it must not see any, nor one that takes indices::
+
+    s: f32[] {sum dp} = sum(x)     # x: f32[5@dp]
+        ->
+    m: f32[5@dp] = mask_padding(x, ("dp",), 0, 5, 1, 0);  s: f32[] {sum dp} = sum(m)
+
+A mask is an identity on global values. Invariant: every operand of a reduced factor that is cut unevenly is masked, or
+is known to have zeros there (parameters have) and that suffices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from shardc.language.mesh import Axes
+from shardc.language.rule import Rule
+from shardc.language.sharding import ceil_div, num_shards
+from shardc.ops.rule_of import is_pointwise
+from shardc.ops.windowed import neutral
+from shardc.program.collective import COLLECTIVES
+from shardc.program.collective import mask_padding as mask
+from shardc.program.node import is_getitem, operands, set_operands
+from shardc.program.program import Program
+
+ZEROED = ("parameter", "buffer", "input", "tangent")  # what enters a program is padded with zeros
+
+
+def mask_padding(program: Program) -> Program:
+    """The program with masks."""
+    program = program.copy()
+    _Masker(program).run()
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sub-dim that is cut unevenly: of ``dim``, ``size`` units of ``inner`` elements of one rank, cut by ``axes``."""
+
+    dim: int
+    size: int
+    inner: int
+    axes: Axes
+
+
+@dataclass(slots=True)
+class _Masker:
+    """``done``: the mask of a node's row with a fill. ``zeros``: whether a row of a node is known to read zeros."""
+
+    program: Program
+    done: dict[tuple[fx.Node, Row, float], fx.Node] = field(default_factory=dict)
+    zeros: dict[tuple[fx.Node, Row], bool] = field(default_factory=dict)
+    zeroed: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.zeroed = {node for (kind, _), node in self.program.named_inputs.items() if kind in ZEROED}
+
+    def run(self) -> None:
+        for node in list(self.program.calls):
+            if node.target not in COLLECTIVES:
+                given = operands(node)
+                new = [operand and self._masked(node, i, operand) for i, operand in enumerate(given)]
+                if new != list(given):
+                    set_operands(node, new)
+
+    def _masked(self, node: fx.Node, index: int, operand: fx.Node) -> fx.Node:
+        """The operand as the op may see it."""
+        rule = self.program.rule(node)
+        dims = rule.operands[index]
+        if dims is None:
+            return operand
+        for row in self.rows(operand):
+            fill = self._fill(node, rule, operand, dims[row.dim])
+            if fill is not None and not (fill == 0 and self._is_zero(operand, row)):
+                operand = self._mask(operand, row, fill, node)
+        return operand
+
+    def rows(self, node: fx.Node) -> Iterator[Row]:
+        """The sub-dims of a value that are cut unevenly."""
+        sharding, type_ = self.program.sharding(node), self.program.value_type(self.program.value(node))
+        for dim, (cut, size) in enumerate(zip(sharding.dims, type_.shape, strict=True)):
+            subdims = cut.subdims(size)
+            for i, (sub, axes) in enumerate(subdims):
+                if sub % num_shards(axes):
+                    inner = math.prod(ceil_div(minor, num_shards(cuts)) for minor, cuts in subdims[i + 1 :])
+                    yield Row(dim, sub, inner, axes)
+
+    def _fill(self, node: fx.Node, rule: Rule, operand: fx.Node, factors: tuple[str, ...]) -> float | None:
+        """What the padding of a dim must read; None where it does not matter."""
+        dtype = self.program.value_type(self.program.value(operand)).dtype
+        if any(map(rule.leaves_partial, factors)):
+            return neutral(rule.reduce, dtype)
+        is_index = not dtype.is_floating_point and dtype != torch.bool and len(rule.operands) > 1
+        return 0 if is_index and not is_pointwise(node.target) else None
+
+    def _is_zero(self, node: fx.Node, row: Row) -> bool:
+        """Whether the row's padding is zero: as it came in, or as an op that is linear in it alone leaves it."""
+        if (node, row) not in self.zeros:
+            self.zeros[node, row] = self._find_zero(node, row)
+        return self.zeros[node, row]
+
+    def _find_zero(self, node: fx.Node, row: Row) -> bool:
+        if node.op == "placeholder":
+            return node in self.zeroed
+        if is_getitem(node) or node.target in COLLECTIVES:
+            return node.target is mask and node.args[1:] == self._args(row, 0)
+        rule, given = self.program.rule(node), operands(node)
+        if len(given) != 1 or given[0] is None or frozenset({0}) not in rule.linear or self.program.has_many(node):
+            return False
+        source, made, taken = given[0], rule.results[0], rule.operands[0]
+        if made is None or taken is None:
+            return False
+        found = [each for each in self.rows(source) if set(taken[each.dim]) & set(made[row.dim])]
+        is_same = [(each.size, each.axes) for each in found] == [(row.size, row.axes)]
+        return is_same and self._is_zero(source, found[0])
+
+    def _mask(self, operand: fx.Node, row: Row, fill: float, user: fx.Node) -> fx.Node:
+        if (operand, row, fill) not in self.done:
+            type_ = self.program.value_type(self.program.value(operand))
+            with self.program.graph.inserting_before(user):
+                new = self.program.insert(mask, (operand, *self._args(row, fill)), type_, operand)
+            self.program.set_sharding(new, self.program.sharding(operand))
+            self.program.set_origins(new, (self.program.origin(operand),))
+            self.done[operand, row, fill] = new
+        return self.done[operand, row, fill]
+
+    def _args(self, row: Row, fill: float) -> tuple[tuple[str, ...], int, int, int, float]:
+        assert self.program.mesh is not None
+        return tuple(map(self.program.mesh.print_part, row.axes)), row.dim, row.size, row.inner, fill

@@ -1,0 +1,114 @@
+"""overlap_collectives: lowered -> lowered. Work that can wait stands between a collective and the first that reads it.
+
+::
+
+    x = dot(dy, w)                                x = dot(dy, w)
+    g = dot(dy, a)                     ->         r = all_reduce(x, ("tp",), "sum")
+    r = all_reduce(x, ("tp",), "sum")             g = dot(dy, a)
+    z = relu(r)                                   z = relu(r)
+
+The executor starts a collective where it stands and waits at its first reader. In backward, what no such reader needs,
+as gradients of weights, is put off until something waits: then all that was put off is done, so nothing is kept longer
+than from one collective to the next. What a bucket holds is picked where it is read.
+
+What a layer gathers of parameters is asked for one layer ahead, and so two layers' parameters are whole at a time::
+
+    b = all_gather(u, ("dp",), 0)                 b = all_gather(u, ("dp",), 0);  c = all_gather(d, ("dp",), 0)
+    y = dot(x, b)                      ->         y = dot(x, b)
+    c = all_gather(d, ("dp",), 0)
+    z = dot(y, c)                                 z = dot(y, c)
+
+What is reduced to one number of the call's inputs alone, as how many targets count, is asked for before all else.
+
+Invariant: the order alone changes, and that of collectives is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+from torch import fx
+
+from shardc.costs.count import flops_of_call
+from shardc.language.kinds import LOCAL_KINDS
+from shardc.program.bucket import bucket, first_reader, is_early, layer, members, move_before
+from shardc.program.lifetime import split
+from shardc.program.node import ancestors, is_getitem, operand
+from shardc.program.program import Program
+
+
+def overlap_collectives(program: Program) -> Program:
+    """The program in another order."""
+    program = program.copy()
+    _count_first(program)
+    backward = split(program).backward
+    order = _put_off(backward)
+    if order != list(backward):
+        for node in order:  # nothing before backward reads what it makes
+            program.output_node.prepend(node)
+    for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
+        _first_reader(program, node).prepend(node)
+    for part in (split(program).forward, split(program).backward):
+        _gather_ahead(program, part)
+    return program
+
+
+def _count_first(program: Program) -> None:
+    """Start sums of one number that need no parameter and no product, with what they need, before all else.
+
+    Of a pipeline they are known before the first microbatch.
+    """
+    held = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
+    forward = split(program).forward
+    single = [node for node in forward if not program.has_many(node) and not program.type(node).shape]
+    early = set[fx.Node]()
+    for needed in map(ancestors, filter(_is_sent, single) if program.num_stages == 1 else ()):
+        if held.isdisjoint(needed) and not any(flops_of_call(program, node) for node in needed & set(forward)):
+            early |= needed
+    place = next((node for node in forward if node not in early), None)
+    for node in forward:
+        if place is not None and node in early and place < node:
+            place.prepend(node)
+
+
+def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
+    """The order in which what no collective needs is done while one is under way."""
+    within = set(part)
+    waited = {node for node in part if _is_sent(node) and not within.isdisjoint(node.users)}
+    urgent = ancestors(*waited)
+    order: list[fx.Node] = []
+    later: list[fx.Node] = []
+    pending: set[fx.Node] = set()  # what is put off, and collectives under way
+    for node in part:
+        is_urgent = node in urgent
+        if is_urgent and not pending.isdisjoint(node.all_input_nodes):
+            order += later
+            later, pending = [], set()
+        (order if is_urgent else later).append(node)
+        if node in waited or not is_urgent:
+            pending.add(node)
+    return order + later
+
+
+def _is_sent(node: fx.Node) -> bool:
+    return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))
+
+
+def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
+    """Start a layer's gathers of what is there from the start right before the layer before it reads its own.
+
+    Also where they stand before that: in however many buckets they go, two layers' parameters are whole at a time.
+    """
+    found = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
+    layers = [list(group) for _, group in groupby(sorted(found), lambda pair: layer(program, pair[1]))]
+    for before, group in pairwise(layers):
+        place = before[0][0]
+        for _, node in group:
+            move_before(place, node)
+            place.prepend(node)
+
+
+def _first_reader(program: Program, node: fx.Node) -> fx.Node:
+    """Where a value is read first; the end of the program if it is but returned."""
+    return min(node.users, default=program.output_node)

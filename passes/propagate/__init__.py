@@ -1,0 +1,1 @@
+"""Second phase: a sharding on every value."""

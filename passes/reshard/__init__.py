@@ -1,0 +1,1 @@
+"""Reshards where producer and consumer differ, and the cheapest collectives for each."""

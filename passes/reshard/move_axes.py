@@ -1,0 +1,349 @@
+"""How axes may move between the dims of one value: states, the moves between them and what each costs.
+
+Axis parts are numbered *atoms*. A state says which atoms cut each dim, minor last, and which are partial. Costs are
+exact integers: bytes sent by the ring algorithms, in units of the value's size, and a little for each collective.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, permutations
+from typing import NamedTuple
+
+from shardc.language.kinds import Kind
+from shardc.language.sharding import ceil_div
+
+Atoms = tuple[int, ...]
+SMALLEST = 2  # an axis of one rank weighs as one of two, so that a plan does not depend on it
+LATENCY = 64  # one collective more must save this part of the largest local value
+
+
+class State(NamedTuple):
+    """For each dim the atoms that cut it, major first; and the atoms over which a reduction is still to be done."""
+
+    lists: tuple[Atoms, ...]
+    partial: Atoms
+
+    @property
+    def used(self) -> set[int]:
+        """Every atom that cuts or is partial."""
+        return {atom for atoms in self.lists for atom in atoms} | set(self.partial)
+
+    def put(self, *changes: tuple[int, Atoms], partial: Atoms | None = None) -> State:
+        """The same with other atoms on some dims."""
+        lists = list(self.lists)
+        for dim, atoms in changes:
+            lists[dim] = atoms
+        return State(tuple(lists), self.partial if partial is None else partial)
+
+
+class Move(NamedTuple):
+    """A collective or a slice: its atoms, major first, the dims it names, and the states before and after."""
+
+    kind: Kind
+    atoms: Atoms
+    dims: tuple[int, ...]
+    before: State
+    after: State
+
+
+Edge = tuple[Move, int]  # a move and its cost
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where a search goes, and within what bounds: a local value is never larger than at both ends.
+
+    ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
+    all others; else the search puts one where its ends meet. ``reorders``: it must put one there. ``loose``: the dims
+    that are cut unevenly at an end: any atoms may cut them, save neighbours that are one cut together (``joins``) where
+    that leaves other chunks, and they come and go one at a time, since each cuts what those before it left, unless they
+    divide that. ``spare``: atoms of neither end that may cut on the way.
+    """
+
+    sizes: tuple[int, ...]
+    room: tuple[int, ...]
+    src: State
+    dst: State
+    loose: frozenset[int] = frozenset()
+    joins: frozenset[tuple[int, int]] = frozenset()
+    permutes: bool = False
+    reorders: bool = False
+    spare: frozenset[int] = frozenset()
+
+    @cached_property
+    def _weights(self) -> tuple[int, ...]:
+        return tuple(max(size, SMALLEST) for size in self.sizes)
+
+    @cached_property
+    def _known(self) -> dict[Atoms, int]:
+        return {}
+
+    @cached_property
+    def wanted(self) -> set[int]:
+        """The atoms that cut the target, and spare ones: only these are worth a slice."""
+        return {atom for atoms in self.dst.lists for atom in atoms} | self.spare
+
+    @cached_property
+    def scale(self) -> int:
+        """The whole value's size, such that every cost is a whole number."""
+        return LATENCY * math.prod(self._weights) ** 2
+
+    @cached_property
+    def bound(self) -> int:
+        """The largest local value allowed."""
+        return max(self.local(self.src), self.local(self.dst))
+
+    @cached_property
+    def latency(self) -> int:
+        """What one more collective must save."""
+        return self.bound // LATENCY
+
+    def pieces(self, atoms: Atoms) -> int:
+        """Into how many pieces atoms cut."""
+        known = self._known.get(atoms)
+        if known is None:
+            known = self._known[atoms] = math.prod([self._weights[atom] for atom in atoms])
+        return known
+
+    def local(self, state: State) -> int:
+        """The size of one rank's value."""
+        return self.scale // math.prod(map(self.pieces, state.lists))
+
+    def fits(self, dim: int, atoms: Atoms) -> bool:
+        """Whether the atoms may cut the dim: it divides by them, or need not."""
+        if dim in self.loose:
+            return self._stays_apart(self.room[dim], atoms)
+        return self.room[dim] % math.prod([self.sizes[atom] for atom in atoms]) == 0
+
+    def _stays_apart(self, room: int, atoms: Atoms) -> bool:
+        """Whether no two neighbours are one cut together that leaves other chunks than one after the other."""
+        for atom, after in zip(atoms, (*atoms[1:], None), strict=True):
+            if (atom, after) in self.joins and room % (self.sizes[atom] * self.sizes[after or 0]):
+                return False
+            room = ceil_div(room, self.sizes[atom])
+        return True
+
+    def _go_together(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
+        """Whether one collective may cut the dim by ``more``, after ``atoms``, or join it again."""
+        if dim not in self.loose or len(more) == 1:
+            return True
+        left = ceil_div(self.room[dim], math.prod([self.sizes[atom] for atom in atoms]))
+        return left % math.prod([self.sizes[atom] for atom in more]) == 0
+
+    def takes(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
+        """Whether one collective may cut the dim by ``more``, after ``atoms``."""
+        return self.fits(dim, atoms + more) and self._go_together(dim, atoms, more)
+
+    def suffixes(self, dim: int, atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
+        """What stays and what goes, when minor atoms leave a dim together."""
+        ways = ((atoms[:i], atoms[i:]) for i in reversed(range(len(atoms))))
+        return (way for way in ways if self._go_together(dim, *way))
+
+    def counts(self, state: State) -> object:
+        """Into how many pieces each dim is cut, and what is partial: equal where a permute leads."""
+        sizes = [
+            tuple(self.sizes[atom] for atom in atoms) if dim in self.loose else math.prod(self.sizes[a] for a in atoms)
+            for dim, atoms in enumerate(state.lists)
+        ]
+        return (*sizes, *(self.pieces(atoms) for atoms in state.lists), state.partial)
+
+    def at_least(self, src: State, dst: State) -> int:
+        """No way between two states costs less.
+
+        A value grows only by what is received; a dim is cut into fewer pieces only by a collective of its own; a
+        reduction takes one, on a value that was at most sliced before.
+        """
+        joined = sum(self.pieces(a) > self.pieces(b) for a, b in zip(src.lists, dst.lists, strict=True))
+        least = max(0, self.local(dst) - self.local(src)) + self.latency * joined
+        if src.partial == dst.partial:
+            return least
+        smallest = self.local(src) // self.pieces(tuple(self.wanted - src.used))
+        return least + smallest - smallest * self.pieces(dst.partial) // self.pieces(src.partial) + self.latency
+
+
+def moves_from(space: Space, state: State) -> Iterator[Edge]:
+    """Every move from a state."""
+    local, free = space.local(state), sorted(space.wanted - state.used)
+    for dim, atoms in enumerate(state.lists):
+        for atom in free:
+            if space.fits(dim, (*atoms, atom)):
+                yield Move("shard_slice", (atom,), (dim,), state, state.put((dim, (*atoms, atom)))), 0
+        for keep, suffix in space.suffixes(dim, atoms):
+            ways = space.pieces(suffix)
+            if local * ways <= space.bound:
+                after = state.put((dim, keep))
+                yield Move("all_gather", suffix, (dim,), state, after), local * ways - local + space.latency
+            for dst, others in enumerate(state.lists):
+                if dst != dim and space.takes(dst, others, suffix):
+                    after = state.put((dim, keep), (dst, others + suffix))
+                    yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + space.latency
+    for some in _arrangements(state.partial):
+        yield from _reductions(space, state, some)
+    if space.permutes:
+        yield from _permutes(space, state)
+
+
+def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
+    rest, local = tuple(atom for atom in state.partial if atom not in some), space.local(state)
+    once = local - local // space.pieces(some)
+    if some == tuple(sorted(some)):
+        yield Move("all_reduce", some, (), state, state.put(partial=rest)), 2 * once + space.latency
+    for dim, atoms in enumerate(state.lists):
+        if space.takes(dim, atoms, some):
+            after = state.put((dim, atoms + some), partial=rest)
+            yield Move("reduce_scatter", some, (dim,), state, after), once + space.latency
+
+
+def _permutes(space: Space, state: State) -> Iterator[Edge]:
+    """The atoms that cut, dealt out anew."""
+    lengths = [len(atoms) for atoms in state.lists]
+    starts = [0, *accumulate(lengths)]
+    for order in permutations([atom for atoms in state.lists for atom in atoms]):
+        after = State(tuple(order[i : i + length] for i, length in zip(starts, lengths, strict=False)), state.partial)
+        if after != state and space.counts(after) == space.counts(state):
+            yield Move("collective_permute", (), (), state, after), space.local(state) + space.latency
+
+
+def moves_into(space: Space, state: State) -> Iterator[Edge]:
+    """Every move that leads to a state but permutes: those of ``moves_from``, undone."""
+    local, used = space.local(state), state.used
+    for dim, atoms in enumerate(state.lists):
+        for keep, suffix in space.suffixes(dim, atoms):
+            ways = space.pieces(suffix)
+            if local * ways <= space.bound:
+                yield from _cuts_undone(space, state, dim, suffix)
+            for src, others in enumerate(state.lists):
+                if src != dim and space.takes(src, others, suffix):
+                    before = state.put((dim, keep), (src, others + suffix))
+                    yield Move("all_to_all", suffix, (src, dim), before, state), local - local // ways + space.latency
+    for some in _arrangements(tuple(atom for atom in range(len(space.sizes)) if atom not in used)):
+        yield from _joins_undone(space, state, some)
+
+
+def _cuts_undone(space: Space, state: State, dim: int, suffix: Atoms) -> Iterator[Edge]:
+    keep = state.lists[dim][: -len(suffix)]
+    if len(suffix) == 1 and suffix[0] in space.wanted:
+        yield Move("shard_slice", suffix, (dim,), state.put((dim, keep)), state), 0
+    if set(suffix) <= set(space.src.partial):
+        before = state.put((dim, keep), partial=tuple(sorted(state.partial + suffix)))
+        cost = space.local(before) - space.local(state) + space.latency
+        yield Move("reduce_scatter", suffix, (dim,), before, state), cost
+
+
+def _joins_undone(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
+    local = space.local(state)
+    once = local - local // space.pieces(some)
+    for dim, atoms in enumerate(state.lists):
+        if space.takes(dim, atoms, some):
+            yield Move("all_gather", some, (dim,), state.put((dim, atoms + some)), state), once + space.latency
+    if some == tuple(sorted(some)) and set(some) <= set(space.src.partial):
+        before = state.put(partial=tuple(sorted(state.partial + some)))
+        yield Move("all_reduce", some, (), before, state), 2 * once + space.latency
+
+
+def _arrangements(atoms: Atoms) -> Iterator[Atoms]:
+    return (some for count in range(1, len(atoms) + 1) for some in permutations(atoms, count))
+
+
+class Way(NamedTuple):
+    """Moves from one state to another, and what they cost together."""
+
+    moves: tuple[Move, ...]
+    cost: int
+
+
+def cheapest_way(space: Space) -> Way | None:
+    """The cheapest moves from the source to the target; None if no way divides evenly."""
+    there, back = _Side(space, space.src, is_forward=True), _Side(space, space.dst, is_forward=False)
+    best: Way | None = None
+    least: float = math.inf
+    while min(there.next_cost, back.next_cost) < least:
+        side, other = (there, back) if there.next_cost <= back.next_cost else (back, there)
+        for state, found in side.close_next(other):
+            one, two = (state, found) if side is there else (found, state)
+            is_one = one == two and not space.reorders
+            cost = there.closed[one] + back.closed[two] + (0 if is_one else space.local(one) + space.latency)
+            if cost < least:
+                permute = () if is_one else (Move("collective_permute", (), (), one, two),)
+                best, least = Way((*there.way(one), *permute, *back.way(two)), cost), cost
+    return best
+
+
+def may_be_shared(space: Space, way: Way) -> bool:
+    """Whether an axis that neither end uses might pay: to join its pieces costs up to the smallest value on the way.
+
+    What is moved there without changing its size, by permutes and all_to_alls, must cost more than that.
+    """
+    states = [space.src, *(move.after for move in way.moves)]
+    smallest = min(map(space.local, states))
+    moved = sum(
+        space.local(move.before) - (space.local(move.before) // space.pieces(move.atoms) if move.atoms else 0)
+        for move in way.moves
+        if move.kind in ("all_to_all", "collective_permute")
+    )
+    return moved > smallest + space.latency
+
+
+@dataclass
+class _Side:
+    """One end's search (A*): next is the open state with the least cost so far and still to come.
+
+    ``closed``: states with their final cost. ``firsts``: the first closed state of each count of pieces, which is the
+    cheapest of its kind. ``reached``: the least known cost and the last move of the way to a state. Among equals the
+    state that was reached last is next, and of one state's moves the first in order.
+    """
+
+    space: Space
+    start: State
+    is_forward: bool
+    closed: dict[State, int] = field(default_factory=dict)
+    firsts: dict[object, State] = field(default_factory=dict)
+    reached: dict[State, tuple[int, Move | None]] = field(default_factory=dict)
+    heap: list[tuple[int, int, State]] = field(default_factory=list)
+    pushed: int = 0
+
+    def __post_init__(self) -> None:
+        self._reach(self.start, 0, None)
+
+    @property
+    def next_cost(self) -> float:
+        """No way through a state that is still open costs less."""
+        return self.heap[0][0] if self.heap else math.inf
+
+    def close_next(self, other: _Side) -> Iterator[tuple[State, State]]:
+        """Close the next state; its meetings with states of the other end: itself, and one that is a permute away."""
+        _, _, state = heapq.heappop(self.heap)
+        if state in self.closed:
+            return
+        cost = self.closed[state] = self.reached[state][0]
+        edges = moves_from(self.space, state) if self.is_forward else moves_into(self.space, state)
+        for move, more in reversed(list(edges)):
+            self._reach(move.after if self.is_forward else move.before, cost + more, move)
+        counts = self.space.counts(state)
+        if state in other.closed:
+            yield state, state
+        if counts in other.firsts and self.firsts.setdefault(counts, state) == state:
+            yield state, other.firsts[counts]
+        self.firsts.setdefault(counts, state)
+
+    def way(self, state: State) -> tuple[Move, ...]:
+        """The moves between this end and a state, in the order of execution."""
+        moves: list[Move] = []
+        while (move := self.reached[state][1]) is not None:
+            moves.append(move)
+            state = move.before if self.is_forward else move.after
+        return tuple(reversed(moves)) if self.is_forward else tuple(moves)
+
+    def _reach(self, state: State, cost: int, move: Move | None) -> None:
+        if state in self.reached and self.reached[state][0] <= cost:
+            return
+        assert state not in self.closed, (state, cost, self.closed[state])
+        self.reached[state] = (cost, move)
+        self.pushed += 1
+        src, dst = (state, self.space.dst) if self.is_forward else (self.space.src, state)
+        heapq.heappush(self.heap, (cost + self.space.at_least(src, dst), -self.pushed, state))

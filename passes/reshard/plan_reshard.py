@@ -1,0 +1,474 @@
+"""From one sharding to another: the cheapest sequence of collectives, as pure values.
+
+Both shardings are first seen alike: dims with cuts in blocks as one dim for each block level, axes split where parts
+of both begin or end. What both share at the major end of a dim stays; the rest is searched (plain_steps.py). Where
+two sides cannot be seen alike, neighbours give each other the edges of their chunks where that is enough, else those
+dims are gathered and sliced again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise, permutations
+from typing import TYPE_CHECKING
+
+from shardc.language.cut import split_dim, without_idle
+from shardc.language.errors import ShardingError
+from shardc.language.kinds import Kind
+from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts, unused_parts
+from shardc.language.partition import P
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, dtype_name, num_shards
+from shardc.language.windows import Windows
+from shardc.program.collective import (
+    Collective,
+    Step,
+    group_size,
+    payload_numel,
+    rechunked_numel,
+    steps_sharding,
+    wire_bytes,
+    wire_bytes_total,
+    wire_numel,
+)
+
+from .move_axes import LATENCY, Atoms, Move, Space, State, cheapest_way, may_be_shared
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=4096)
+def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, ...]:
+    """The steps from ``src`` to ``dst``; the last step's sharding is ``dst``. ``dst`` is partial only where ``src`` is.
+
+    Local values on the way are never larger than at both ends, save where cuts do not line up.
+    """
+    assert src.mesh == dst.mesh and is_open(src, dst), (src, dst)
+    sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
+    fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
+    split = _split_uneven(src, dst, type.shape, fine)
+    if split:
+        filled = replace(dst, dims=tuple(without_idle(*cut)[0] for cut in zip(dst.dims, type.shape, strict=True)))
+        if filled not in (src, dst):
+            return (*plan_reshard(src, filled, type), *_idle_slices(filled, dst, type))
+        stops = [_whole_at(src, split), _whole_at(dst, split)]
+        ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
+        return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
+    apart = _apart(src, dst, sizes, fine)
+    moved = [i for i in sorted(apart) if has_chunks_in_a_row(src.dims[i], dst.dims[i], type.shape[i])]
+    if moved:
+        return _rechunked(src, dst, type, moved[0])
+    if apart:
+        via = _whole_at(dst, apart)
+        return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
+    shape = tuple(size for sub in sizes for size in sub or ())
+    steps = list(plain_steps(fine[0], fine[1], shape))
+    if shape != type.shape and steps:
+        view = Step("view", (list(shape),), fine[0], shape)
+        steps = [view, *steps, Step("view", (list(type.shape),), dst, type.shape)]
+    return (*steps[:-1], replace(steps[-1], sharding=dst)) if steps else ()
+
+
+def is_open(src: Sharding, dst: Sharding) -> bool:
+    """Whether every reduction that is open in ``dst`` is open in ``src``."""
+    ends = part_ends(src.partial_axes + dst.partial_axes)
+    fine = [{(piece, op) for part, op in at.partial for piece in split_parts((part,), ends)} for at in (src, dst)]
+    return fine[1] <= fine[0]
+
+
+# Where the same axes cut both sides in a row, in chunks of different sizes, neighbours give each other their edges.
+
+
+def has_chunks_in_a_row(src: DimSharding, dst: DimSharding, size: int) -> bool:
+    """Whether each rank holds one run of the dim on both sides, in the order of the same axes."""
+
+    def is_in_a_row(cut: DimSharding) -> bool:
+        (lead, axes), *minor = cut.subdims(size)
+        first, *rest = axes or (None,)
+        return (
+            first is not None
+            and ceil_div(lead, first.size) % num_shards(tuple(rest)) == 0
+            and not any(cuts for _, cuts in minor)
+        )
+
+    return src.axes == dst.axes and size > 0 and is_in_a_row(src) and is_in_a_row(dst)
+
+
+def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tuple[Step, ...]:
+    """The dim's chunks as on the other side, first of all where that makes them smaller, else last."""
+    size, cut = type.shape[dim], dst.dims[dim]
+    held, chunk = src.dims[dim].local_size(size), cut.local_size(size)
+    count, inner = num_shards(cut.axes), math.prod(sub for sub, _ in cut.minor)
+    total = size if ceil_div(size, count) == chunk else count * chunk
+    window = Windows(count, size, total, 0, of=held)
+    args = (tuple(map(src.mesh.print_part, cut.axes)), dim, window.values, inner)
+    if chunk <= held:
+        via = src.with_dim(dim, cut)
+        return (Step("rechunk", args, via, type.shape), *plan_reshard(via, dst, type))
+    return (*plan_reshard(src, dst.with_dim(dim, src.dims[dim]), type), Step("rechunk", args, dst, type.shape))
+
+
+# Seeing both sides alike.
+
+
+def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, ...] | None:
+    """The dim as separate dims on which both cuts are plain; None if there are none."""
+    if src == dst or not (src.minor or dst.minor):
+        return (size,)
+    if WHOLE in (src, dst):
+        return tuple(sub for sub, _ in (dst if src == WHOLE else src).subdims(size))
+    marks: Counter[int] = Counter()  # how many elements lie behind each border between two dims
+    for cut in (src, dst):
+        marks |= Counter([size, 1, *(math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor)))])
+    borders = sorted(marks.elements(), reverse=True)
+    if any(major % minor for major, minor in pairwise(borders)):
+        return None
+    sizes = tuple(major // minor for major, minor in pairwise(borders))
+    for cut in (src, dst):
+        subs = _seen_as(cut, size, sizes)
+        taken = merge_parts(part for sub in subs for part in sub.axes)
+        if taken != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
+            return None
+    return sizes
+
+
+def _refined(sharding: Sharding, shape: tuple[int, ...], sizes: list[tuple[int, ...] | None]) -> Sharding:
+    """The sharding on the separate dims; a dim that is not split keeps its cuts as they are."""
+    dims: list[DimSharding] = []
+    for dim, size, subs in zip(sharding.dims, shape, sizes, strict=True):
+        dims += [dim] if subs is None or len(subs) == 1 else _seen_as(dim, size, subs)
+    return replace(sharding, dims=tuple(dims))
+
+
+def _seen_as(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSharding, ...]:
+    """The cut on separate dims of these sizes."""
+    subdims = cut.subdims(size)
+    if tuple(sub for sub, _ in subdims) == sizes:
+        return tuple(DimSharding(axes) for _, axes in subdims)
+    return split_dim(cut, size, sizes)
+
+
+def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
+    """The dims that cannot be seen alike: blocks that do not line up, or an axis in parts that do not."""
+    ends = part_ends(part for sharding in fine for part in sharding.used_parts)
+    broken = {name for name, found in ends.items() if any(end % start for start, end in pairwise(found))}
+    names = [{part.name for part in a.all_axes + b.all_axes} for a, b in zip(src.dims, dst.dims, strict=True)]
+    return {i for i, used in enumerate(names) if sizes[i] is None or used & broken}
+
+
+def _whole_at(sharding: Sharding, dims: set[int]) -> Sharding:
+    return replace(sharding, dims=tuple(WHOLE if i in dims else dim for i, dim in enumerate(sharding.dims)))
+
+
+def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: list[Sharding]) -> set[int]:
+    """The dims that change, and are cut unevenly by an axis of which the other side knows parts.
+
+    Chunks of the ceiling by an axis are not those by its parts, one after the other, unless it divides what it cuts.
+    """
+    ends = part_ends(part for sharding in fine for part in sharding.used_parts)
+    return {
+        i
+        for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
+        if cuts[0] != cuts[1] and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
+    }
+
+
+def _idle_slices(filled: Sharding, dst: Sharding, type: TensorType) -> Iterator[Step]:
+    """Local slices along which all but the first ranks are left with nothing."""
+    for dim, size in enumerate(type.shape):
+        filled = filled.with_dim(dim, dst.dims[dim])
+        if idle := without_idle(dst.dims[dim], size)[1]:
+            yield Step("shard_slice", (tuple(map(dst.mesh.print_part, idle)), dim), filled, type.shape)
+
+
+def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) -> bool:
+    """Whether an axis is in parts on the other side that does not divide what it cuts here."""
+    for room, axes in cut.subdims(size):
+        for part in axes:
+            if room % part.size and len(split_parts((part,), ends)) > 1:
+                return True
+            room = ceil_div(room, part.size)
+    return False
+
+
+Args = tuple[object, ...]
+MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
+MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
+
+
+def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: bool = False) -> Sequence[Step]:
+    """The steps between two shardings that are plain on every dim on which they differ.
+
+    ``reorders``: a permute is among them, to be one of devices too, if only one of them.
+    """
+    space, atoms, active, ends = search_space(src, dst, shape)
+    space = replace(space, reorders=reorders)
+    way = cheapest_way(space) or cheapest_way(replace(space, permutes=True))
+    if way is None:
+        via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
+        return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
+    steps = list(steps_of(way.moves, space, atoms, active, src, shape))
+    spare = _unused_part(src, dst) if may_be_shared(space, way) else ()
+    if spare:
+        space = replace(
+            _space(src, dst, shape, ends, atoms + spare, active), reorders=reorders, spare=frozenset({len(atoms)})
+        )
+        shared = cheapest_way(space)
+        others = list(steps_of(shared.moves, space, atoms + spare, active, src, shape)) if shared else steps
+        steps = min(steps, others, key=lambda steps: _sent(src, steps, shape))
+    return steps
+
+
+def search_space(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], is_wide: bool = False
+) -> tuple[Space, Axes, list[int], dict[str, list[int]]]:
+    """Where a search goes: the space, its atoms as axis parts, the dims in play and where axes are split.
+
+    ``is_wide``: a dim that does not change is in play too, and an axis may cut it on the way.
+    """
+    ends = _ends_in_play(src, dst, shape)
+    start, target = _rest(src, dst, ends)
+    in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
+    atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
+    active = [i for i in range(len(shape)) if start[i] or target[i]]
+    if len(atoms) <= MAX_SPARE:
+        active = sorted(active + _spare_dim(src, dst, shape, active, atoms if is_wide else sum(target, ())))
+    return _space(src, dst, shape, ends, atoms, active), atoms, active, ends
+
+
+def steps_of(
+    moves: tuple[Move, ...], space: Space, atoms: Axes, active: list[int], src: Sharding, shape: tuple[int, ...]
+) -> Iterator[Step]:
+    """The moves of a search as steps."""
+    sharding = src
+    for kind, args in _calls(_joined_slices(moves, space.loose), atoms, active, src):
+        sharding = steps_sharding(sharding, kind, args)
+        yield Step(kind, args, sharding, shape)
+
+
+def _sent(src: Sharding, steps: Sequence[Step], shape: tuple[int, ...]) -> int:
+    """Elements that one rank sends, padding included, and for each collective some part of the larger end."""
+    held = [src.local_shape(shape), *(step.sharding.local_shape(step.shape) for step in steps)]
+    latency = max(map(math.prod, (held[0], held[-1]))) // LATENCY
+    return sum(sent + latency for taken, step in zip(held, steps, strict=False) if (sent := wire_numel(step, taken)))
+
+
+def _space(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], ends: dict[str, list[int]], atoms: Axes, active: list[int]
+) -> Space:
+    number = {part: i for i, part in enumerate(atoms)}
+    start, target = ([tuple(number[part] for part in side[i]) for i in active] for side in _rest(src, dst, ends))
+    kept = [num_shards(split_parts(src.dims[i].axes, ends)) // num_shards(_rest(src, dst, ends)[0][i]) for i in active]
+    loose = _uneven_dims(src, dst, shape)
+    joins = ((a, b) for a, b in permutations(atoms, 2) if len(merge_parts((a, b))) == 1)
+    closing = tuple(sorted(number[part] for part in _closing(src, dst, ends)))
+    return Space(
+        tuple(part.size for part in atoms),
+        tuple(ceil_div(shape[i], pieces) for i, pieces in zip(active, kept, strict=True)),
+        State(tuple(start), closing),
+        State(tuple(target), ()),
+        frozenset(at for at, dim in enumerate(active) if dim in loose),
+        frozenset((number[a], number[b]) for a, b in joins),
+    )
+
+
+def _ends_in_play(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> dict[str, list[int]]:
+    """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
+    ends = part_ends(src.used_parts + dst.used_parts)
+    fine = ends
+    if any(src.dims[i] != dst.dims[i] for i in _uneven_dims(src, dst, shape)):
+        return ends
+    while (split := _uneven_pair(*_rest(src, dst, fine))) is not None:
+        fine = {**fine, split.name: sorted([*fine[split.name], split.pre * split.size])}
+    in_play = {part for axes in sum(_rest(src, dst, fine), ()) for part in axes}
+    return fine if len(in_play) <= MAX_SPLIT else ends
+
+
+def _uneven_dims(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> set[int]:
+    """The dims that are cut unevenly on either side."""
+    dims = enumerate(zip(src.dims, dst.dims, shape, strict=True))
+    return {i for i, (a, b, size) in dims if not (a.is_even(size) and b.is_even(size))}
+
+
+def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
+    """A part that cannot trade places with parts of the other side as it is: the major piece that could."""
+    for ours, theirs in zip(src, dst, strict=True):
+        while ours and theirs and ours[0].size == theirs[0].size:
+            ours, theirs = ours[1:], theirs[1:]
+        if ours and theirs:
+            first = math.gcd(ours[0].size, theirs[0].size)
+            common = first if first > 1 else math.gcd(num_shards(ours), num_shards(theirs))
+            for part in (ours[0], theirs[0]) if first > 1 else ours + theirs:
+                if 1 < math.gcd(part.size, common) < part.size:
+                    return part.major(math.gcd(part.size, common))
+    return None
+
+
+def _rest(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
+    """What cuts each dim on either side, without what both have in common at the major end."""
+    pairs = [_without_common(split_parts(a.axes, ends), split_parts(b.axes, ends)) if a != b else ((), ())
+             for a, b in zip(src.dims, dst.dims, strict=True)]  # fmt: skip
+    return tuple(ours for ours, _ in pairs), tuple(theirs for _, theirs in pairs)
+
+
+def _without_common(ours: Axes, theirs: Axes) -> tuple[Axes, Axes]:
+    common = 0
+    while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
+        common += 1
+    return ours[common:], theirs[common:]
+
+
+def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: list[int], new: Axes) -> list[int]:
+    """A dim that does not change, on which the new cuts can wait."""
+    same = [i for i, cut in enumerate(dst.dims) if i not in active and cut == src.dims[i] and not cut.minor and new]
+    return [i for i in same if dst.dims[i].local_size(shape[i]) % num_shards(new) == 0][:1]
+
+
+def _unused_part(src: Sharding, dst: Sharding) -> Axes:
+    """The largest part of an axis that neither side uses, to share what is moved; none if all are used."""
+    parts = unused_parts(src.mesh, src.used_parts + dst.used_parts)
+    largest = max(parts, key=lambda part: part.size, default=None)
+    return (largest,) if largest is not None and largest.size > 1 else ()
+
+
+def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
+    """The parts whose reduction is to be done."""
+    still = split_parts(dst.partial_axes, ends)
+    return tuple(part for part in split_parts(src.partial_axes, ends) if part not in still)
+
+
+def _joined_slices(moves: tuple[Move, ...], loose: frozenset[int]) -> Iterator[Move]:
+    """The moves, with neighbouring slices of one dim as one, where the dim is cut evenly."""
+    waiting: dict[int, Move] = {}
+    for move in moves:
+        if move.kind == "shard_slice":
+            dim = move.dims[0]
+            if dim in loose:
+                yield from filter(None, [waiting.pop(dim, None)])
+            earlier = waiting.get(dim, move._replace(atoms=()))
+            waiting[dim] = move._replace(atoms=earlier.atoms + move.atoms)
+            continue
+        yield from waiting.values()
+        waiting.clear()
+        yield move
+    yield from waiting.values()
+
+
+def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding) -> Iterator[tuple[Kind, Args]]:
+    """Each move as a call's arguments after the value."""
+
+    def printed(numbers: Atoms) -> tuple[str, ...]:
+        return tuple(map(src.mesh.print_part, merge_parts(atoms[i] for i in numbers)))
+
+    for move in moves:
+        if move.kind == "collective_permute":
+            windows = [_window(a, b) for a, b in zip(move.before.lists, move.after.lists, strict=True)]
+            yield move.kind, tuple(sum((printed(window[i]) for window in windows), ()) for i in (0, 1))
+            continue
+        op = (src.partial[0][1],) if move.kind in ("all_reduce", "reduce_scatter") else ()
+        yield move.kind, (printed(move.atoms), *op, *(active[dim] for dim in move.dims))
+
+
+def _window(ours: Atoms, theirs: Atoms) -> tuple[Atoms, Atoms]:
+    """What differs between two lists, without their common ends."""
+    while ours and theirs and ours[0] == theirs[0]:
+        ours, theirs = ours[1:], theirs[1:]
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    return ours, theirs
+
+
+def reshard_plan(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, src: P | Sharding, dst: P | Sharding
+) -> tuple[Collective, ...]:
+    """The collectives of the cheapest way from one sharding to another, without local slices.
+
+    A Sharding may be on a mesh of the same axes with its devices in another order. Raises a ShardingError where a
+    sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
+    """
+    mesh, type_ = Mesh.of(mesh), _type(shape, dtype)
+    before, after = _sharding(mesh, type_, src, "src"), _sharding(mesh, type_, dst, "dst")
+    moved = replace(before, mesh=after.mesh)
+    if not is_open(moved, after):
+        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
+                            "make dst partial only where src is")  # fmt: skip
+    if before.mesh == after.mesh or _holds_alike(before, after.mesh) or _holds_alike(after, before.mesh):
+        return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
+    return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
+
+
+def _type(shape: object, dtype: object) -> TensorType:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (-1,)
+    if any(isinstance(size, (str, float)) or (isinstance(size, int) and size < 0) for size in sizes):
+        raise ShardingError("shape", repr(shape), "it holds the sizes of dims, 0 or more", "write for example (8, 64)")
+    if type(dtype).__name__ != "dtype":
+        raise ShardingError("dtype", repr(dtype), "it is no dtype of torch", "write for example torch.float32")
+    return TensorType(sizes, dtype)  # type: ignore[arg-type]
+
+
+def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
+    if isinstance(said, P):
+        return said.sharding(mesh, type.shape, who)
+    if not isinstance(said, Sharding):
+        raise ShardingError(who, repr(said), "it is no P and no Sharding", "write for example P('dp', None)")
+    is_same = (said.mesh.axis_names, said.mesh.shape) == (mesh.axis_names, mesh.shape)
+    if len(said.dims) != len(type.shape) or not is_same:
+        raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",
+                            "the sharding does not fit: mesh or number of dims",
+                            "make the sharding on this mesh for this shape")  # fmt: skip
+    return said
+
+
+def collectives_of_steps(
+    before: Sharding, steps: Sequence[Step], type: TensorType, is_reordered: bool = False
+) -> Iterator[Collective]:
+    """The collectives among the steps; a permute that puts the devices in order sends all."""
+    shape = type.shape
+    for step in steps:
+        if step.kind not in ("view", "shard_slice", "mask_padding"):
+            found = _collective(step, before.local_shape(shape), type.dtype)
+            is_sent = is_reordered and step.kind == "collective_permute"
+            total = found.bytes * step.sharding.mesh.size
+            yield replace(found, wire_bytes=found.bytes, wire_bytes_total=total) if is_sent else found
+        before, shape = step.sharding, step.shape
+
+
+def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
+    assert step.kind != "view"
+    mesh = step.sharding.mesh
+    after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
+    name = dtype_name(dtype)
+    if step.kind == "rechunk":
+        moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
+        total = wire_bytes_total(mesh, step.kind, step.args, given)
+        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given, total)
+    payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
+    sent = wire_bytes(step.kind, payload, count)
+    total = wire_bytes_total(mesh, step.kind, step.args, sent)
+    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent, total)
+
+
+# Devices in another order.
+
+
+def _reordering_steps(src: Sharding, dst: Sharding, type: TensorType) -> Sequence[Step]:
+    """Steps of which one is a permute: those before it go by the first mesh, those after by the other."""
+    is_plain = not any(cut.minor for cut in src.dims + dst.dims)
+    if is_plain and src.is_even(type.shape) and dst.is_even(type.shape):
+        return tuple(plain_steps(src, dst, type.shape, reorders=True))
+    return (Step("collective_permute", ((), ()), src, type.shape), *plan_reshard(src, dst, type))
+
+
+def _holds_alike(sharding: Sharding, other: Mesh) -> bool:
+    """Whether every device holds the same piece, and the same terms, by either mesh."""
+    parts = [*(cut.all_axes for cut in sharding.dims), sharding.partial_axes]
+    places = [{mesh.rank(position): position for position in range(mesh.size)} for mesh in (sharding.mesh, other)]
+    return all(
+        sharding.mesh.index(places[0][rank], axes) == other.index(places[1][rank], axes)
+        for rank in range(other.size)
+        for axes in parts
+    )

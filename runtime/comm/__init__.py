@@ -1,0 +1,1 @@
+"""Communication: collectives on virtual ranks and on torch.distributed, messages, launch, agreement."""

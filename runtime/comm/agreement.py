@@ -1,0 +1,71 @@
+"""Before the first step: all ranks run the same collectives, on the same mesh, with the same versions."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, fx
+
+from shardc.language.errors import ShardingError
+from shardc.program.bucket import members
+from shardc.program.collective import EXCHANGES
+from shardc.program.program import Program
+
+from . import functional
+from .distributed import TorchComm
+
+
+def check_agreement(comm: TorchComm, program: Program) -> None:
+    """Compare a hash of what this rank is about to run over all ranks of the mesh.
+
+    A ShardingError, on every rank, names two ranks that differ and the first line in which they do.
+    """
+    if comm.mesh.size == 1:
+        return
+    text = agreement_text(program)
+    if not _differ(_from_all(comm, hashlib.sha256(text.encode()).digest())):
+        return
+    texts = [bytes(row.tolist()).decode() for row in _padded_from_all(comm, text.encode())]
+    position = next(i for i, other in enumerate(texts) if other != texts[0])
+    raise _disagreement(comm, position, texts[0].rstrip("\0"), texts[position].rstrip("\0"))
+
+
+def agreement_text(program: Program) -> str:
+    """What all ranks must have in common, a line each: versions, the mesh, every collective in order."""
+    lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
+    for node in program.calls:
+        if members(node) or node.target in EXCHANGES:
+            kind, args = getattr(node.target, "__name__", ""), fx.map_arg(node.args, str)
+            lines.append(f"{node.name} = {kind}{args}: {', '.join(map(str, program.types(node)))}")
+    return "\n".join(lines)
+
+
+def _from_all(comm: TorchComm, data: bytes) -> Tensor:
+    """The bytes of every position, a row each."""
+    axes = tuple(comm.mesh.axis(name) for name in comm.mesh.axis_names)
+    row = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
+    return functional.all_gather(row.unsqueeze(0), comm.group(axes), 0)().cpu()
+
+
+def _padded_from_all(comm: TorchComm, data: bytes) -> Tensor:
+    sizes = _from_all(comm, len(data).to_bytes(8, "big"))
+    longest = max(int.from_bytes(bytes(row.tolist()), "big") for row in sizes)
+    return _from_all(comm, data.ljust(longest, b"\0"))
+
+
+def _differ(rows: Tensor) -> bool:
+    return bool((rows != rows[0]).any())
+
+
+def _disagreement(comm: TorchComm, position: int, first: str, second: str) -> ShardingError:
+    ranks = comm.mesh.rank(0), comm.mesh.rank(position)
+    pairs = zip_longest(first.splitlines(), second.splitlines(), fillvalue="nothing")
+    one, other = next((a, b) for a, b in pairs if a != b)
+    return ShardingError(
+        f"ranks {ranks[0]} and {ranks[1]}", f"{comm.mesh}, about to run different programs",
+        f"rank {ranks[0]} has\n    {one}\n  where rank {ranks[1]} has\n    {other}",
+        "give every rank the same model, annotations, options and input shapes, and install the same versions",
+    )  # fmt: skip

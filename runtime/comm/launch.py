@@ -1,0 +1,165 @@
+"""Start local processes of one torch.distributed job: fresh interpreters, gloo over loopback, one thread each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from shardc.language.errors import said
+
+from .messages import loopback, private_loopback
+
+
+def launch(
+    fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None, private_network: bool = False
+) -> list[Any]:
+    """Run ``fn(*args)`` on every rank of a job of ``nprocs`` local processes; its results, by rank.
+
+    ``fn`` and ``args`` must be picklable. RuntimeError with the traceback of the rank that failed first; TimeoutError
+    after ``timeout`` seconds. No process outlives the call. ``private_network``: no other process shares their loopback
+    interface, where the system allows it.
+    """
+    with Workers(nprocs, private_network) as workers:
+        return workers.run(fn, *args, timeout=timeout)
+
+
+class Workers:
+    """The processes of one job, waiting for functions to run. Started once, used often.
+
+    After a failure they are all stopped, since the others may hang in a collective.
+    """
+
+    def __init__(self, nprocs: int, private_network: bool = False) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="shardc")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        with private_loopback() if private_network else nullcontext():
+            self._start(nprocs)
+
+    def _start(self, nprocs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(nprocs):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, nprocs, self._directory.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run ``fn(*args)`` on every rank; its results, by rank."""
+        request = pickle.dumps((fn, args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        try:
+            return self._replies(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether they can run anything more."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Let every process leave its job and end."""
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(timeout=30)
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process now."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._directory.cleanup()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _replies(self, timeout: float | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
+            ready = wait(waiting, timeout)
+            if not ready:
+                late = sorted(set(range(len(self._connections))) - set(results))
+                problem = "one may wait for a collective that another does not make"
+                raise TimeoutError(
+                    said(f"ranks {late}", f"not done after {timeout} s", problem, "say a longer timeout=")
+                )
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                results[rank] = self._reply(rank)
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def _reply(self, rank: int) -> Any:
+        try:
+            is_good, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            raise RuntimeError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
+        if not is_good:
+            raise RuntimeError(f"rank {rank} failed:\n{value}")
+        return value
+
+
+def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
+    """A worker's life: join the job, run what is asked for, leave."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    store = FileStore(f"{directory}/store", nprocs)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs)
+    exit_code = 0
+    while exit_code == 0 and (request := _receive(connection)) is not None:
+        reply = _answer(*request)
+        exit_code = 0 if reply[0] else 1
+        connection.send_bytes(pickle.dumps(reply))
+    leave(exit_code)
+
+
+def _receive(connection: Connection) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    try:
+        request = connection.recv_bytes()
+    except EOFError:  # the parent is gone
+        return None
+    loaded: tuple[Callable[..., Any], Sequence[Any]] | None = pickle.loads(request)
+    return loaded
+
+
+def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
+    try:
+        return True, fn(*args)
+    except Exception:
+        return False, traceback.format_exc()
+
+
+def leave(exit_code: int = 0) -> None:
+    """End this process, after its job, without the interpreter's clean-up: gloo's threads crash in it now and then."""
+    if exit_code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,1 @@
+"""A localized program as instructions, and what runs them."""

@@ -1,0 +1,171 @@
+"""The two parts of a program as code that Inductor makes, in the executor's place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.program.program import Program
+
+from ..comm.comm import Starter, Traffic
+from .executor import Executor, Saved
+from .interpreter import Sums, Totals, Values
+from .ranges import in_range
+
+Compiled = Callable[..., Sequence[Tensor]]
+Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
+
+
+# Random bits wrap modulo 2**64; what Inductor propagates as an index does not. The passes are those that torch
+# recommends: without them every collective starts after all else.
+OPTIONS: dict[str, Any] = {
+    "constant_and_index_propagation": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
+
+
+class InductorRunner:
+    """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
+
+    Under a profiler each part is one range: what Inductor fuses is in no module alone.
+
+    State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
+    """
+
+    def __init__(self, program: Program, comm: Starter) -> None:
+        self._executor, self._comm = Executor(program, comm, is_eager=False), comm
+        self._fwd: Part | None = None
+        self._bwd: Part | None = None
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """None: the backward is compiled in one piece."""
+        return frozenset()
+
+    def accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
+    ) -> Any:
+        """Never called, as nothing is deferred."""
+        raise NotImplementedError
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Never called, as nothing is deferred."""
+        raise NotImplementedError
+
+    def keeps_input(self, index: int) -> bool:
+        """Whether an input is saved for backward."""
+        return self._executor.keeps_input(index)
+
+    def keeps_output(self, index: int) -> bool:
+        """Whether an output is saved for backward."""
+        return self._executor.keeps_output(index)
+
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Run the update part, as the executor does."""
+        return self._executor.update(inputs, into)
+
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], Saved]:
+        """Run the forward part, as the executor does."""
+        given = [_contiguous(inputs), computed or ()]
+        if self._fwd is None:
+            self._fwd = Part(self._traced_forward, given, self._comm)
+        with in_range("forward/(model)/inductor"):
+            outputs, envs = self._fwd(given)
+        return outputs, Saved(tuple(envs))
+
+    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+        """Run the backward part, as the executor does."""
+        given = [saved.take(keep), _contiguous(tangents)]
+        if self._bwd is None:
+            self._bwd = Part(self._traced_backward, given, self._comm)
+        with in_range("backward/(model)/inductor"):
+            (gradients,) = self._bwd(given)
+        return gradients
+
+    def _traced_forward(self, given: Sequence[Table]) -> Sequence[Table]:
+        inputs, computed = given
+        outputs, saved = self._executor.forward(inputs, computed or None)
+        return outputs, saved.envs
+
+    def _traced_backward(self, given: Sequence[Table]) -> Sequence[Table]:
+        saved, tangents = given
+        return (self._executor.backward(Saved(tuple(list(env) for env in saved)), tangents),)
+
+
+class Part:
+    """One part: tables in, tables out.
+
+    State: where in the flat arguments tensors stand, how long the rows of arguments and results are, and what a run
+    sends.
+    """
+
+    def __init__(
+        self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Starter
+    ) -> None:
+        self._run, self._comm = run, comm
+        given = _flat(example)
+        assert all(value is None or isinstance(value, Tensor) for value in given), list(map(type, given))
+        self._places = [i for i, value in enumerate(given) if value is not None]
+        self._count, self._lengths = len(given), _lengths(example)
+        before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
+        self._exchange(before)
+        graph = make_fx(self._run_flat, tracing_mode="fake")(*(given[i] for i in self._places))
+        self._exchange(before)
+        self._sent = before
+        # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
+        self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=OPTIONS)
+
+    def __call__(self, given: Sequence[Table]) -> list[list[list[Any]]]:
+        """Run it."""
+        flat = _flat(given)
+        results = self._compiled(*[flat[i] for i in self._places])
+        for traffic, sent in zip(self._comm.traffic, self._sent, strict=True):
+            traffic.calls.update(sent.calls)
+            traffic.bytes.update(sent.bytes)
+        return _nested(results, self._result_lengths)
+
+    def _run_flat(self, *tensors: Tensor) -> list[Any]:
+        filled: list[Tensor | None] = [None] * self._count
+        for i, tensor in zip(self._places, tensors, strict=True):
+            filled[i] = tensor
+        results = self._run(_nested(filled, self._lengths))
+        self._result_lengths = _lengths(results)
+        return _flat(results)
+
+    def _exchange(self, others: Sequence[Traffic]) -> None:
+        """Count with other counters, and keep there what was counted: tracing sends nothing."""
+        for traffic, other in zip(self._comm.traffic, others, strict=True):
+            traffic.calls, other.calls = other.calls, traffic.calls
+            traffic.bytes, other.bytes = other.bytes, traffic.bytes
+
+
+def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
+    """The layout that the parts are traced for."""
+    return [[None if value is None else value.contiguous() for value in values] for values in rows]
+
+
+def _flat(tables: Sequence[Table]) -> list[Any]:
+    return [value for table in tables for row in table for value in row]
+
+
+def _lengths(tables: Sequence[Table]) -> list[list[int]]:
+    return [[len(row) for row in table] for table in tables]
+
+
+def _nested(flat: Iterable[Any], lengths: Sequence[Sequence[int]]) -> list[list[list[Any]]]:
+    rest = iter(flat)
+    return [[list(islice(rest, length)) for length in table] for table in lengths]

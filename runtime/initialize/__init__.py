@@ -1,0 +1,1 @@
+"""Initial parameters, shard by shard, with the same bits on every mesh."""

@@ -1,0 +1,1 @@
+"""Measurements of links and devices, and the models fitted to them."""

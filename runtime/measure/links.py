@@ -1,0 +1,149 @@
+"""The machine measured from within a job: collectives over each axis, what a rank computes, and both at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.language.kinds import Kind
+from shardc.language.machine import ANY, Machine
+from shardc.language.mesh import Mesh
+from shardc.language.sharding import ceil_div
+from shardc.program.collective import wire_bytes
+
+from ..comm.distributed import TorchComm, make_device_mesh
+from .device import works
+from .fit import Beside, Sent, fitted_device, fitted_link
+
+ROUNDS = 7
+UNNAMED = "ranks"  # the axis of a mesh that no one named: its link is that of every axis
+SIZES = (2**10, 2**14, 2**18, 2**20, 2**22)  # float32 elements of the larger of operand and result
+Shape = Callable[[int, int], tuple[int, ...]]
+KINDS: dict[Kind, tuple[tuple[Any, ...], Shape]] = {  # arguments after the axes; shapes by elements and ranks
+    "all_reduce": (("sum",), lambda numel, count: (numel,)),
+    "all_gather": ((0,), lambda numel, count: (ceil_div(numel, count),)),
+    "reduce_scatter": (("sum", 0), lambda numel, count: (count, ceil_div(numel, count))),
+    "all_to_all": ((0, 1), lambda numel, count: (ceil_div(numel, 64 * count), 64 * count)),
+}
+
+
+def bench_links(mesh: Mesh, rounds: int = ROUNDS) -> Machine:
+    """The machine that the ranks of this job see, the same on all of them; every rank must call it."""
+    bench = Bench(TorchComm(make_device_mesh(mesh, "cuda" if torch.cuda.is_available() else "cpu")))
+    for _ in range(rounds):
+        bench.round()
+    return bench.machine()
+
+
+@dataclass(slots=True)
+class Case:
+    """Something that is timed, ``repeat`` times in a row; ``seconds`` of one by round."""
+
+    run: Callable[[], object]
+    repeat: int = 1
+    seconds: list[float] = field(default_factory=list)
+
+
+class Bench:
+    """What is measured, in rounds, so that a change of the machine's speed meets all of it.
+
+    All ranks begin at once, since those of one host share its memory and its processors; they compute without a pause,
+    as in a step.
+    """
+
+    def __init__(self, comm: TorchComm) -> None:
+        self.comm = comm
+        self.works = list(works(comm.device))
+        self.computing = [Case(work.run, work.repeat) for work in self.works]
+        self.sent = [each for axis in comm.mesh.axis_names for each in self._collectives(axis)]
+        self.beside = [(axis, *self._both(axis)) for axis in comm.mesh.axis_names if comm.mesh.axis_size(axis) > 1]
+        self._warm_up()
+
+    def round(self) -> None:
+        """Time every case once."""
+        dist.barrier()
+        for case in self.computing:
+            self._time(case)
+        for case in self._cases[len(self.computing) :]:
+            dist.barrier()
+            self._time(case)
+
+    def machine(self) -> Machine:
+        """Fitted to what the slowest rank saw in each round: of all that is computed, and of each collective."""
+        rows: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(rows, [case.seconds for case in self._cases])
+        count = len(self.computing)
+        rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # of each, what each rank took
+        latest = zip(*(max(ranks, key=sum) for ranks in rounds), strict=True)
+        computed = [work.computed(seconds) for work, seconds in zip(self.works, latest, strict=True)]
+        slowest = iter(
+            [tuple(map(max, zip(*each, strict=True))) for each in zip(*(r[count:] for r in rows), strict=True)]
+        )
+        sent = [replace(each, seconds=next(slowest)) for each, _ in self.sent]
+        beside = [Beside(axis, *(next(slowest) for _ in range(3))) for axis, *_ in self.beside]
+        links = {
+            ANY if axis == UNNAMED else axis: fitted_link(
+                [each for each in sent if each.axis == axis], [each for each in beside if each.axis == axis]
+            )
+            for axis, *_ in self.beside
+        }
+        return Machine(links, fitted_device(computed, f"the measured {self.comm.device.type}"))
+
+    @property
+    def _cases(self) -> list[Case]:
+        both = [case for _, *cases in self.beside for case in cases]
+        return [*self.computing, *(case for _, case in self.sent), *both]
+
+    def _collectives(self, axis: str) -> Iterator[tuple[Sent, Case]]:
+        """Those over one axis, of all kinds and sizes."""
+        count = self.comm.mesh.axis_size(axis)
+        for kind, (args, shape) in KINDS.items() if count > 1 else ():
+            for numel in SIZES:
+                x = torch.ones(shape(numel, count), device=self.comm.device)
+                payload = x.nbytes * (count if kind == "all_gather" else 1)
+                sent = Sent(axis, kind, count, wire_bytes(kind, payload, count), ())
+                yield sent, Case(partial(self._send, kind, x, axis, args))
+
+    def _send(self, kind: Kind, x: Tensor, axis: str, args: tuple[Any, ...]) -> object:
+        """As a program does: the operand is read by no one else."""
+        return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
+
+    def _both(self, axis: str) -> tuple[Case, Case, Case]:
+        """Matrix products, an all_reduce that takes about as long, and both: the last two repeated alike."""
+        a, x = torch.ones(512, 512, device=self.comm.device), torch.ones(2**21, device=self.comm.device)
+
+        def compute() -> list[Tensor]:
+            return [a @ a for _ in range(4)]
+
+        def start() -> Callable[[], Sequence[Tensor]]:
+            return self.comm.start("all_reduce", [x.clone()], (axis,), "sum")
+
+        def both() -> None:
+            finish = start()
+            compute()
+            finish()
+
+        return Case(compute, 3), Case(lambda: start()(), 3), Case(both, 3)
+
+    def _warm_up(self) -> None:
+        for case in self._cases:
+            case.run()
+
+    def _time(self, case: Case) -> None:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(case.repeat):
+            case.run()
+        self._synchronize()
+        case.seconds.append((time.perf_counter() - start) / case.repeat)
+
+    def _synchronize(self) -> None:
+        if self.comm.device.type != "cpu":
+            torch.get_device_module(self.comm.device.type).synchronize()

@@ -1,0 +1,1 @@
+"""Running the stages of a pipeline."""

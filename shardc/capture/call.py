@@ -1,0 +1,467 @@
+"""The calling convention: a call's arguments as a list of tensors, and a list of tensors as the model's output."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.capture.model import State, attributes_of, frozen, model_state, state_names
+from shardc.language.errors import CaptureError, ShardingError, did_you_mean, raise_all
+from shardc.language.sharding import TensorType
+from shardc.options import check_tangents
+from shardc.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
+
+    ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
+    value. ``state``: that of the model, which is often one object and so is compared sooner than hashed. ``autocast``:
+    the dtype that autocast casts to, by device type.
+    """
+
+    leaves: tuple[tuple[str, Hashable], ...]
+    tree: Tree
+    train: bool
+    state: State = field(hash=False)
+    default_dtype: torch.dtype = torch.float32
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def differences(self, other: Signature) -> list[str]:
+        """What two signatures of a model differ in, in words."""
+        mine, theirs = dict(self.leaves), dict(other.leaves)
+        found = [
+            f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        ]
+        mine, theirs = dict(self.state), dict(other.state)
+        found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        return found or ["gradients on or off, the default dtype, or autocast"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor among the leaves of a call or of an output."""
+
+    type: TensorType
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return str(self.type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A leaf that is no tensor. Equal when type and value are, as they were when it was made."""
+
+    value: Any
+    state: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", frozen(self.value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.state == other.state
+
+    def __hash__(self) -> int:
+        return hash(self.state)
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+Leaf = TensorLeaf | Constant
+Leaves = tuple[tuple[str, Leaf], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallingConvention:
+    """How a captured program is called: ``inputs`` and ``outputs`` are the leaves of the call and of the result.
+
+    ``constants``: the values of the program's inputs of kind ``buffer`` that are none of the model's buffers.
+    """
+
+    forward: Callable[..., Any]
+    inputs: Leaves
+    outputs: Leaves
+    output_tree: Tree
+    signature: Signature
+    constants: Mapping[str, torch.Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors among the arguments, parallel to the program's inputs of kind ``input``."""
+        return tuple(name for name, leaf in self.inputs if isinstance(leaf, TensorLeaf))
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, parallel to ``names``; a ShardingError for any leaf other than the captured one."""
+        values = dict(call_leaves(self.forward, args, kwargs)[0])
+        found = {name: leaf_of(value) for name, value in values.items()}
+        errors = _missing(dict(self.inputs), found) + _unexpected(dict(self.inputs), found)
+        errors += [error for name, leaf in self.inputs if name in found for error in _mismatch(name, leaf, found[name])]
+        raise_all(errors)
+        return [values[name] for name in self.names]
+
+    def unflatten(self, tensors: Iterable[Any]) -> Any:
+        """The model's own output, from the tensors that the program returns for its outputs of kind ``output``."""
+        rest = iter(tensors)
+        leaves = (leaf.value if isinstance(leaf, Constant) else next(rest) for _, leaf in self.outputs)
+        return rebuild(self.output_tree, leaves)
+
+
+def call_signature(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
+) -> Signature:
+    """The signature of a call of ``model``, whose ``state`` may be known."""
+    return signature_of(
+        *call_leaves(model.forward, args, kwargs), train, model_state(model) if state is None else state
+    )
+
+
+def signature_of(leaves: Sequence[tuple[str, Any]], tree: Tree, train: bool, state: State) -> Signature:
+    """That of a call with these leaves, of a model of this state."""
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    described = tuple((name, leaf_of(value)) for name, value in leaves)
+    return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
+
+
+def leaf_of(value: Any) -> Leaf:
+    """The description of a leaf."""
+    if isinstance(value, torch.Tensor):
+        return TensorLeaf(TensorType.of(value), value.requires_grad)
+    return Constant(value)
+
+
+def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
+    """The leaves of a model's output, the tensors among them, and its tree; a lone tensor is named ``output``."""
+    leaves, tree = flatten(output)
+    if tree == LEAF:
+        leaves = [("output", output)]
+    for name, value in leaves:
+        if isinstance(value, Iterator):
+            problem = f"it is a {type(value).__name__}, which would run on after the program"
+            raise CaptureError(f"output {name!r}", problem, "return a list or a tuple")
+    for name, problem, remedy in unnamed(leaves):
+        raise CaptureError(f"output {name!r}", problem, remedy)
+    tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
+    return tuple((name, leaf_of(value)) for name, value in leaves), tensors, tree
+
+
+def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, ...]:
+    """The outputs that backward starts from: ``loss``, else all of 0 dims, else all; and those named in ``further``."""
+    found = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
+    for name in further:
+        if name not in found:
+            raise ShardingError(
+                f"differentiable={name!r}",
+                f"the outputs are {', '.join(name for name, _ in outputs)}",
+                "no output of this name has a gradient",
+                did_you_mean(name, found) or f"use one of {', '.join(found) or 'none'}",
+            )
+    scalars = [name for name, leaf in found.items() if not leaf.type.shape]
+    first = ["loss"] if "loss" in found else scalars or list(found)
+    return tuple(name for name in found if name in first or name in further)
+
+
+def _missing(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
+    return [
+        ShardingError(
+            f"input {name!r}",
+            "not given",
+            f"the program was captured with {captured[name]}",
+            f"pass it, or compile again without {name!r}",
+        )
+        for name in captured
+        if name not in found
+    ]
+
+
+def _unexpected(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
+    return [
+        ShardingError(
+            f"input {name!r}",
+            f"given as {found[name]}",
+            "the program was captured without it",
+            did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}",
+        )
+        for name in found
+        if name not in captured
+    ]
+
+
+def _mismatch(name: str, captured: Leaf, found: Leaf) -> list[ShardingError]:
+    if isinstance(captured, TensorLeaf) and isinstance(found, TensorLeaf):
+        if captured.type == found.type:
+            return []
+    elif captured == found:
+        return []
+    return [
+        ShardingError(
+            f"input {name!r}",
+            str(found),
+            f"the program was captured for {captured}",
+            "pass an input like the captured one, or compile again for this one",
+        )
+    ]
+
+
+def call_leaves(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any]], Tree]:
+    """The leaves of a call by the names of forward's arguments, ``xs.0`` for ``*xs`` and ``foo`` for one of ``**kw``.
+
+    An argument that is given as its default counts as not given.
+    """
+    named: dict[str, Any] = {}
+    for name, place, default in _places(forward, len(args), tuple(kwargs)):
+        if isinstance(place, dict):  # **kw
+            named.update((key, kwargs[key]) for key in place)  # in order, which forward may see
+        elif isinstance(place, tuple):  # *xs
+            named[name] = tuple(args[i] for i in place)
+        elif not _is_default(value := args[place] if isinstance(place, int) else kwargs[place], default):
+            named[name] = value
+    leaves, tree = flatten(named)
+    raise_all([
+        ShardingError(f"input {name!r}", "a tensor in a container", problem, remedy)
+        for name, problem, remedy in unnamed(leaves)
+    ])  # fmt: skip
+    return leaves, tree
+
+
+def rebuild_call(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with other tensors, by the names of the leaves."""
+    bound = _bound(forward, args, kwargs)
+    for name, value in bound.arguments.items():
+        path = "" if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
+        leaves, tree = flatten(value, path)
+        bound.arguments[name] = rebuild(tree, (tensors.get(path, leaf) for path, leaf in leaves))
+    return bound.args, bound.kwargs
+
+
+def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """By kind (``param``, ``input``, ``module``) every name that a pattern may mean, and the one name of its value.
+
+    A tied parameter has several names, an entry ``foo`` of ``**kw`` is ``kw.foo`` too.
+    """
+    parameters, buffers, aliases = state_names(model)
+    state = {name: name for name in (*parameters, *buffers)}
+    leaves, _ = call_leaves(model.forward, args, kwargs)
+    passed = {name: name for name, value in leaves if isinstance(value, torch.Tensor)}
+    modules = {path: path for path, _ in model.named_modules() if path}
+    return {"param": state | aliases, "input": passed | _keyword_names(model.forward, passed), "module": modules}
+
+
+def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[str, str]:
+    parameters = inspect.signature(forward).parameters
+    rest = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
+    return {f"{kw}.{name}": name for kw in rest for name in names if name.partition(".")[0] not in parameters}
+
+
+def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """The name of every tensor that has none of its own, what is wrong with it, and what to do."""
+    tensors: set[str] = set()
+    for name, value in leaves:
+        if isinstance(value, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in value):
+            yield name, "it is in a set, which has no order: none says which tensor is which", "use a list or a tuple"
+        if isinstance(value, torch.Tensor):
+            if name in tensors:
+                yield name, "two tensors have this path: a key with a dot reads as two", "rename one of the keys"
+            tensors.add(name)
+
+
+def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    signature = inspect.signature(forward)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ShardingError(
+            "the inputs",
+            f"forward takes {signature}",
+            str(error),
+            "give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name",
+        ) from None
+
+
+def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """For each argument of forward that is given: its name, the index or name that it is given by, and its default.
+
+    Those of a method are found once for all objects that have it.
+    """
+    if isinstance(forward, MethodType):
+        return _places_of_method(forward.__func__, count, names)
+    bound = _bound(forward, range(count), dict(zip(names, names, strict=True)))
+    parameters = bound.signature.parameters
+    return [(name, place, parameters[name].default) for name, place in bound.arguments.items()]
+
+
+@lru_cache(maxsize=256)
+def _places_of_method(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    return _places(partial(function, None), count, names)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    is_alike = isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
+    return is_alike and repr(value) == repr(default)  # -0.0 is not 0.0
+
+
+_MAX_DEPTH = 8  # of plain objects inside plain objects
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How a value nests, hashable: a leaf has no ``kind``; a container its type, its keys and its children."""
+
+    kind: type | None = None
+    keys: tuple[Any, ...] = ()
+    children: tuple[Tree, ...] = ()
+
+
+LEAF = Tree()
+
+
+def flatten(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Tree]:
+    """The leaves with their paths (``batch.ids``, ``xs.0``), and the tree that ``rebuild`` takes.
+
+    Whatever is no container is a leaf: tensors, numbers, None, modules.
+    """
+    items = _items(value)
+    if items is None:
+        return [(name, value)], LEAF
+    leaves: list[tuple[str, Any]] = []
+    children: list[Tree] = []
+    for key, child in items:
+        found, tree = flatten(child, f"{name}.{key}" if name else str(key))
+        leaves += found
+        children.append(tree)
+    return leaves, Tree(type(value), tuple(key for key, _ in items), tuple(children))
+
+
+def rebuild(tree: Tree, leaves: Iterable[Any]) -> Any:
+    """The value again, from its tree and new leaves in the same order."""
+    return _rebuild(tree, iter(leaves))
+
+
+def _rebuild(tree: Tree, leaves: Iterator[Any]) -> Any:
+    if tree.kind is None:
+        return next(leaves)
+    children = [_rebuild(child, leaves) for child in tree.children]
+    return _make(tree.kind, tree.keys, children)
+
+
+def _make(kind: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
+    if issubclass(kind, (tuple, list)):
+        return kind(*children) if hasattr(kind, "_fields") else kind(children)
+    if issubclass(kind, dict) and dataclasses.is_dataclass(kind):  # transformers' ModelOutput
+        return kind(**dict(zip(keys, children, strict=True)))
+    if issubclass(kind, dict):
+        filled = kind()
+        filled.update(zip(keys, children, strict=True))
+        return filled
+    made = kind.__new__(kind)
+    for key, child in zip(keys, children, strict=True):
+        object.__setattr__(made, key, child)
+    return made
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a container with their keys; None for a leaf."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, (tuple, list)):
+        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return list((fields if isinstance(value, dict) else fields | attributes_of(value)).items())
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(attributes_of(value).items()) if _holds_tensor(value, _MAX_DEPTH) else None
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    """Whether a plain object, such as a key-value cache, has a tensor somewhere in its attributes."""
+    if depth == 0 or isinstance(value, (type, torch.Tensor, torch.nn.Module)):
+        return False
+    return any(_is_or_holds_tensor(child, depth - 1) for child in attributes_of(value).values())
+
+
+def _is_or_holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(_is_or_holds_tensor(child, depth) for child in value)
+    if isinstance(value, dict):
+        return any(_is_or_holds_tensor(child, depth) for child in value.values())
+    return _holds_tensor(value, depth)
+
+
+def state_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's parameters, buffers and constants by name."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {**dict(named), **constants}
+
+
+def fed(
+    program: Program,
+    state: Mapping[str, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    grad_outputs: Mapping[str, torch.Tensor],
+    draw: tuple[int, int],
+) -> Iterator[torch.Tensor]:
+    """The values of the program's inputs, whole, in order.
+
+    ``tensors``: the call's, in order. ``grad_outputs``: by output; ones where there is none. ``draw``: seed and step.
+    Raises a ShardingError for state on meta, and for gradients of other names or types than the outputs'.
+    """
+    _check_gradients(program, grad_outputs)
+    _check_state(program, state)
+    given = iter(tensors)
+    for put in program.inputs:
+        if put.kind in ("parameter", "buffer"):
+            yield state[put.name].detach()
+        elif put.kind == "input":
+            yield next(given)
+        elif put.kind == "tangent":
+            yield grad_outputs.get(put.name, torch.ones(put.type.shape, dtype=put.type.dtype))
+        else:
+            yield torch.tensor(draw)
+
+
+def _check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
+    on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
+    if on_meta:
+        raise ShardingError(
+            f"parameter {on_meta[0]!r}",
+            "it is on meta" + (f", as are {len(on_meta) - 1} others" if len(on_meta) > 1 else ""),
+            "a program can be compiled and dumped without values, but not run",
+            "give the model values: model.to_empty(device='cpu') and its initialisers",
+        )
+
+
+def _check_gradients(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
+    """A ShardingError for every gradient of an output that has none, or of another type than the output."""
+    types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
+    check_tangents(grad_outputs, list(types))
+    errors: list[ShardingError] = []
+    for name, gradient in grad_outputs.items():
+        given = TensorType.of(gradient)
+        who, what = f"grad_outputs[{name!r}]", f"given {given}"
+        if name not in types:
+            remedy = did_you_mean(name, types) or f"use one of {', '.join(types) or 'none'}"
+            errors.append(ShardingError(who, what, "no output of this name has a gradient", remedy))
+        elif given != types[name]:
+            errors.append(ShardingError(who, what, f"the output is {types[name]}", f"pass {types[name]}"))
+    raise_all(errors)

@@ -1,0 +1,261 @@
+"""Capture: a model and example inputs in, the joint graph of its forward and backward out, with nothing allocated.
+
+One trace does it all: ``make_fx`` over the user's own module with fake, functionalized tensors and ``autograd.grad``
+inside. Measured on GPT-2 of transformers, 12 layers (T 1024, B 16): 1.6 s and 2200 nodes, against 3.0 s for
+``torch.export`` followed by ``make_fx``, which leaves in-place ops behind, and 2.7 s for ``torch.export`` followed by
+``aot_export_joint_with_descriptors``, of nearly the same graph.
+
+The eager path of the model is captured where it can be. Where it branches on the values of tensors, the path that it
+offers to compilers (``torch.compiler.is_compiling()``) is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.capture.annotations import Match, annotating
+from shardc.capture.call import (
+    CallingConvention,
+    Leaves,
+    TensorLeaf,
+    Tree,
+    call_leaves,
+    call_signature,
+    differentiable_names,
+    leaf_of,
+    output_leaves,
+    rebuild_call,
+)
+from shardc.capture.decompositions import Casting, PlainDropout, decompositions, plain_cells, resampling_whole
+from shardc.capture.guards import (
+    DATA_DEPENDENT,
+    Guards,
+    Refusals,
+    capture_error,
+    is_collective,
+    is_lookup_by_value,
+    no_seeds,
+    python_effects,
+)
+from shardc.capture.higher_order import higher_order_ops
+from shardc.capture.joint import Ends, assemble
+from shardc.capture.location import failing_place
+from shardc.capture.microbatches import counting_marks
+from shardc.capture.model import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.capture.tracing import Watch
+from shardc.language.errors import CaptureError, ShardingError, raised_by_model
+from shardc.language.sharding import TensorType
+from shardc.options import Precision
+from shardc.program.facts import Input, Output, Source, types_of
+from shardc.program.opaque import Opaque, hold_opaques
+from shardc.program.program import Program
+
+__all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
+
+InputKind = Literal["parameter", "buffer", "input"]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured program and how it is called.
+
+    ``aliases``: for every further name of a tied parameter or buffer its first, which is the one in the program.
+    """
+
+    program: Program
+    convention: CallingConvention
+    aliases: Mapping[str, str]
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    train: bool = True,
+    modules: Mapping[str, Match] | None = None,
+    differentiable: tuple[str, ...] = (),
+    precision: Precision | None = None,
+) -> Captured:
+    """Capture ``model(*args, **kwargs)``: only shapes and dtypes of tensors are read, parameters may be on meta.
+
+    ``train`` adds the backward; it starts from the field ``loss`` of the output, else from its 0-dim tensors, else
+    from all of them; further outputs by name in ``differentiable``. ``modules``: annotations of modules' outputs, by
+    path. Raises a CaptureError that names the user's line where the model has no graph.
+    """
+    joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision)
+    try:
+        traced = joint.trace()
+    except (CaptureError, ShardingError):
+        raise
+    except Exception as error:
+        is_said = is_lookup_by_value(error) or is_collective(error)
+        if is_said or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
+            raise capture_error(error, model) from error
+        raised_by_model(error, failing_place(error, model))
+        raise
+    return joint.captured(traced)
+
+
+class _Joint:
+    """The forward and backward of a call as one function of flat tensors: ``inputs`` in order.
+
+    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``; ``watch``,
+    which knows where each traced node comes from; and ``guards``, where no path of the model has a graph without.
+    """
+
+    outputs: Leaves
+    output_tree: Tree
+    tangents: tuple[Input, ...]
+    watch: Watch
+    opaque: list[Opaque]
+    guards: Guards | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        train: bool,
+        modules: Mapping[str, Match],
+        differentiable: tuple[str, ...],
+        precision: Precision | None,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.train, self.modules, self.differentiable = train, modules, differentiable
+        self.tangents, self.opaque, self.precision = (), [], precision
+        self.parameters, self.buffers, self.aliases = state_names(model)
+        leaves, _ = call_leaves(model.forward, args, kwargs)
+        self.passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
+        self.inputs = (
+            *_inputs("parameter", self.parameters),
+            *_inputs("buffer", self.buffers),
+            *_inputs("input", self.passed),
+            Input("random", "random", TensorType((2,), torch.int64)),
+        )
+        self.values = (*self.parameters.values(), *self.buffers.values(), *self.passed.values(), None)
+        tensors = [*self.passed.values(), *self.parameters.values(), *self.buffers.values()]
+        self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+    def trace(self) -> fx.GraphModule:
+        """The graph of the model's eager path, or of the path that it offers to compilers; guards where it must be."""
+        for has_guards in (False, True):
+            for is_compiling in (False, True):
+                self.guards = Guards(self.opaque) if has_guards else None
+                with changed(torch.compiler, "_is_compiling_flag", is_compiling):
+                    try:
+                        return self._trace(Refusals())
+                    except DATA_DEPENDENT as error:
+                        latest = error
+        raise latest
+
+    def _trace(self, refusals: Refusals) -> fx.GraphModule:
+        self.refusals = refusals
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(borrowed(self.model, self.train))
+            for context in (
+                torch.inference_mode(False),
+                torch.autograd.set_multithreading_enabled(False),
+                plain_cells(),
+                PlainDropout(),
+                no_checkpoints(),
+                higher_order_ops(self.opaque),
+                annotating(),
+                counting_marks(),
+                resampling_whole(),
+                python_effects(self.model),
+                changed(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # our error says it
+                no_seeds(),
+                _use_lazy_graph_module(True),  # no one runs it: its graph is no Python code until it is asked for
+                refusals,
+                FakeTensorMode(allow_non_fake_inputs=True),
+            ):
+                stack.enter_context(context)
+            stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
+            fakes = map(self._empty, self.inputs)
+            traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
+            hold_opaques(traced)
+            return traced
+
+    def _empty(self, entry: Input) -> torch.Tensor:
+        shape, dtype = entry.type.shape, entry.type.dtype
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
+
+    def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
+        """The traced function; what it returns is said in ``Ends``."""
+        keys = [(str(entry.kind), entry.name) for entry in self.inputs]
+        named = dict(zip(keys, tensors, strict=True))
+        casting = Casting(self.model, self.precision)
+        used = casting.enter(named)
+        swap(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
+        args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
+        self.watch = Watch(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
+        if self.guards:
+            self.guards.begin(self.values)
+        with self.watch, torch.set_grad_enabled(self.train):
+            self.outputs, found, self.output_tree = output_leaves(self.model(*args, **kwargs))
+            casting.check_unchanged()
+            tangents, gradients = self._backward(dict(found), used, casting) if self.train else ([], [])
+            after = [held(self.model, name) if kind == "buffer" else tensor for (kind, name), tensor in named.items()]
+            met = self.guards.met if self.guards else []
+            ends = [*(tensor.detach() for _, tensor in found), *gradients, *(t.detach() for t in after)]
+            return [*ends, *tangents, *met]
+
+    def _backward(
+        self, outputs: Mapping[str, torch.Tensor], used: Mapping[tuple[str, str], torch.Tensor], casting: Casting
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        names = differentiable_names(self.outputs, self.differentiable)
+        with self.guards.unknown() if self.guards else contextlib.nullcontext():
+            tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device)
+                        for name in names]  # fmt: skip
+        self.tangents = tuple(
+            Input(name, "tangent", TensorType.of(tangent)) for name, tangent in zip(names, tangents, strict=True)
+        )
+        wanting = [entry for entry in self.inputs if entry.requires_grad]
+        sources = [used[entry.kind, entry.name] for entry in wanting]
+        if not names or not sources:
+            return tangents, [None] * len(sources)
+        self.watch.phase = "backward"
+        with torch.autocast(self.device.type, enabled=False):
+            starts = [outputs[name] for name in names]
+            gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+            return tangents, [self._left(casting, *pair) for pair in zip(wanting, gradients, strict=True)]
+
+    def _left(self, casting: Casting, entry: Input, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self.watch.latest = Source(entry.name.rpartition(".")[0], self.watch.latest.location, "backward")
+        return casting.leave(entry, gradient)
+
+    def captured(self, traced: fx.GraphModule) -> Captured:
+        """The traced graph as a program with its calling convention."""
+        results = [Output(name, "output") for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
+        if self.train:
+            results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
+        guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
+        ends = Ends(self.inputs, tuple(results), self.tangents, guards)
+        types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
+        program, constants = assemble(traced, ends, types, self.watch.sources, plain_tensors(self.model))
+        leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
+        signature = call_signature(self.model, self.args, self.kwargs, self.train)
+        inputs = tuple((name, leaf_of(value)) for name, value in leaves)
+        convention = CallingConvention(self.model.forward, inputs, self.outputs, self.output_tree, signature, constants)
+        return Captured(program, convention, self.aliases)
+
+
+def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]:
+    return [Input(name, kind, TensorType.of(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
+
+
+def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for (kind, name), tensor in named.items() if kind in kinds}

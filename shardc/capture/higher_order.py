@@ -1,0 +1,458 @@
+"""Higher-order ops while a model is captured.
+
+``torch.cond`` and ``while_loop`` become opaque calls: the bodies are traced apart, with what they close over as further
+operands, and each with its vector-Jacobian product. ``associative_scan``, ``flex_attention`` and a ``map`` or ``scan``
+that is not too long are written out as ops, which have rules. ``torch.compile`` inside a model is looked through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardc.capture.location import user_location
+from shardc.capture.model import changed
+from shardc.language.errors import CaptureError
+from shardc.language.sharding import TensorType
+from shardc.program.node import takes_device
+from shardc.program.opaque import Opaque, call, hold_opaques
+
+Run = Callable[..., Sequence[Tensor]]
+
+_HOME = "torch._higher_order_ops"
+MAX_STEPS = 64  # of a map or scan that is written out
+REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention")  # no such op is ever called
+
+
+@contextlib.contextmanager
+def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
+    """In the block higher-order ops run as this file says; ``kept``: the opaque calls, which graphs only name."""
+    places: dict[tuple[str, str], Any] = {
+        (f"{_HOME}.cond", "cond_op"): partial(_cond, kept),
+        (f"{_HOME}.while_loop", "while_loop_op"): partial(_while_loop, kept),
+        (f"{_HOME}.map", "map_impl"): partial(_map, kept),
+        (f"{_HOME}.scan", "scan_op"): partial(_scan, kept),
+        (f"{_HOME}.associative_scan", "associative_scan_op"): _associative_scan,
+        ("torch.nn.attention.flex_attention", "flex_attention_hop"): _flex_attention,
+        ("torch", "compile"): _uncompiled,
+    }
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and its import takes seconds
+        places["torch._dynamo.config", "error_on_nested_fx_trace"] = False
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in places.items():
+            stack.enter_context(changed(importlib.import_module(module), name, value))
+        yield
+
+
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` of a model that is being captured: the model."""
+    return (lambda found: found) if model is None else model
+
+
+# Opaque calls.
+
+
+def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any],
+          operands: Any = ()) -> Any:  # fmt: skip
+    """One branch runs, on every rank the same; so does its backward."""
+    leaves, nest = pytree.tree_flatten(operands)
+    captured = Bodies("torch.cond")
+    bodies = [captured.body(_nested(fn, nest), [pred, *leaves]) for fn in (true_fn, false_fn)]
+    _check_alike(bodies)
+    branches = [body.traced() for body in bodies]
+
+    def forward(*given: Tensor) -> Sequence[Tensor]:
+        return branches[not given[0]].forward(given)
+
+    def backward(*given: Tensor) -> Sequence[Tensor]:
+        return branches[not given[0]].vjp(given)
+
+    given = [pred, *leaves, *captured.outside]
+    return _called(kept, "cond", forward, backward, branches[0].types, given, bodies[0].tree)
+
+
+def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any,
+                additional: Any) -> Any:  # fmt: skip
+    """The loop runs whole on every rank."""
+    device = next((leaf.device for leaf in carried if isinstance(leaf, Tensor)), None)
+    carry = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device) for leaf in carried]
+    captured, types = Bodies("while_loop"), tuple(map(TensorType.of, carry))
+    bodies = [captured.body(fn, [*carry, *additional]) for fn in (cond_fn, body_fn)]
+    test, step = (body.traced() for body in bodies)
+    _check_carry(captured, types, step.types)
+    given = [*carry, *additional, *captured.outside]
+    loop = While(test, step, len(carry), len(given))
+    return _called(kept, "while_loop", loop.forward, loop.backward, types, given, bodies[1].tree)
+
+
+def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
+               additional: Any) -> Any:  # fmt: skip
+    """The steps run whole on every rank."""
+    captured, types = Bodies("scan"), tuple(map(TensorType.of, init))
+    body = captured.body(combine, [*init, *(x[0] for x in xs), *additional])
+    step = body.traced()
+    _check_carry(captured, types, step.types[: len(init)])
+    stacked = (TensorType((len(xs[0]), *type_.shape), type_.dtype) for type_ in step.types[len(init) :])
+    given = [*init, *xs, *additional, *captured.outside]
+    loop = Scan(step, len(init), len(xs), len(given))
+    return _called(kept, "scan", loop.forward, loop.backward, (*types, *stacked), given, body.tree)
+
+
+def _called(kept: list[Opaque], name: str, forward: Run, backward: Run, types: tuple[TensorType, ...],
+            given: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
+    made = Opaque(name, forward, types)
+    gradient = Opaque(f"{name}_backward", backward, floating(map(TensorType.of, given)))
+    kept += [made, gradient]
+    return pytree.tree_unflatten(list(call(made, gradient, given)), tree)
+
+
+def _check_carry(captured: Bodies, given: tuple[TensorType, ...], made: tuple[TensorType, ...]) -> None:
+    if made != given:
+        captured.refuse(f"its body turns {_listed(given)} into {_listed(made)}", "return a carry as it was given")
+
+
+# Written out.
+
+
+def _map(kept: list[Opaque], f: Callable[..., Any], xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
+    """Every row on its own; the results stacked."""
+    return _scan(kept, lambda *row: ([], f(*row, *args)), [], xs, ())[1]
+
+
+def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
+          additional_inputs: Any) -> Any:  # fmt: skip
+    """Step after step; the outputs stacked. A long one is an opaque call."""
+    if len(xs[0]) > MAX_STEPS:
+        return _long_scan(kept, combine, init, xs, additional_inputs)
+    carry: Any = list(init)
+    outputs = []
+    for row in zip(*(x.unbind(0) for x in xs), strict=True):
+        carry, output = combine(*pytree.tree_leaves(carry), *row, *additional_inputs)
+        outputs.append(output)
+    return carry, pytree.tree_map(lambda *parts: torch.stack(parts), *outputs)
+
+
+def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
+    """Neighbours in parallel, in as many steps as the logarithm of the length."""
+    scan = importlib.import_module(f"{_HOME}.associative_scan").generic_associative_scan
+    nest = pytree.tree_structure(combine(*(x[0] for x in xs), *(x[0] for x in xs)))
+    many = torch.vmap(lambda *rows: tuple(pytree.tree_leaves(combine(*rows))))
+    return pytree.tree_unflatten(scan(many, list(xs), additional_inputs=additional_inputs), nest)
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float,
+                    kernel_options: Any, score_buffers: Any = (), mask_buffers: Any = ()) -> Any:  # fmt: skip
+    """Scores, mask and softmax as ops: batch and heads may stay cut, and the backward is theirs."""
+    plain = importlib.import_module(f"{_HOME}.flex_attention").math_attention
+    return plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
+
+
+def _nested(fn: Callable[..., Any], nest: Any) -> Callable[..., Any]:
+    return lambda pred, *leaves: fn(*pytree.tree_unflatten(list(leaves), nest))
+
+
+def _check_alike(bodies: Sequence[Body]) -> None:
+    one, other = bodies
+    if (one.types, one.tree) != (other.types, other.tree):
+        problem = f"one branch returns {_listed(one.types)}, the other {_listed(other.types)}"
+        one.captured.refuse(problem, "let both return tensors of the same shapes and dtypes")
+
+
+def _listed(types: Sequence[TensorType]) -> str:
+    return f"({', '.join(map(str, types))})"
+
+
+@dataclass(frozen=True)
+class TracedBody:
+    """A body as graphs: flat operands to flat results; operands and gradients of floating results to those of operands.
+
+    ``types`` are those of its results.
+    """
+
+    forward_graph: fx.GraphModule
+    vjp_graph: fx.GraphModule
+    types: tuple[TensorType, ...]
+
+    def forward(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results, of tensors on any device."""
+        return _interpret(self.forward_graph, operands)
+
+    def vjp(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradient of every floating operand, zeros where there is none."""
+        return _interpret(self.vjp_graph, given)
+
+
+@dataclass
+class Bodies:
+    """What the bodies of one higher-order op close over: outer tensors, which become operands of all of them.
+
+    ``tensors`` grows while bodies are met; only then are they traced.
+    """
+
+    name: str
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def outside(self) -> list[Tensor]:
+        """The tensors as the place of the op sees them: inside a body of another op they are operands of that."""
+        return [torch.ops.aten.alias(tensor) for tensor in self.tensors]
+
+    def body(self, fn: Callable[..., Any], operands: Sequence[Tensor]) -> Body:
+        """The body, run once to see what it reads and how its result nests."""
+        found = Body(self, fn, operands)
+        with _apart() as mode:
+            result = found.run(list(map(_standin, operands)), _Outer(mode, self.tensors))
+            leaves, found.tree = pytree.tree_flatten(result)
+            if not all(isinstance(leaf, Tensor) for leaf in leaves):
+                self.refuse("a function given to it returns what is no tensor", "return tensors alone")
+            found.types = tuple(map(TensorType.of, leaves))
+        return found
+
+    def refuse(self, problem: str, remedy: str) -> NoReturn:
+        """Raise a CaptureError that names the user's line."""
+        where = user_location(sys._getframe(1)) or "the model"
+        raise CaptureError(f"{where}: {self.name}", problem, remedy)
+
+
+class Body:
+    """A function that is given to a higher-order op."""
+
+    tree: Any
+    types: tuple[TensorType, ...]
+    mode: FakeTensorMode
+
+    def __init__(self, captured: Bodies, fn: Callable[..., Any], operands: Sequence[Tensor]) -> None:
+        self.captured, self.fn, self.operands = captured, fn, operands
+
+    def run(self, operands: Sequence[Any], outer: _Outer) -> Any:
+        """The function's own result."""
+        with outer:
+            return self.fn(*operands)
+
+    def traced(self) -> TracedBody:
+        """Its graphs, over the operands and then what all bodies close over."""
+        given = [*self.operands, *self.captured.tensors]
+        with _apart() as self.mode:
+            fakes = list(map(_standin, given))
+            tangents = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in floating(self.types)]
+            forward = _graph(self._forward, fakes)
+            self._check(forward, len(given))
+            vjp = _graph(self._vjp, [*fakes, *tangents])
+        forward.graph.eliminate_dead_code()
+        return TracedBody(forward, vjp, self.types)
+
+    @property
+    def _device(self) -> torch.device:
+        return [*self.operands, *self.captured.tensors][0].device
+
+    def _call(self, given: Sequence[Tensor]) -> list[Tensor]:
+        size = len(self.operands)
+        inner = {id(outer): tensor for outer, tensor in zip(self.captured.tensors, given[size:], strict=True)}
+        result = self.run(list(given[:size]), _Outer(self.mode, [], inner))
+        return pytree.tree_leaves(result)
+
+    def _forward(self, *given: Tensor) -> list[Tensor]:
+        """The results, then the operands as they are at the end."""
+        return [*self._call(given), *given]
+
+    def _vjp(self, *given: Tensor) -> list[Tensor]:
+        size = len(self.operands) + len(self.captured.tensors)
+        operands = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[:size]]
+        with torch.enable_grad():
+            results = [tensor for tensor in self._call(operands) if tensor.is_floating_point()]
+        pairs = [(r, t) for r, t in zip(results, given[size:], strict=True) if r.requires_grad]
+        sources = [tensor for tensor in operands if tensor.is_floating_point()]
+        if not pairs or not sources:
+            return [torch.zeros_like(source) for source in sources]
+        made = torch.autograd.grad([r for r, _ in pairs], sources, [t for _, t in pairs], allow_unused=True)
+        return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, made, strict=True)]
+
+    def _check(self, forward: fx.GraphModule, count: int) -> None:
+        """Nothing is drawn at random, nothing that was given is changed."""
+        placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        output = next(reversed(forward.graph.nodes))
+        results: Any = output.args[0]
+        if list(results[-count:]) != placeholders:
+            self.captured.refuse("a function given to it changes a tensor in place that is not its own", "clone it")
+        for node in forward.graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                self.captured.refuse(
+                    f"{node.target} in it draws random numbers, which would not be the same on every rank",
+                    "draw them before, and give them to it as an operand",
+                )
+        output.args = (list(results[:-count]),)
+        forward.recompile()
+
+
+class _Outer(TorchFunctionMode):
+    """Tensors of the outer trace give way to those that stand for them inside, by identity.
+
+    ``standins`` has them by the id of the outer one; one that it lacks is noted in ``found`` and gets a stand-in.
+    """
+
+    def __init__(self, mode: FakeTensorMode, found: list[Tensor], standins: Mapping[int, Tensor] | None = None) -> None:
+        super().__init__()
+        self.mode, self.found = mode, found
+        self.standins = dict(standins or {id(tensor): _standin(tensor) for tensor in found})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self.mode:  # else a body in this body
+            args, kwargs = pytree.tree_map_only(Tensor, self._inside, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _inside(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.standins and _mode_of(tensor) not in (None, self.mode):
+            self.found.append(tensor)
+            self.standins[id(tensor)] = _standin(tensor)
+        return self.standins.get(id(tensor), tensor)
+
+
+def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """The trace that a tensor belongs to; a constant belongs to none."""
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+class _OnDevice(fx.Interpreter):
+    """Runs a traced body on the device of its operands."""
+
+    def __init__(self, graph: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(graph)
+        self.device = device
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        placed = {**kwargs, "device": self.device} if takes_device(target) else kwargs
+        return super().call_function(target, args, placed)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().get_attr(target, args, kwargs).to(self.device)
+
+
+def _interpret(graph: fx.GraphModule, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = _OnDevice(graph, given[0].device).run(*given)
+    return found
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[FakeTensorMode]:
+    """A trace of its own, of which the outer one sees nothing."""
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher():
+        yield mode
+
+
+def _graph(fn: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    traced = make_fx(dispatch_functionalize(fn, FunctionalTensorMode()))(*fakes)
+    hold_opaques(traced)
+    return traced
+
+
+def _standin(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def floating(types: Iterable[TensorType]) -> tuple[TensorType, ...]:
+    """Those that have gradients."""
+    return tuple(type_ for type_ in types if type_.dtype.is_floating_point)
+
+
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    """``while test(state, rest): state = step(state, rest)``; ``size`` tensors are the state, of ``num_given``."""
+
+    test: TracedBody
+    step: TracedBody
+    size: int
+    num_given: int
+
+    def forward(self, *given: Tensor) -> Tensors:
+        """The state at the end."""
+        return deque(self._states(given), maxlen=1)[0]
+
+    def backward(self, *given: Tensor) -> Tensors:
+        """Of the operands and the gradients of the state's floating tensors: those of the floating operands."""
+        operands, tangents = given[: self.num_given], given[self.num_given :]
+        rest = operands[self.size :]
+        sums = _zeros(rest)
+        for state in reversed(list(self._states(operands))[:-1]):
+            found = self.step.vjp([*state, *rest, *tangents])
+            sums = _added(sums, found[len(tangents) :])
+            tangents = tuple(found[: len(tangents)])
+        return [*tangents, *sums]
+
+    def _states(self, given: Tensors) -> Iterator[Tensors]:
+        state, rest = given[: self.size], given[self.size :]
+        yield state
+        while self.test.forward([*state, *rest])[0]:
+            state = self.step.forward([*state, *rest])
+            yield state
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """``carry, row_out = step(carry, row, rest)`` for every row: ``size`` carries, then ``num_xs`` columns of rows."""
+
+    step: TracedBody
+    size: int
+    num_xs: int
+    num_given: int
+
+    def forward(self, *given: Tensor) -> Tensors:
+        """The last carry, and the rows that came out, stacked."""
+        found = [made for _, made in self._steps(given)]
+        outputs = zip(*(made[self.size :] for made in found), strict=True)
+        return [*found[-1][: self.size], *(torch.stack(column) for column in outputs)]
+
+    def backward(self, *given: Tensor) -> Tensors:
+        """Of the operands and the gradients of all floating results: those of the floating operands."""
+        carry, columns, rest = self._parts(given)
+        num_carry, num_rows = len(_zeros(carry)), len(_zeros(columns))
+        tangents, outputs = given[self.num_given :][:num_carry], given[self.num_given :][num_carry:]
+        sums, rows = _zeros(rest), list[Tensors]()
+        for i, (operands, _) in reversed(list(enumerate(self._steps(given)))):
+            found = tuple(self.step.vjp([*operands, *tangents, *(column[i] for column in outputs)]))
+            tangents, parts = found[:num_carry], found[num_carry + num_rows :]
+            rows.append(found[num_carry : num_carry + num_rows])
+            sums = _added(sums, parts)
+        return [*tangents, *(torch.stack(column) for column in zip(*reversed(rows), strict=True)), *sums]
+
+    def _parts(self, given: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        end = self.size + self.num_xs
+        return given[: self.size], given[self.size : end], given[end : self.num_given]
+
+    def _steps(self, given: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+        """What each step is given, and what it returns."""
+        carry, columns, rest = self._parts(given)
+        for i in range(len(columns[0])):
+            operands = [*carry, *(column[i] for column in columns), *rest]
+            found = self.step.forward(operands)
+            yield operands, found
+            carry = found[: self.size]
+
+
+def _zeros(tensors: Tensors) -> list[Tensor]:
+    return [torch.zeros_like(tensor) for tensor in tensors if tensor.is_floating_point()]
+
+
+def _added(sums: Tensors, parts: Tensors) -> list[Tensor]:
+    return [total + part for total, part in zip(sums, parts, strict=True)]

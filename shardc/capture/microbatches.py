@@ -1,0 +1,131 @@
+"""Microbatches: the batch dims of a program's inputs are cut along the axis of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from math import prod
+
+from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.mesh import MICROBATCH, Mesh
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div
+from shardc.options import Pipeline
+from shardc.program.facts import Input, Pin
+from shardc.program.program import Program
+
+
+def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
+    """The pins of a program with those of its inputs cut in microbatches too, within the cut that they have.
+
+    An input without an annotation lies along its batch dim as the first that has one. ``mesh``: the program's. Raises
+    an OptionError for an option ``batch`` that names no input or no dim of it.
+    """
+    inputs = {put.name: put for put in program.inputs if put.kind == "input"}
+    dims = batch_dims(inputs, pipeline)
+    given = {pin.name: pin for pin in pins if pin.kind == "input"}
+    yield from (_as_computed(pin) for pin in pins if pin.kind != "input" or pin.name not in dims)
+    said = ((given[name], dim) for name, dim in dims.items() if name in given)
+    first, batch = next(((pin, pin.sharding.dims[dim]) for pin, dim in said if dim not in pin.open), (None, WHOLE))
+    for name, dim in dims.items():
+        ndim = len(inputs[name].type.shape)
+        whole = Sharding(mesh, (WHOLE,) * ndim).with_dim(dim, DimSharding(batch.axes))
+        text = first.text if first else pipeline.text
+        pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
+        cut = pin.sharding.dims[dim]
+        if cut.minor:
+            raise OptionError(
+                f"input {name!r}", f"{pin.text} cuts blocks of dim {dim}", "that dim is cut in microbatches too",
+                f"cut it by an axis, or say Pipeline(batch={{{name!r}: None}})",
+            )  # fmt: skip
+        sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
+        yield replace(pin, sharding=sharding, open=pin.open - {dim})
+
+
+def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline) -> Iterator[str]:
+    """A note where microbatches are empty: of the rows that a rank has, each but the last has equally many."""
+    shapes = {put.name: put.type.shape for put in program.inputs if put.kind == "input"}
+    cuts = [pair for pin in pins if pin.kind == "input"
+            for pair in zip(shapes[pin.name], pin.sharding.dims, strict=True)]  # fmt: skip
+    for size, cut in cuts:
+        sizes = {part.name: part.size for part in cut.axes}
+        count = sizes.pop(MICROBATCH, 1)
+        rows = ceil_div(size, prod(sizes.values()))
+        full = ceil_div(rows, ceil_div(rows, count)) if rows else count
+        if full < count:
+            yield (
+                f"{pipeline.text}: {count - full} of {count} microbatches are empty, for a rank has {rows} "
+                f"row{'s' * (rows != 1)} of the batch; say microbatches={full}"
+            )
+            return
+
+
+def _as_computed(pin: Pin) -> Pin:
+    """A pin; one that asks for a whole output lets it be computed in microbatches, and gathered when it comes back."""
+    if pin.kind != "output" or pin.sharding.cut_axes or pin.open:
+        return pin
+    return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_asked=True)
+
+
+def check_loss(program: Program) -> None:
+    """An OptionError unless backward starts from one number: it runs before the gradients of outputs are known."""
+    starts = [put for put in program.inputs if put.kind == "tangent"]
+    problem = "backward runs within the forward call, and can start from one number alone"
+    if len(starts) > 1:
+        raise OptionError(
+            "Pipeline", f"the outputs {', '.join(put.name for put in starts)} have gradients", problem,
+            "return their sum as the loss, and leave differentiable out",
+        )  # fmt: skip
+    if starts and starts[0].type.shape:
+        what = f"the output {starts[0].name!r} is {starts[0].type}"
+        raise OptionError("Pipeline", what, problem, "return the loss, a 0-dim tensor, or run it under no_grad")
+
+
+def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int]:
+    """The dim of each input that is cut in microbatches, by name."""
+    errors = [_no_input(name, inputs) for name in pipeline.batch if name not in inputs]
+    for name, dim in pipeline.batch.items():
+        shape = inputs[name].type.shape if name in inputs else ()
+        if name in inputs and dim is not None and not 0 <= dim < len(shape):
+            remedy = f"say a dim from 0 to {len(shape) - 1}, or None" if shape else "say None"
+            errors.append(OptionError(f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}",
+                                        "there is no such dim", remedy))  # fmt: skip
+    raise_all(errors)
+    found = {name: dim for name, dim in pipeline.batch.items() if dim is not None}
+    sizes = [inputs[name].type.shape[dim] for name, dim in found.items()]
+    sizes += [put.type.shape[0] for put in inputs.values() if put.type.shape]
+    for name, put in inputs.items():
+        if name not in pipeline.batch and put.type.shape and put.type.shape[0] == sizes[0]:
+            found[name] = 0
+    return found
+
+
+def _no_input(name: str, inputs: Mapping[str, Input]) -> OptionError:
+    remedy = did_you_mean(name, inputs) or f"name one of {', '.join(inputs)}"
+    return OptionError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)
+
+
+_PASSED: ContextVar[list[int]] = ContextVar("passed")  # one number: how many marks the traced model has passed
+
+
+def stage_boundary() -> None:
+    """Say inside a model that a new pipeline stage begins here: with what comes next. Nothing outside shardc."""
+    if passed := _PASSED.get(None):
+        passed[0] += 1
+
+
+def marks_passed() -> int:
+    """How many marks the model that is captured has passed."""
+    passed = _PASSED.get(None)
+    return passed[0] if passed else 0
+
+
+@contextmanager
+def counting_marks() -> Iterator[None]:
+    """In the block marks are counted from 0."""
+    token = _PASSED.set([0])
+    try:
+        yield
+    finally:
+        _PASSED.reset(token)

@@ -1,0 +1,87 @@
+"""The command line: what a user types after ``shardc``. Data goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from shardc.cli import bench_links, check, cost, diff, dump, explain, stages, trace, verify
+from shardc.cli.arguments import EXIT_CODES, Parser
+from shardc.language.errors import (
+    BAD_ANNOTATION,
+    CAPTURE_FAILED,
+    GOOD,
+    INTERNAL,
+    INTERRUPTED,
+    USAGE,
+    CaptureError,
+    OptionError,
+    ShardingError,
+    place_in_model,
+    raised,
+)
+
+COMMANDS = {
+    "dump": dump,
+    "explain": explain,
+    "check": check,
+    "diff": diff,
+    "cost": cost,
+    "verify": verify,
+    "stages": stages,
+    "trace": trace,
+    "bench-links": bench_links,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; argparse itself exits with 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal has no letter for
+    try:
+        return _run(_parser().options(argv))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+    except KeyboardInterrupt:
+        print("shardc: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if place := place_in_model(error):
+            remedy = "run the model eagerly on these inputs, and mend it"
+            return _complain(CaptureError(place, raised(error), remedy), CAPTURE_FAILED)
+        traceback.print_exc()
+        return INTERNAL
+
+
+def _parser() -> Parser:
+    whole = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add(commands)
+    return whole
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return COMMANDS[options.command].run(options)
+    except OptionError as error:
+        return _complain(error, USAGE)
+    except (CaptureError, NotImplementedError) as error:
+        return _complain(error, CAPTURE_FAILED)
+    except ShardingError as error:
+        return _complain(error, BAD_ANNOTATION)
+    except SystemExit as error:
+        from shardc.capture.location import failing_line
+
+        remedy = "raise an error there, or leave it out"
+        return _complain(CaptureError(failing_line(error), "it ends the process", remedy), CAPTURE_FAILED)
+
+
+def _complain(error: Exception, code: int) -> int:
+    print(f"shardc: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""The words of the compiler: mesh, P, sharding, cut, rule, windows, machine, errors. Knows no graph."""

@@ -1,0 +1,270 @@
+"""The machine that times are estimated for: a link for each mesh axis, and the device of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.kinds import LOCAL_KINDS, Kind
+from shardc.language.mesh import MICROBATCH, Mesh
+from shardc.language.partition import parse_part
+from shardc.language.text import table
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``latency``: seconds of one step of a ring. ``bandwidth``: bytes a second that one rank sends.
+
+    ``overlap``: for which part of a collective's time its rank computes on as if nothing were sent, from 0 to 1: all of
+    it where the network works by itself, less where the ranks' own processors do its work. ``kinds``: latency and
+    bandwidth of kinds of collectives that were measured by themselves. ``name`` is for messages.
+    """
+
+    latency: float
+    bandwidth: float
+    overlap: float = 1.0
+    name: str = "a link"
+    kinds: tuple[tuple[str, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = {
+            "latency": ("seconds are 0 or more", self.latency >= 0 and isfinite(self.latency)),
+            "bandwidth": ("bytes a second are more than 0", self.bandwidth > 0),
+            "overlap": ("a part of the time is from 0 to 1", 0 <= self.overlap <= 1),
+        }
+        wrong = [(name, problem) for name, (problem, is_good) in problems.items() if not is_good]
+        remedy = "say Link(latency=5e-6, bandwidth=4e10), or name a preset"
+        raise_all([OptionError("Link", f"{name}={getattr(self, name)!r}", what, remedy) for name, what in wrong])
+
+    def seconds(self, kind: Kind, wire_bytes: int, num_ranks: int) -> float:
+        """Of a collective over so many ranks, each of which sends so many bytes."""
+        latency, bandwidth = self.of_kind(kind)
+        return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
+
+    def of_kind(self, kind: str) -> tuple[float, float]:
+        """Latency and bandwidth of one kind of collective."""
+        return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
+
+
+def num_steps(kind: Kind, num_ranks: int) -> int:
+    """Messages that follow each other: in a ring every rank sends n-1, for an all_reduce twice as many."""
+    if kind in LOCAL_KINDS or num_ranks == 1:
+        return 0
+    if kind in ("collective_permute", "rechunk", "send", "recv"):
+        return 1
+    return (2 if kind == "all_reduce" else 1) * (num_ranks - 1)
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """What a group of ranks has that is joined by several."""
+    found = tuple(dict.fromkeys(links))
+    if len(found) == 1:
+        return found[0]
+    names = dict.fromkeys(kind for link in found for kind, *_ in link.kinds)
+    worst = {kind: _worst([link.of_kind(kind) for link in found]) for kind in ("", *names)}
+    return Link(
+        *worst[""],
+        overlap=min(link.overlap for link in found),
+        name=" and ".join(link.name for link in found),
+        kinds=tuple((kind, *worst[kind]) for kind in names),
+    )
+
+
+def _worst(found: list[tuple[float, float]]) -> tuple[float, float]:
+    return max(latency for latency, _ in found), min(bandwidth for _, bandwidth in found)
+
+
+# What a rank reaches in one direction, not what the data sheet says. Latencies are those of a step in NCCL's own cost
+# model, between its protocols for short and for long messages.
+LINKS = {
+    "nvlink": Link(2e-6, 3.5e11, name="nvlink"),  # of an H100, 450 GB/s nominal
+    "pcie": Link(4e-6, 2e10, name="pcie"),  # of generation 4, 32 GB/s nominal
+    "infiniband": Link(5e-6, 4.5e10, name="infiniband"),  # an adapter of 400 Gbit/s a rank
+    "ethernet": Link(3e-5, 2.8e9, name="ethernet"),  # 25 Gbit/s a rank, TCP
+    "loopback": Link(1e-4, 1.5e9, overlap=0.0, name="loopback"),  # gloo between processes of one host
+}
+SHORT = {"ib": "infiniband", "nv": "nvlink", "eth": "ethernet", "gloo": "loopback"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank computes on.
+
+    ``flops``: floating-point operations a second of contractions, by dtype; one that is not named runs as float32.
+    ``attention``: which part of that fused attention reaches. ``memory``: bytes a second that are read and written by
+    all else. ``update``: bytes a second of the optimizer's step; those of ``memory`` where it is 0.
+    ``call``: seconds of the shortest call.
+    """
+
+    flops: Mapping[str, float]
+    memory: float
+    call: float = 0.0
+    attention: float = 1.0
+    update: float = 0.0
+    name: str = field(default="a device", compare=False)
+
+    def __post_init__(self) -> None:
+        rates = {"memory": self.memory, "attention": self.attention, **self.flops}
+        wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not rate > 0]
+        wrong += [f"{name}={each!r}" for name in ("call", "update") if not (each := getattr(self, name)) >= 0]
+        wrong += [] if "float32" in self.flops else [f"flops={dict(self.flops)!r}"]
+        remedy = "say Device(flops={'float32': 1e13}, memory=1e12), rates a second and above 0, or name a preset"
+        raise_all([OptionError("Device", what, "no time can be told by it", remedy) for what in wrong])
+
+    def seconds(self, flops: int, nbytes: int, dtype: str = "float32", is_attention: bool = False) -> float:
+        """The longer of computing and of moving operands and results; nothing where there is nothing to do."""
+        if not flops and not nbytes:
+            return 0.0
+        rate = self.flops.get(dtype, self.flops["float32"]) * (self.attention if is_attention else 1)
+        return max(self.call, flops / rate, nbytes / self.memory)
+
+    def update_seconds(self, nbytes: int) -> float:
+        """Of an optimizer's step that reads and writes so many bytes."""
+        return nbytes / (self.update or self.memory)
+
+
+# What kernels reach, not what the data sheet says. ``cpu`` is one core.
+DEVICES = {
+    "a100": Device({"float32": 1.5e13, "bfloat16": 2.2e14, "float16": 2.2e14, "float64": 1.5e13}, 1.4e12, 5e-6, 0.6),
+    "h100": Device({"float32": 4.5e13, "bfloat16": 6.0e14, "float16": 6.0e14, "float64": 4.5e13}, 2.6e12, 5e-6, 0.6),
+    "cpu": Device({"float32": 1.0e11, "float64": 5.0e10}, 8e9, 5e-6, 0.6, 2.5e10),
+}
+
+
+ANY = "*"  # every axis that is not named
+VERSION = 1
+ALL = "all"  # kinds of collectives
+DEFAULT_LINK = Link(1e-5, 6.25e10, name="a link of 62.5 GB/s")
+DEFAULT_DEVICE = Device({"float32": 1e14}, 1e12, 5e-6, name="a GPU of 2020")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``links`` by mesh axis, ``"*"`` being every other one, and the ``device`` of a rank; presets by their names.
+
+    ``Machine({"tp": "nvlink", "dp": "infiniband"}, "h100")``. By default, about a GPU of 2020 and a sixteenth of its
+    memory's rate between ranks.
+    """
+
+    links: Mapping[str, Link] = field(default_factory=dict)
+    device: Device = DEFAULT_DEVICE
+
+    def __post_init__(self) -> None:
+        given: Mapping[str, Any] = self.links
+        object.__setattr__(self, "links", {axis: _link(axis, each) for axis, each in given.items()})
+        object.__setattr__(self, "device", _device(self.device))
+
+    def link(self, axes: Iterable[str], mesh: Mesh) -> Link:
+        """What joins the ranks of a group along these axis parts, as printed: the slowest where it is several."""
+        names = [part.name for axis in axes if (part := parse_part(axis, mesh)).name != MICROBATCH and part.size > 1]
+        return slowest([self.of_axis(name) for name in names] or [self.of_axis(ANY)])
+
+    def of_axis(self, name: str) -> Link:
+        """The link of one axis."""
+        return self.links.get(name) or self.links.get(ANY, DEFAULT_LINK)
+
+    def check(self, mesh: Mesh) -> None:
+        """An OptionError for a link of an axis that the mesh does not have."""
+        for axis in self.links:
+            if axis not in (*mesh.axis_names, ANY):
+                remedy = did_you_mean(axis, mesh.axis_names) or f"name one of {', '.join(mesh.axis_names)}, or '{ANY}'"
+                raise OptionError(f"links[{axis!r}]", f"{mesh}", "the mesh has no such axis", remedy)
+
+    def text(self) -> str:
+        """Two tables: the links, and the device."""
+        links = [
+            (axis if kind == ALL else "", kind, f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.2f}", overlap)
+            for axis, link in self.links.items()
+            for kind, latency, bandwidth, overlap in (
+                (ALL, link.latency, link.bandwidth, f"{link.overlap:.0%}"), *((*each, "") for each in link.kinds)
+            )
+        ]  # fmt: skip
+        device = self.device
+        rates = [(f"{dtype} products, GFLOP/s", f"{rate / 1e9:.1f}") for dtype, rate in device.flops.items()]
+        rates += [("attention, of that", f"{device.attention:.0%}"), ("memory, GB/s", f"{device.memory / 1e9:.2f}")]
+        rates += [("optimizer, GB/s", f"{device.update / 1e9:.2f}")] if device.update else []
+        rates += [("shortest call, us", f"{1e6 * device.call:.1f}")]
+        header = ("axis", "collectives", "latency us", "bandwidth GB/s", "computes beside")
+        return f"{table(header, links)}\n{table((device.name, 'rate'), rates)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form, version 1, which ``shardc bench-links`` writes."""
+        return {
+            "version": VERSION,
+            "links": {axis: asdict(link) for axis, link in self.links.items()},
+            "device": asdict(self.device),
+        }
+
+
+Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # as a user gives them
+
+
+def machine_of(links: Links, device: Device | str | None = None) -> Machine:
+    """What a user says: links by axis, ``tp=nvlink,dp=ib``, a file of ``shardc bench-links``, or a machine.
+
+    A ``device`` stands above that of a file.
+    """
+    found = links if isinstance(links, Machine) else _read(links)
+    return Machine(found.links, found.device if device is None else _device(device))
+
+
+def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
+    if isinstance(links, Path) or (isinstance(links, str) and "=" not in links):
+        return load(links)
+    if isinstance(links, str):
+        pairs = [each.partition("=") for each in links.split(",")]
+        twice = [axis for i, (axis, *_) in enumerate(pairs) if axis in [other for other, *_ in pairs[:i]]]
+        if twice:
+            raise OptionError("links", repr(links), f"it names {twice[0]!r} twice", "say one link for each axis")
+        return Machine({axis: _link(axis, name) for axis, _, name in pairs})
+    if links is not None and not isinstance(links, Mapping):
+        raise OptionError("links", repr(links), "it maps axes to links", "say links={'tp': 'nvlink'}, or name a file")
+    return Machine(dict(links or {}))  # type: ignore[arg-type]
+
+
+def load(path: str | Path) -> Machine:
+    """The machine of a file that ``shardc bench-links`` wrote."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        assert found["version"] == VERSION, found["version"]
+        return Machine({axis: _link_of(**each) for axis, each in found["links"].items()}, Device(**found["device"]))
+    except OSError as error:
+        raise _unreadable(path, str(error.strerror)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise _unreadable(path, f"it is no file of shardc bench-links, version {VERSION}") from None
+
+
+def _link_of(kinds: Iterable[Iterable[Any]] = (), **given: Any) -> Link:
+    return Link(**given, kinds=tuple((str(kind), float(latency), float(rate)) for kind, latency, rate in kinds))
+
+
+def _unreadable(path: str | Path, problem: str) -> OptionError:
+    remedy = did_you_mean(str(path), (*LINKS, *SHORT))
+    remedy = f"say links by axis, as tp={path}" if str(path) in (*LINKS, *SHORT) else remedy
+    return OptionError("links", f"{str(path)!r}", problem, remedy or "run shardc bench-links -o FILE, or say tp=nvlink")
+
+
+def _link(axis: str, link: Link | str) -> Link:
+    if isinstance(link, Link):
+        return link
+    found = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
+    if found is None:
+        remedy = did_you_mean(str(link), LINKS) or f"say one of {', '.join(LINKS)}"
+        raise OptionError(f"links[{axis!r}]", f"{link!r}", "there is no such link", remedy)
+    return found
+
+
+def _device(device: Device | str) -> Device:
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str) or device not in DEVICES:
+        remedy = did_you_mean(str(device), DEVICES) or f"say one of {', '.join(DEVICES)}"
+        raise OptionError("device", f"{device!r}", "there is no such device", remedy)
+    return DEVICES[device]

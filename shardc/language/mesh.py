@@ -1,0 +1,257 @@
+"""The mesh: named axes over ranks, and the parts of an axis that can cut a dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+from shardc.language.errors import ShardingError, did_you_mean
+
+MOST_RANKS = 2**20  # more than any job has
+MICROBATCH = "microbatch"  # the axis of time: what it cuts is computed piece after piece, on the same ranks
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AxisPart:
+    """A factor of a mesh axis: of an axis of ``pre * size * post`` ranks, the middle coordinate.
+
+    A whole axis is ``pre=1`` with the axis's own size. Printed ``tp`` when whole, ``tp:(2)2`` when not.
+    """
+
+    name: str
+    pre: int
+    size: int
+
+    def major(self, size: int) -> AxisPart:
+        """The leading ``size`` of this part."""
+        assert self.size % size == 0, (self, size)
+        return AxisPart(self.name, self.pre, size)
+
+    def minor(self, size: int) -> AxisPart:
+        """What follows the leading part of ``self.size // size``: the trailing ``size``."""
+        assert self.size % size == 0, (self, size)
+        return AxisPart(self.name, self.pre * (self.size // size), size)
+
+    def overlaps(self, other: AxisPart) -> bool:
+        """Whether the two share a coordinate of the axis."""
+        if self.name != other.name:
+            return False
+        if self == other:
+            return True
+        return self.pre < other.pre * other.size and other.pre < self.pre * self.size
+
+
+Axes = tuple[AxisPart, ...]
+
+
+def axis_of(part: str) -> str:
+    """The axis of a part as it is printed: ``tp`` of ``tp:(2)2``."""
+    return part.partition(":")[0]
+
+
+def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
+    """For each axis, where its parts begin and end, counted in ranks from the major end, in order."""
+    ends: dict[str, set[int]] = {}
+    for part in axes:
+        ends.setdefault(part.name, set()).update((part.pre, part.pre * part.size))
+    return {name: sorted(found) for name, found in ends.items()}
+
+
+def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> Axes:
+    """The same parts, split wherever one of ``ends`` falls inside one."""
+    pieces: list[AxisPart] = []
+    for part in axes:
+        inside = [end for end in ends.get(part.name, ()) if part.pre < end < part.pre * part.size]
+        starts = [part.pre, *inside, part.pre * part.size]
+        for start, end in pairwise(starts):
+            assert end % start == 0, (part, ends)
+            pieces.append(AxisPart(part.name, start, end // start))
+    return tuple(pieces)
+
+
+def merge_parts(axes: Iterable[AxisPart]) -> Axes:
+    """The same parts, those joined that follow each other on their axis."""
+    merged: list[AxisPart] = []
+    for part in axes:
+        last = merged[-1] if merged else None
+        if last is not None and last.name == part.name and last.pre * last.size == part.pre and part.size > 1:
+            merged[-1] = AxisPart(part.name, last.pre, last.size * part.size)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+class Mesh:
+    """A description of devices as a grid with named axes: no process, no device.
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.axis_names, mesh.shape, mesh.size
+    (('dp', 'tp'), (2, 4), 8)
+
+    ``device_ids`` names the rank at each position, row-major over the axes; without it position is rank.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    device_ids: tuple[int, ...] | None
+    stage_axis: str | None = None  # of a stage's mesh the axis along which the stages lie, which is not part of it
+
+    def __init__(self, *sizes: object, device_ids: Sequence[int] | None = None, **axes: int) -> None:
+        if sizes:
+            what = ", ".join(map(repr, sizes))
+            raise ShardingError("Mesh", what, "every axis has a name", "write Mesh(dp=2, tp=4), or Mesh(**{'dp': 2})")
+        if not axes:
+            raise ShardingError("Mesh()", "no axes", "a mesh needs at least one axis", "write Mesh(dp=2)")
+        for name, size in axes.items():
+            _check_axis(name, size)
+        self.axis_names = tuple(axes)
+        self.shape = tuple(axes.values())
+        self.device_ids = device_ids = None if device_ids is None else _as_tuple(device_ids)
+        if device_ids is not None and not _has_each(device_ids, self.size):
+            raise ShardingError(
+                "Mesh",
+                f"device_ids={self.device_ids}",
+                f"{self} has {self.size} ranks, each must appear once",
+                f"list each of 0..{self.size - 1} once",
+            )
+
+    @staticmethod
+    def of(mesh: Any) -> Mesh:
+        """This mesh, or the description of a torch ``DeviceMesh``."""
+        if isinstance(mesh, Mesh):
+            _check_size(mesh)
+            return mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        if names is None:
+            raise ShardingError(
+                "mesh",
+                f"of type {type(mesh).__name__}",
+                "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names",
+                "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
+            )
+        ids = tuple(mesh.mesh.flatten().tolist())
+        found = Mesh(**dict(zip(names, mesh.shape, strict=True)))
+        found.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
+        return found
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis, by its name."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    def axis_size(self, name: str) -> int:
+        """The number of ranks along an axis; a ShardingError names near axes if there is none."""
+        if name not in self.axis_names:
+            raise ShardingError(
+                f"axis {name!r}",
+                f"the mesh is {self}",
+                "it has no such axis",
+                did_you_mean(name, self.axis_names) or f"use one of {', '.join(self.axis_names)}",
+            )
+        return self.shape[self.axis_names.index(name)]
+
+    def axis(self, name: str) -> AxisPart:
+        """The whole axis as a part."""
+        return AxisPart(name, 1, self.axis_size(name))
+
+    def is_whole(self, part: AxisPart) -> bool:
+        """Whether the part is its whole axis."""
+        return part.pre == 1 and part.size == self.axis_size(part.name)
+
+    def print_part(self, part: AxisPart) -> str:
+        """The part as one types it: ``tp``, or ``tp:(2)2``."""
+        return part.name if self.is_whole(part) else f"{part.name}:({part.pre}){part.size}"
+
+    def coordinate(self, position: int, part: AxisPart) -> int:
+        """Where a position of the mesh stands along a part of an axis."""
+        i = self.axis_names.index(part.name)
+        along = position // math.prod(self.shape[i + 1 :]) % self.shape[i]
+        return along // (self.shape[i] // (part.pre * part.size)) % part.size
+
+    def index(self, position: int, axes: Iterable[AxisPart]) -> int:
+        """Where a position stands along several parts taken together, major first."""
+        result = 0
+        for part in axes:
+            result = result * part.size + self.coordinate(position, part)
+        return result
+
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """The groups of positions that differ only along these parts; in a group, major part first."""
+        return _groups(self, axes)
+
+    def rank(self, position: int) -> int:
+        """The rank that stands at a position."""
+        return position if self.device_ids is None else self.device_ids[position]
+
+    def _key(self) -> tuple[object, ...]:
+        return (self.axis_names, self.shape, self.device_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        ids = "" if self.device_ids is None else f", device_ids={self.device_ids}"
+        return f"Mesh({axes}{ids})"
+
+
+def _check_axis(name: str, size: object) -> None:
+    """A ShardingError for an axis whose name cannot be typed in a ``P``, or whose size counts nothing."""
+    if not name.isidentifier():
+        what, problem = f"axis {name!r} of size {size!r}", "a name is of letters, digits and _, as a name in Python is"
+        raise ShardingError("Mesh", what, problem, "write Mesh(dp=2)")
+    if type(size) is not int or size < 1:
+        problem = "a size is a whole number of ranks, 1 or more"
+        raise ShardingError("Mesh", f"axis {name!r} has size {size!r}", problem, f"write Mesh({name}=2)")
+
+
+def _check_size(mesh: Mesh) -> None:
+    if mesh.size > MOST_RANKS:
+        remedy = f"say sizes whose product is at most {MOST_RANKS}"
+        raise ShardingError(f"{mesh}", f"{mesh.size} ranks", f"a mesh has at most {MOST_RANKS}", remedy)
+
+
+def _has_each(device_ids: tuple[Any, ...], size: int) -> bool:
+    """Whether every rank is there once."""
+    is_right = len(device_ids) == size and all(hasattr(each, "__index__") for each in device_ids)
+    return is_right and set(device_ids) == set(range(size))
+
+
+def _as_tuple(device_ids: object) -> tuple[Any, ...]:
+    return tuple(device_ids) if isinstance(device_ids, Iterable) else (device_ids,)
+
+
+@lru_cache(maxsize=256)
+def _groups(mesh: Mesh, axes: Axes) -> tuple[tuple[int, ...], ...]:
+    members: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    rest = unused_parts(mesh, axes)
+    for position in range(mesh.size):
+        key = tuple(mesh.coordinate(position, part) for part in rest)
+        members.setdefault(key, []).append((mesh.index(position, axes), position))
+    return tuple(tuple(position for _, position in sorted(group)) for group in members.values())
+
+
+def unused_parts(mesh: Mesh, axes: Axes) -> Axes:
+    """The parts of the mesh that are in none of ``axes``, in mesh order."""
+    rest: list[AxisPart] = []
+    for name, size in mesh.sizes.items():
+        pre = 1
+        for part in sorted(part for part in axes if part.name == name):
+            if part.pre > pre:
+                rest.append(AxisPart(name, pre, part.pre // pre))
+            pre = max(pre, part.pre * part.size)
+        if pre < size:
+            rest.append(AxisPart(name, pre, size // pre))
+    return tuple(rest)

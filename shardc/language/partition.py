@@ -1,0 +1,273 @@
+"""What a user says of a value: ``P``, one entry a dim, and its printed form."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from shardc.language.errors import ShardingError
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, axis_of
+from shardc.language.sharding import WHOLE, DimSharding, Sharding
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Blocks:
+    """An entry of ``P``: each of ``count`` equal blocks of the dim is cut by ``axes``."""
+
+    count: int
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"blocks({self.count},{'+'.join(map(str, self.axes))})"
+
+    def __repr__(self) -> str:
+        return f"blocks({', '.join(map(repr, (self.count, *self.axes)))})"
+
+
+def blocks(count: int, *axes: str) -> Blocks:
+    """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
+    found = Blocks(count, axes)
+    if not isinstance(count, int) or count < 1 or not axes or not all(isinstance(axis, str) for axis in axes):
+        raise ShardingError(
+            repr(found), f"{count!r} blocks", "blocks takes a count, 1 or more, and axes", "write blocks(3, 'tp')"
+        )
+    return found
+
+
+class _Open:
+    def __repr__(self) -> str:
+        return "P.OPEN"
+
+
+Entry = str | tuple[str, ...] | Blocks | _Open | None
+
+
+class P:
+    """What a user says of a value: one entry a dim.
+
+    ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` says whole; ``P.OPEN`` leaves the dim
+    to propagation; a trailing ``...`` leaves all further dims open; missing trailing dims are whole. ``P()`` is
+    replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority`` propagates first.
+    """
+
+    OPEN = _Open()
+    entries: tuple[Entry, ...]
+    rest_open: bool
+    priority: int
+
+    def __init__(self, *entries: Entry | type(Ellipsis), priority: int = 0) -> None:  # type: ignore[valid-type]
+        self.rest_open = bool(entries) and entries[-1] is Ellipsis
+        kept = entries[:-1] if self.rest_open else entries
+        self.entries = cast("tuple[Entry, ...]", kept)
+        self.priority = priority
+        if type(priority) is not int:
+            what, remedy = f"priority={priority!r}", "say priority=0, 1, ...: lower propagates first"
+            raise ShardingError(repr(self), what, "it is no whole number", remedy)
+        for dim, entry in enumerate(self.entries):
+            if not _is_entry(entry):
+                raise _no_entry(self, dim)
+
+    @staticmethod
+    def parse(text: str, priority: int = 0) -> P:
+        """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` several axes, ``blocks(3,tp)``, trailing ``...``."""
+        return P(*_parse_entries(text), priority=priority)
+
+    @staticmethod
+    def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset()) -> P:
+        """What a user would write for a sharding of a value of ``shape``, some of whose dims are open."""
+
+        def entry(cut: DimSharding, size: int) -> Entry:
+            axes = tuple(map(sharding.mesh.print_part, cut.all_axes))
+            return Blocks(size // cut.minor[0][0], axes) if cut.minor else axes or None
+
+        entries = [entry(cut, size) for cut, size in zip(sharding.dims, shape, strict=True)]
+        return P(*(P.OPEN if dim in open else said for dim, said in enumerate(entries)))
+
+    def __repr__(self) -> str:
+        entries = ["..." if entry is Ellipsis else repr(entry) for entry in (*self.entries, *[...] * self.rest_open)]
+        entries += [f"priority={self.priority}"] * bool(self.priority)
+        return f"P({', '.join(entries)})"
+
+    def __str__(self) -> str:
+        def one(entry: Entry) -> str:
+            if isinstance(entry, tuple):
+                return "+".join(entry) or "-"
+            return "-" if entry is None else "?" if isinstance(entry, _Open) else str(entry)
+
+        return ",".join([one(entry) for entry in self.entries] + ["..."] * self.rest_open)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and (str(self), self.priority) == (str(other), other.priority)
+
+    def __hash__(self) -> int:
+        return hash((str(self), self.priority))
+
+    def is_open(self, dim: int) -> bool:
+        """Whether propagation may choose this dim."""
+        return isinstance(self.entries[dim], _Open) if dim < len(self.entries) else self.rest_open
+
+    def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
+        """The sharding it gives a value of ``shape``, open dims whole.
+
+        Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
+        or blocks that do not divide a size; a cut need not.
+        """
+        if len(self.entries) > len(shape):
+            raise ShardingError(
+                who,
+                f"{self!r} on shape {list(shape)}",
+                f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}",
+                f"write at most {_count(len(shape), 'entry')}" if shape else "write P(): it has no dim to cut",
+            )
+        dims = [WHOLE] * len(shape)
+        for dim, entry in enumerate(self.entries):
+            try:
+                dims[dim] = _dim_sharding(entry, mesh, shape[dim])
+            except ShardingError as error:
+                raise ShardingError(
+                    who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
+                ) from None
+        try:
+            return Sharding(mesh, tuple(dims))
+        except ShardingError as error:
+            raise ShardingError(
+                who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
+            ) from None
+
+
+def _is_entry(entry: object) -> bool:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) and name for name in names)
+
+
+def _no_entry(spec: P, dim: int) -> ShardingError:
+    entry: object = spec.entries[dim]
+    if entry is Ellipsis:
+        return ShardingError(
+            repr(spec),
+            f"entry {dim} is '...', and others follow",
+            "'...' stands for all further dims",
+            "write P.OPEN for one open dim",
+        )
+    return ShardingError(
+        repr(spec),
+        f"entry {dim} is {entry!r}",
+        "an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN",
+        f"write {tuple(entry)!r}" if isinstance(entry, list) and _is_entry(tuple(entry)) else "write P('dp', None)",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 entry``, ``2 entries``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
+    if entry is None or isinstance(entry, _Open):
+        return WHOLE
+    if isinstance(entry, Blocks):
+        if size % entry.count:
+            raise ShardingError(
+                "",
+                f"size {size}",
+                f"{size} does not split in {entry.count} equal blocks",
+                f"use a block count that divides {size}",
+            )
+        return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
+    names = (entry,) if isinstance(entry, str) else entry
+    return DimSharding(tuple(_users_part(name, mesh) for name in names))
+
+
+def _users_part(text: str, mesh: Mesh) -> AxisPart:
+    """A part of an axis that the user names: the stages of a pipeline lie along an axis that cuts no value."""
+    if axis_of(text) == mesh.stage_axis:
+        problem = "the stages of the pipeline lie along it, and a value on the ranks of one stage"
+        raise ShardingError("", f"axis {text!r}", problem, f"leave {text!r} out, or name another axis in Pipeline")
+    if axis_of(text) == MICROBATCH and mesh.stage_axis:
+        problem, remedy = "it is the time of a pipeline", "say which dim is cut in microbatches: Pipeline(batch={...})"
+        raise ShardingError("", f"axis {text!r}", problem, remedy)
+    return parse_part(text, mesh)
+
+
+def parse_part(text: str, mesh: Mesh) -> AxisPart:
+    """An axis or a part of one as printed: ``tp``, ``tp:(2)2``."""
+    name, _, rest = text.partition(":")
+    if not rest:
+        return mesh.axis(name)
+    mesh.axis_size(name)
+    pre, _, size = rest.removeprefix("(").partition(")")
+    if not (pre.isdecimal() and size.isdecimal() and int(pre) and int(size)):
+        raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
+    return AxisPart(name, int(pre), int(size))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_parts(axes: tuple[str, ...], mesh: Mesh) -> Axes:
+    """Printed axis parts as parts of the mesh."""
+    return tuple(parse_part(axis, mesh) for axis in axes)
+
+
+_AXIS = re.compile(r"\w+(:\(\d+\)\d+)?")
+
+
+def _parse_entries(text: str) -> Iterator[Entry]:
+    for item in _split_commas(text):
+        if item == "...":
+            yield cast("Entry", ...)
+        elif item.startswith("blocks("):
+            count, _, axes = item.removeprefix("blocks(").removesuffix(")").partition(",")
+            if not (count.strip().isdecimal() and int(count) and axes.strip() and item.endswith(")")):
+                raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
+            yield blocks(int(count), *(_axis(text, axis.strip()) for axis in axes.split("+")))
+        else:
+            names = item.split("+")
+            known: dict[str, Entry] = {"-": None, "?": P.OPEN}
+            yield (
+                known[item]
+                if item in known
+                else _axis(text, item)
+                if len(names) == 1
+                else tuple(_axis(text, name) for name in names)
+            )
+
+
+def _axis(text: str, name: str) -> str:
+    """The name of an axis or of a part of one, as it stands in a SPEC."""
+    if name == "None" or not _AXIS.fullmatch(name):
+        raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", _typed(name))
+    return name
+
+
+def _typed(name: str) -> str:
+    """What to type in place of an entry as Python has it, or of a part of an axis that does not read."""
+    words = re.findall(r"[^\W\d]\w*", re.sub(r"^P\b", "", name))
+    axes = [word for word in words if word not in ("None", "OPEN", "P", "blocks")]
+    if not axes:
+        return "write ? for an open dim" if "OPEN" in words else "write - for a whole dim"
+    if re.search(r"\d", re.sub(r"[^\W\d]\w*", "", name)):
+        axis = axes[0]
+        return f"write {axis}, {axis}:(2)2 for the minor 2 of its 4 ranks, or blocks(3,{axis}) for each of 3 blocks"
+    if len(words) > 1:
+        dims = ",".join({"None": "-", "OPEN": "?"}.get(word, word) for word in words if word not in ("P", "blocks"))
+        return f"write {dims} for {len(words)} dims" + f", {'+'.join(axes)} for one cut by all" * (len(axes) > 1)
+    return f"write {axes[0]}, without quotes or brackets"
+
+
+def _split_commas(text: str) -> list[str]:
+    if not isinstance(text, str):
+        what, remedy = f"of type {type(text).__name__}", "write P.parse('dp,-,tp'), or P('dp', None, 'tp')"
+        raise ShardingError(f"SPEC {text!r}", what, "a SPEC is text", remedy)
+    items, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    if len(items) > 1 and not all(item.strip() for item in items):
+        raise ShardingError(f"SPEC {text!r}", "an empty entry", "every dim needs an entry", "write - for a whole dim")
+    return [item.strip() for item in items if item.strip()]

@@ -1,0 +1,277 @@
+"""How a value lies on the mesh: which axes cut each dim, and over which axes a reduction is still open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from shardc.language.errors import ShardingError
+from shardc.language.mesh import Axes, AxisPart, Mesh
+
+if TYPE_CHECKING:
+    import torch
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+def ceil_div(size: int, parts: int) -> int:
+    """The size of the largest of ``parts`` chunks, as torch.chunk cuts them."""
+    return -(-size // parts)
+
+
+def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int]:
+    """Where the data of a position starts, and how much there is, when each axis cuts what those before it left."""
+    start, chunk, end = 0, size, size
+    for part in axes:
+        chunk = ceil_div(chunk, part.size)
+        start = min(start + chunk * mesh.coordinate(position, part), end)
+        end = min(start + chunk, end)
+    return start, end - start
+
+
+def exact_div(size: int, parts: int) -> int:
+    """``size`` in equal parts; of an expression, whose value no one knows yet, as if it were."""
+    if not isinstance(size, int):
+        return size / parts
+    assert size % parts == 0, (size, parts)
+    return size // parts
+
+
+def num_shards(axes: Axes) -> int:
+    """Into how many pieces these parts cut together."""
+    found = 1
+    for part in axes:
+        found *= part.size
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DimSharding:
+    """How one dim is cut.
+
+    ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
+    A dim of ``S`` elements with ``minor=((m1, a1), (m2, a2))`` is seen as ``[S/(m1*m2), m1, m2]``, the first cut by
+    ``axes``, the second by ``a1``, the third by ``a2``. So ``minor=((S//3, (tp,)),)`` is what ``blocks(3, "tp")`` says:
+    each of three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and
+    ``minor=((16, (tp,)),)``. Invariant: an entry of ``minor`` without axes follows one that is cut unevenly.
+
+    Sizes need not divide. An axis cuts what the axes before it left into chunks of the ceiling, as torch.chunk does,
+    and every rank holds as many elements: data first, then *padding* of no particular value, perhaps padding alone.
+    """
+
+    axes: Axes = ()
+    minor: tuple[tuple[int, Axes], ...] = ()
+
+    @property
+    def all_axes(self) -> Axes:
+        """Every part that cuts the dim, major first."""
+        return self.axes + tuple(part for _, axes in self.minor for part in axes) if self.minor else self.axes
+
+    def without(self, axes: Collection[str]) -> DimSharding:
+        """The same, not cut by ``axes``."""
+
+        def kept(parts: Axes) -> Axes:
+            return tuple(part for part in parts if part.name not in axes)
+
+        minor = tuple((size, kept(parts)) for size, parts in self.minor)
+        return DimSharding(kept(self.axes), minor if any(parts for _, parts in minor) else ())
+
+    def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
+        """The dim as separate ``(size, axes)`` dims, each cut whole."""
+        return ((exact_div(size, math.prod(sub for sub, _ in self.minor)), self.axes), *self.minor)
+
+    def local_size(self, size: int) -> int:
+        """Elements on one rank, padding included."""
+        if not self.minor:
+            return ceil_div(size, num_shards(self.axes)) if self.axes else size
+        return math.prod(ceil_div(sub, num_shards(axes)) for sub, axes in self.subdims(size))
+
+    def is_even(self, size: int) -> bool:
+        """Whether there is no padding."""
+        return all(sub % num_shards(axes) == 0 for sub, axes in self.subdims(size))
+
+
+WHOLE = DimSharding()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Where a value's elements lie, and what is still to be added up.
+
+    ``dims[i]`` cuts dim ``i``; ``partial`` maps parts of axes to the reduction open over them: the value is the sum
+    (max, min) of what the ranks along that part hold. Invariants, one check each: a part appears once; it exists;
+    a partial part cuts nothing.
+    """
+
+    mesh: Mesh
+    dims: tuple[DimSharding, ...]
+    partial: tuple[tuple[AxisPart, ReduceOp], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: list[AxisPart] = []
+        for part in self.used_parts:
+            size = self.mesh.axis_size(part.name)
+            if size % (part.pre * part.size):
+                raise ShardingError(
+                    f"axis part {part.name}:({part.pre}){part.size}",
+                    f"{self.mesh}, {part.name}={size}",
+                    "the axis does not split that way",
+                    f"write {part.name!r}, or {part.name}:(pre)size where pre * size divides {size}",
+                )
+            for other in seen:
+                if part.overlaps(other):
+                    raise ShardingError(
+                        f"sharding {self.text()}",
+                        f"axis {part.name!r} of {self.mesh}",
+                        "an axis can cut one dim of a value, once",
+                        f"write {part.name!r} in one place only",
+                    )
+            seen.append(part)
+
+    @staticmethod
+    def replicated(mesh: Mesh, ndim: int) -> Sharding:
+        """Whole on every rank."""
+        return Sharding(mesh, (WHOLE,) * ndim)
+
+    @property
+    def cut_axes(self) -> Axes:
+        """Every part that cuts a dim."""
+        found: Axes = ()
+        for dim in self.dims:
+            if dim.axes or dim.minor:
+                found += dim.all_axes
+        return found
+
+    @property
+    def partial_axes(self) -> Axes:
+        """Every part over which a reduction is open."""
+        return tuple(part for part, _ in self.partial)
+
+    @property
+    def used_parts(self) -> Axes:
+        """Every part that cuts a dim, then every one over which a reduction is open."""
+        return self.cut_axes + self.partial_axes
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return not self.cut_axes and not self.partial
+
+    def on(self, mesh: Mesh) -> Sharding:
+        """The same on a mesh that lacks some axes: those cut nothing there, and nothing is open over them."""
+        dims = tuple(dim.without(set(self.mesh.axis_names) - set(mesh.axis_names)) for dim in self.dims)
+        return Sharding(mesh, dims, tuple(each for each in self.partial if each[0].name in mesh.axis_names))
+
+    def reduced(self) -> Sharding:
+        """The same cuts with no reduction open."""
+        return replace(self, partial=())
+
+    def with_dim(self, dim: int, sharding: DimSharding) -> Sharding:
+        """The same with one dim cut otherwise."""
+        return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that one rank holds, padding included, of a value of global ``shape``."""
+        return tuple(dim.local_size(size) for dim, size in zip(self.dims, shape, strict=True))
+
+    def is_even(self, shape: tuple[int, ...]) -> bool:
+        """Whether there is no padding."""
+        return all(dim.is_even(size) for dim, size in zip(self.dims, shape, strict=True))
+
+    def storable(self, shape: tuple[int, ...]) -> Sharding:
+        """The same, with each dim cut no further than a DTensor can say.
+
+        Axes cut it in the mesh's order, and each chunk as torch.chunk does: of 5 in 2 x 2 that makes 2, 1, 1, 1 and not
+        the 2, 1, 2, 0 that we have.
+        """
+        return replace(self, dims=tuple(map(self._storable, self.dims, shape)))
+
+    def _storable(self, cut: DimSharding, size: int) -> DimSharding:
+        if cut.is_even(size):
+            return cut
+        order = [self.mesh.axis_names.index(part.name) for part in cut.axes]
+        count = 0 if cut.minor else len(order)
+        while order[:count] != sorted(order[:count]) or not _are_torchs_chunks(size, cut.axes[:count]):
+            count -= 1
+        return DimSharding(cut.axes[:count])
+
+    def text(self, type_: TensorType | None = None) -> str:
+        """As one types it: ``f32[8@dp, (3 64@tp)]{sum tp}``; without a type the sizes read ``_``."""
+        sizes: tuple[int | str, ...] = ("_",) * len(self.dims) if type_ is None else type_.shape
+        dims = ", ".join(self._dim_text(dim, size) for dim, size in zip(self.dims, sizes, strict=True))
+        by_op: dict[str, list[str]] = {}
+        for part, op in self.partial:
+            by_op.setdefault(op, []).append(self.mesh.print_part(part))
+        partial = "".join(f"{{{op} {' '.join(parts)}}}" for op, parts in by_op.items())
+        return f"{'' if type_ is None else type_.short_dtype}[{dims}]{partial}"
+
+    def _dim_text(self, dim: DimSharding, size: int | str) -> str:
+        def one(size: int | str, axes: Axes) -> str:
+            return f"{size}@{'+'.join(map(self.mesh.print_part, axes))}" if axes else f"{size}"
+
+        if not dim.minor:
+            return one(size, dim.axes)
+        lead = "_" if isinstance(size, str) else dim.subdims(size)[0][0]
+        return f"({' '.join([one(lead, dim.axes), *(one(*sub) for sub in dim.minor)])})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _are_torchs_chunks(size: int, axes: Axes) -> bool:
+    """Whether torch, which cuts each chunk by its own length, has our chunks, all of one length but for the data."""
+    lengths, chunk = {size}, size
+    for part in axes:
+        chunk = ceil_div(chunk, part.size)
+        ours, torchs = ({n: _chunks(n, part.size, ceil_div(n, part.size) if own else chunk) for n in lengths}
+                        for own in (False, True))  # fmt: skip
+        if ours != torchs:
+            return False
+        lengths = {length for chunks in ours.values() for length in chunks}
+    return True
+
+
+def _chunks(size: int, count: int, chunk: int) -> list[int]:
+    return [max(0, min(chunk, size - i * chunk)) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A value's global shape and dtype. Prints ``f32[8, 64]``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorType:
+        """That of a tensor."""
+        return TensorType(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def short_dtype(self) -> str:
+        """``f32``, ``bf16``, ``i64``, ``bool``."""
+        name = dtype_name(self.dtype)
+        for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+            if name.startswith(long):
+                return short + name.removeprefix(long)
+        return name
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.short_dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")

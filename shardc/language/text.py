@@ -1,0 +1,37 @@
+"""Text for people and tools: rows in columns, bytes in units, JSON with a line for each entry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows in columns; numbers stand to the right, and a column of empty cells is left out."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    kept = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
+    right = {i for i in kept if all(row[i][:1].isdigit() for row in cells[1:])}
+    widths = {i: max(len(row[i]) for row in cells) for i in kept}
+    aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in kept) for row in cells)
+    return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
+
+
+def bytes_text(count: float) -> str:
+    """``512 B``, ``2.0 MB``: powers of a thousand."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """An object as JSON: a line for each entry of the lists in it."""
+
+    def entry(value: Any) -> str:
+        if isinstance(value, list) and value:
+            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {entry(value)}" for key, value in record.items()) + "\n}\n"

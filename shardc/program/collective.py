@@ -1,0 +1,393 @@
+"""The collectives: what each does to a sharding, and how many bytes it moves.
+
+In a *lowered* program they stand between global values and are identities, like the functions below; localize gives
+them local values and a runtime executes them. ``axes`` are printed axis parts, major first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardc.language.kinds import LOCAL_KINDS, WHOLE_PAYLOAD, Kind
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
+from shardc.language.partition import parse_parts
+from shardc.language.sharding import DimSharding, Sharding, num_shards
+from shardc.language.windows import overlap_add, rows_sent, windows
+from shardc.program.facts import Cause, cause_text
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def all_gather(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """``axes`` are the minor cuts of ``dim``; the pieces are joined, and those axes cut nothing any more."""
+    return x
+
+
+def shard_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """Each rank keeps its piece of ``dim``, which ``axes`` now cut as the minor ones. Local."""
+    return x
+
+
+def all_reduce(x: Any, axes: tuple[str, ...], op: str) -> Any:
+    """The reduction that was open over ``axes`` is done."""
+    return x
+
+
+def reduce_scatter(x: Any, axes: tuple[str, ...], op: str, dim: int) -> Any:
+    """The reduction that was open over ``axes`` is done and each rank keeps its piece of ``dim``."""
+    return x
+
+
+def all_to_all(x: Any, axes: tuple[str, ...], src_dim: int, dst_dim: int) -> Any:
+    """``axes`` move from the minor end of ``src_dim`` to the minor end of ``dst_dim``."""
+    return x
+
+
+def collective_permute(x: Any, src_axes: tuple[str, ...], dst_axes: tuple[str, ...]) -> Any:
+    """Local values change places: the one at index i along ``src_axes`` goes to index i along ``dst_axes``.
+
+    ``src_axes`` lists the parts that give way, dim by dim, ``dst_axes`` those that then cut the same dims, each into as
+    many pieces as before.
+    """
+    return x
+
+
+def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int, fill: float) -> Any:
+    """The padding of ``dim`` reads ``fill``. Local.
+
+    ``axes`` cut ``size`` units of ``inner`` elements (of one rank) each; there may be several such rows in the dim.
+    """
+    return x
+
+
+def rechunk(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], inner: int) -> Any:
+    """``axes`` cut ``dim`` in other chunks, of units of ``inner`` elements: each rank takes what its own lacks.
+
+    ``values`` are those of the ``Windows`` that are the new chunks.
+    """
+    return x
+
+
+def reshard(x: Any) -> Any:
+    """A change of sharding, still abstract; the target is the node's own sharding."""
+    return x
+
+
+COLLECTIVES: dict[Callable[..., Any], Kind] = {
+    all_gather: "all_gather",
+    shard_slice: "shard_slice",
+    all_reduce: "all_reduce",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
+    collective_permute: "collective_permute",
+    mask_padding: "mask_padding",
+    rechunk: "rechunk",
+}
+
+
+EXCHANGES: dict[Callable[..., Any], str] = {windows: "windows", overlap_add: "overlap_add"}  # with neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a plan.
+
+    ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
+    on one rank), ``wire_bytes`` what one rank sends by the ring algorithm, the most of all; ``wire_bytes_total`` what
+    all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
+    ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
+    ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
+    ``ranks``: in a group, of those kinds of which a rank sends a share.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    dtype: str
+    local_shape_in: tuple[int, ...]
+    local_shape_out: tuple[int, ...]
+    bytes: int
+    wire_bytes: int
+    wire_bytes_total: int = 0
+    name: str = ""
+    phase: Literal["forward", "backward", "update"] = "forward"
+    node: str = ""
+    source: str = ""
+    causes: tuple[Cause, ...] = field(default=(), repr=False, compare=False)
+    stage: int | None = None
+    times: int = 1
+    ranks: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def share(self) -> Any:
+        """The bytes that a rank sends, not rounded to whole ones."""
+        if self.kind in WHOLE_PAYLOAD or self.ranks in (0, 1):
+            return self.wire_bytes
+        sent: Any = (2 if self.kind == "all_reduce" else 1) * self.bytes * (self.ranks - 1)
+        is_number = isinstance(sent, int) and isinstance(self.ranks, int)
+        return Fraction(sent, self.ranks) if is_number else sent / self.ranks
+
+    @property
+    def num_values(self) -> int:
+        """How many values it moves: a bucket moves several."""
+        return len(self.node.split(", "))
+
+    @property
+    def cause(self) -> str:
+        """Why it is there, in a few words, and the annotations that it comes from."""
+        return cause_text(self.causes)
+
+
+def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
+    """Bytes that one rank sends, by the ring algorithms: ``payload`` is the larger of its input and output.
+
+    all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all.
+    """
+    n = group_size
+    if kind in LOCAL_KINDS or n == 1:
+        return 0
+    if kind in WHOLE_PAYLOAD:
+        return payload
+    once = payload * (n - 1) // n
+    return 2 * once if kind == "all_reduce" else once
+
+
+def collective_kind(node: fx.Node) -> Kind:
+    """The kind of a node that is a collective."""
+    return COLLECTIVES[node.target]  # type: ignore[index]
+
+
+def adds_microbatches(node: fx.Node) -> bool:
+    """Whether a node adds up what all microbatches have: sums on a rank, which sends nothing."""
+    return node.target is all_reduce and node.args[1] == (MICROBATCH,)
+
+
+def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:
+    """How many ranks take part in one group of a collective, given its arguments after the value."""
+    axes = parse_parts(args[0], mesh)
+    if kind == "collective_permute" and _moving(axes) == _moving(parse_parts(args[1], mesh)):
+        return 1
+    return num_shards(axes)
+
+
+def _moving(axes: Axes) -> Axes:
+    return tuple(part for part in axes if part.size != 1)
+
+
+# What a collective does to a sharding, and to local shapes.
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a reshard: a call of the function ``kind`` with ``args`` after the value, or a view to ``shape``.
+
+    ``sharding`` and ``shape`` (global) are those of the result.
+    """
+
+    kind: Kind | Literal["view"]
+    args: tuple[Any, ...]
+    sharding: Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def axes(self) -> Axes:
+        """The axis parts over which it acts; of a permute, those that give way."""
+        return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
+
+
+def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding:
+    """The sharding after a collective on a value of sharding ``src``, given its arguments after the value.
+
+    Parts of an axis that come to follow each other on a dim are joined.
+    """
+    axes = parse_parts(args[0], src.mesh)
+    match kind:
+        case "mask_padding":
+            return src
+        case "all_gather":
+            return _uncut(src, axes, args[1])
+        case "shard_slice":
+            return _cut(src, axes, args[1])
+        case "all_to_all":
+            return _cut(_uncut(src, axes, args[1]), axes, args[2])
+        case "all_reduce":
+            return _reduced(src, axes, args[1])
+        case "reduce_scatter":
+            return _cut(_reduced(src, axes, args[1]), axes, args[2])
+        case "collective_permute":
+            return _permuted(src, axes, parse_parts(args[1], src.mesh))
+        case "rechunk":
+            return src.with_dim(args[1], DimSharding(axes, ((args[3], ()),) if args[3] > 1 else ()))
+    raise AssertionError(f"{kind} does not change a sharding")
+
+
+def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
+    """``axes`` are taken from the minor end of a dim."""
+    cut = src.dims[dim]
+    ends = part_ends(cut.axes + axes)
+    had, gone = split_parts(cut.axes, ends), split_parts(axes, ends)
+    assert gone and not cut.minor and had[-len(gone) :] == gone, f"{axes} are not the minor cuts of dim {dim} of {src}"
+    return src.with_dim(dim, DimSharding(merge_parts(had[: -len(gone)])))
+
+
+def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
+    """``axes`` are added at the minor end of a dim."""
+    cut = src.dims[dim]
+    busy = [part for part in src.used_parts if any(part.overlaps(new) for new in axes)]
+    assert not cut.minor and not busy, f"{axes} cannot cut dim {dim} of {src}"
+    return src.with_dim(dim, DimSharding(merge_parts(cut.axes + axes)))
+
+
+def _reduced(src: Sharding, axes: Axes, op: str) -> Sharding:
+    """``axes`` are partial no more."""
+    ends = part_ends(src.partial_axes + axes)
+    gone = split_parts(axes, ends)
+    found = [(piece, by) for part, by in src.partial for piece in split_parts((part,), ends)]
+    assert all((part, op) in found for part in gone), f"no {op} over {axes} is open in {src}"
+    return replace(src, partial=tuple((part, by) for part, by in found if part not in gone))
+
+
+def _permuted(src: Sharding, axes: Axes, new_axes: Axes) -> Sharding:
+    """On each dim the run of ``axes`` gives way to as many pieces of ``new_axes``."""
+    ends, gone, new = part_ends(axes), split_parts(axes, part_ends(src.cut_axes)), list(new_axes)
+    found = tuple(part for cut in src.dims for part in split_parts(cut.axes, ends) if part in gone)
+    dims = tuple(_exchanged(cut, ends, gone, new) for cut in src.dims)
+    assert found == gone and not new, f"{axes} cannot give way to {new_axes} in {src}"
+    return replace(src, dims=dims)
+
+
+def _exchanged(cut: DimSharding, ends: dict[str, list[int]], gone: Axes, new: list[AxisPart]) -> DimSharding:
+    had = split_parts(cut.axes, ends)
+    run = [i for i, part in enumerate(had) if part in gone]
+    if not run:
+        return cut
+    first, last = run[0], run[-1] + 1
+    assert not cut.minor and len(run) == last - first, f"{gone} is no run of {cut}"
+    return DimSharding(merge_parts(had[:first] + _take(new, _weight(had[first:last])) + had[last:]))
+
+
+def _take(parts: list[AxisPart], weight: int) -> Axes:
+    """The leading parts that cut into ``weight`` pieces, taken away."""
+    count = 0
+    while count < len(parts) and _weight(tuple(parts[: count + 1])) <= weight:
+        count += 1
+    taken = tuple(parts[:count])
+    assert _weight(taken) == weight, f"{parts} cannot make {weight} pieces"
+    del parts[:count]
+    return taken
+
+
+def _weight(parts: Axes) -> int:
+    """Into how many pieces the parts cut, one of a single rank counted as two, so that it has a place."""
+    return math.prod(max(part.size, 2) for part in parts)
+
+
+def source_position(mesh: Mesh, position: int, src: Axes, dst: Axes) -> int:
+    """The position whose value a position receives when index i along ``src`` goes to index i along ``dst``.
+
+    Along the parts that are in ``dst`` alone the value is replicated; the replica with our own index along the parts
+    in ``src`` alone is taken, which makes the exchange a permutation: every rank sends one value and receives one.
+    """
+    ends = part_ends(src + dst)
+    src, dst = split_parts(src, ends), split_parts(dst, ends)
+    assert num_shards(src) == num_shards(dst), (src, dst)
+    src_only = tuple(part for part in src if part not in dst)
+    dst_only = tuple(part for part in dst if part not in src)
+    moved = _with_index(mesh, position, dst_only, mesh.index(position, src_only))
+    return _with_index(mesh, moved, src, mesh.index(position, dst))
+
+
+def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
+    """The position with another index along these parts."""
+    for part in reversed(axes):
+        index, digit = divmod(index, part.size)
+        position += (digit - mesh.coordinate(position, part)) * _stride(mesh, part)
+    return position
+
+
+def _stride(mesh: Mesh, part: AxisPart) -> int:
+    """How far apart two positions are whose coordinates along a part differ by one."""
+    i = mesh.axis_names.index(part.name)
+    return math.prod(mesh.shape[i:]) // (part.pre * part.size)
+
+
+def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) -> int:
+    """Bytes that all ranks together send in a collective of which one rank sends at most ``wire``.
+
+    ``args`` are those after the value. In most kinds all send alike. In a permute some ranks keep what they have, and
+    of exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each sends what others need of it; where
+    bytes are an expression it is as if all sent the most.
+    """
+    ranks = math.prod(size for name, size in mesh.sizes.items() if name != MICROBATCH)
+    if not isinstance(wire, int):
+        return wire * ranks
+    if kind in ("windows", "overlap_add", "rechunk"):
+        gives, takes = rows_sent(args[2])
+        rows = takes if kind == "overlap_add" else gives
+        return wire // max(rows) * sum(rows) * ranks // len(rows) if wire else 0
+    if kind == "collective_permute" and wire:
+        src, dst = (parse_parts(axes, mesh) for axes in args[:2])
+        among = _along(mesh, src + dst)
+        giving = sum(source_position(among, i, src, dst) != i for i in range(among.size))
+        return wire * giving * ranks // among.size
+    return wire * ranks
+
+
+def _along(mesh: Mesh, axes: Axes) -> Mesh:
+    """The mesh of these axes alone."""
+    names = {part.name for part in axes}
+    return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name in names})
+
+
+Fit = tuple[int, int]  # a dim, and the size that it must have
+
+
+def fits(
+    kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+) -> tuple[Fit | None, Fit | None]:
+    """What a collective in groups of ``count`` needs of its operand, and what is to be done with its result.
+
+    ``taken`` and ``made`` are the local shapes before and after, ``args`` those after the value. Collectives cut and
+    join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
+    """
+    before: Fit | None = None
+    after: Fit | None = None
+    if kind in ("all_gather", "all_to_all") and made[args[1]] != count * taken[args[1]]:
+        after = args[1], made[args[1]]
+    if kind in ("shard_slice", "reduce_scatter", "all_to_all"):
+        dim = args[1 if kind == "shard_slice" else 2]
+        before = (dim, count * made[dim]) if taken[dim] != count * made[dim] else None
+    return before, after
+
+
+def payload_numel(kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]) -> int:
+    """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
+    before, after = fits(kind, args, count, taken, made)
+    larger, fit = (made, after and (after[0], count * taken[after[0]])) if kind == "all_gather" else (taken, before)
+    sizes = list(larger)
+    if fit:
+        sizes[fit[0]] = fit[1]
+    return math.prod(sizes)
+
+
+def wire_numel(step: Step, taken: tuple[int, ...]) -> int:
+    """Elements that one rank sends in a step by the ring algorithms, given the local shape before it."""
+    if step.kind == "view":
+        return 0
+    if step.kind == "rechunk":
+        return rechunked_numel(step.args, taken)[1]
+    count = group_size(step.sharding.mesh, step.kind, step.args)
+    made = step.sharding.local_shape(step.shape)
+    return wire_bytes(step.kind, payload_numel(step.kind, step.args, count, taken, made), count)
+
+
+def rechunked_numel(args: tuple[Any, ...], taken: tuple[int, ...]) -> tuple[int, int]:
+    """Elements of the rank that takes or gives most in a ``rechunk``, and of the one that gives most."""
+    _, dim, values, _ = args
+    gives, takes = map(max, rows_sent(values))
+    row = math.prod(size for i, size in enumerate(taken) if i != dim)
+    return max(gives, takes) * row, gives * row

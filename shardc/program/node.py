@@ -1,0 +1,140 @@
+"""An fx node: what it calls, its arguments, what it depends on. No facts about values live here."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one result of an op that has several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_annotation(node: fx.Node) -> bool:
+    """Whether a node is a ``shardc.annotate`` of the user's model."""
+    return str(node.target) == "shardc.annotate.default"
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node changes the dtype of its operand, and nothing else."""
+    return str(node.target) in ("aten._to_copy.default", "prims.convert_element_type.default")
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node may show the memory of its operand, and so makes nothing."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return bool(returns) and all(entry.alias_info is not None for entry in returns)
+
+
+def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
+    """The node, if it is a cast then its operand, and so on to the first that is none; or calls of ``others``."""
+    chain = [node]
+    while is_cast(chain[-1]) or chain[-1].target in others:
+        chain.append(operand(chain[-1]))
+    return chain
+
+
+def op_name(target: Any) -> str:
+    """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
+    schema = getattr(target, "_schema", None)
+    return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def takes_device(target: Any) -> bool:
+    """Whether an op makes a tensor on a device that it is told."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call of an op with a schema, by name and in order, defaults included."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return {
+        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(schema)
+    }
+
+
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """The node that is the argument at a position."""
+    given = node.args[position]
+    assert isinstance(given, fx.Node), (node, position, given)
+    return given
+
+
+def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
+    if not hasattr(node.target, "_schema"):
+        return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
+    found: list[fx.Node | None] = []
+    for _, given in _tensor_arguments(node):
+        if isinstance(given, (list, tuple)):
+            found += [entry if isinstance(entry, fx.Node) else None for entry in given]
+        else:
+            found.append(given if isinstance(given, fx.Node) else None)
+    return tuple(found)
+
+
+def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
+    """Give a call other tensor arguments, in the order of ``operands``; None keeps what is there."""
+    left = iter(new)
+
+    def replaced(entry: Any) -> Any:
+        return next(left) or entry
+
+    if not hasattr(node.target, "_schema"):
+        node.args = tuple(replaced(entry) if isinstance(entry, fx.Node) else entry for entry in node.args)
+        return
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for key, given in _tensor_arguments(node):
+        fresh = type(given)(map(replaced, given)) if isinstance(given, (list, tuple)) else replaced(given)
+        if isinstance(key, int):
+            args[key] = fresh
+        elif key in kwargs:
+            kwargs[key] = fresh
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def ancestors(*ends: fx.Node) -> set[fx.Node]:
+    """These nodes and all that they depend on."""
+    return reached(ends, lambda node: node.all_input_nodes)
+
+
+def descendants(*starts: fx.Node) -> set[fx.Node]:
+    """These nodes and all that depends on them, which may be the output node too."""
+    return reached(starts, lambda node: node.users)
+
+
+def reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """These nodes and all that steps from them lead to; one step leads from a node to others."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        fresh = [node for node in step(todo.pop()) if node not in found]
+        found.update(fresh)
+        todo += fresh
+    return found
+
+
+def _tensor_arguments(node: fx.Node) -> Iterator[tuple[int | str, Any]]:
+    """The arguments that may hold tensors, each by its position or, beyond those given by position, its name."""
+    for i, name in _tensor_places(node.target):
+        yield (i, node.args[i]) if i < len(node.args) else (name, node.kwargs.get(name))
+
+
+@functools.cache
+def _tensor_places(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument of an op that may hold tensors."""
+    arguments = enumerate(target._schema.arguments)
+    return tuple((i, argument.name) for i, argument in arguments if "Tensor" in str(argument.type))

@@ -1,0 +1,177 @@
+"""Opaque calls: what a model does that is no op of torch, as one node of a graph, and its backward as another.
+
+``torch.ops.shardc.opaque`` is what tracing sees: a key and flat tensors in, flat tensors out. A program holds the
+``Opaque`` of that key in its place. Both run it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from operator import getitem
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from shardc.language.sharding import TensorType
+
+_KEYS = count()
+_ALIVE: WeakValueDictionary[int, Opaque] = WeakValueDictionary()  # what torch's op finds by its key
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A callable that a graph may hold: ``run`` on flat tensors gives a tensor for each of ``types``."""
+
+    name: str
+    run: Callable[..., Sequence[Tensor]]
+    types: tuple[TensorType, ...]
+    tags: tuple[Any, ...] = ()
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def __post_init__(self) -> None:
+        _ALIVE[self.key] = self
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        """Run through torch's op, so that whoever traces a program's run sees one op and looks no further."""
+        found: list[Tensor] = torch.ops.shardc.opaque(self.key, operands)
+        return found
+
+
+def hold_opaques(traced: fx.GraphModule) -> None:
+    """Let a traced graph hold the opaque calls that it names by key, and make one of every call that is not flat.
+
+    Not flat is a call of a higher-order op, such as the one that tracing makes of an op that changes its operands, and
+    one whose results nest.
+    """
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.shardc.opaque.default:
+            key, operands = node.args
+            node.target, node.args = _ALIVE[key], tuple(operands)
+        elif node.op == "call_function" and (isinstance(node.target, HigherOrderOperator) or _nests(node)):
+            _flatten(traced, node)
+
+
+def _nests(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return node.target is not getitem and (
+        isinstance(value, dict) or any(isinstance(entry, (tuple, list, dict)) for entry in entries)
+    )
+
+
+def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
+    """Put an opaque call in the place of a node, and its results in the place of what was picked from the node."""
+    given, nest = pytree.tree_flatten((node.args, node.kwargs))
+    places = [i for i, leaf in enumerate(given) if isinstance(leaf, fx.Node) and _body(traced, leaf) is None]
+    fixed = [_body(traced, leaf) if isinstance(leaf, fx.Node) and i not in places else leaf
+             for i, leaf in enumerate(given)]  # fmt: skip
+    leaves, shape = pytree.tree_flatten(node.meta["val"])
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    target: Any = node.target
+    called = flat_call(target, fixed, nest, places)
+
+    def run(*operands: Tensor) -> list[Tensor]:
+        found = pytree.tree_leaves(called(*operands))
+        return [found[i] for i in tensors]
+
+    types = tuple(TensorType.of(leaves[i]) for i in tensors)
+    inner = next((leaf for leaf in given if isinstance(leaf, torch._ops.OpOverload)), target)
+    name = str(inner if str(target).startswith("auto_functionalized") else target).removesuffix(".default")
+    opaque = Opaque(name, run, types, tags=tuple(getattr(inner, "tags", ())))
+    with traced.graph.inserting_before(node):
+        made = traced.graph.call_function(opaque, tuple(given[i] for i in places))
+    made.meta["val"] = [leaves[i] for i in tensors]
+    places_of = [tensors.index(i) if i in tensors else None for i in range(len(leaves))]
+    _repoint(node, made, pytree.tree_unflatten(places_of, shape))
+
+
+def flat_call(target: Any, given: Sequence[Any], nest: Any, places: Sequence[int]) -> Callable[..., Any]:
+    """``target`` as a function of those of its flat arguments that stand at ``places``; the others are as ``given``."""
+
+    def call(*operands: Tensor) -> Any:
+        filled = list(given)
+        for i, operand in zip(places, operands, strict=True):
+            filled[i] = operand
+        args, kwargs = pytree.tree_unflatten(filled, nest)
+        return target(*args, **kwargs)
+
+    return call
+
+
+def _body(traced: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node stands for that is no tensor, such as the graph that a higher-order op takes."""
+    found = getattr(traced, str(node.target)) if node.op == "get_attr" else None
+    return None if isinstance(found, Tensor) else found
+
+
+def _repoint(node: fx.Node, made: fx.Node, places: Any) -> None:
+    """Whoever picks a result of ``node`` picks it from ``made``; ``places`` nests like the results, and says where."""
+    if isinstance(places, int):
+        with node.graph.inserting_after(made):
+            only = node.graph.call_function(getitem, (made, places))
+        only.meta["val"] = made.meta["val"][places]
+        node.replace_all_uses_with(only)
+        return
+    for user in list(node.users):
+        assert user.target is getitem, user
+        picked = places[user.args[1]]
+        if isinstance(picked, int):
+            user.args = (made, picked)
+        else:
+            _repoint(user, made, picked)
+
+
+def call(forward: Opaque, backward: Opaque, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run ``forward`` on the operands, differentiably.
+
+    ``backward`` is given the operands and the gradient of each floating result, and returns that of each floating
+    operand. There is no second derivative.
+    """
+    found: tuple[Tensor, ...] = _Call.apply(forward, backward, *operands)
+    return found
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(forward: Opaque, backward: Opaque, *operands: Tensor) -> tuple[Tensor, ...]:
+        return tuple(forward(*operands))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, ctx.call, *operands = inputs
+        ctx.save_for_backward(*operands)
+        ctx.mark_non_differentiable(*(tensor for tensor in output if not tensor.is_floating_point()))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
+        found = iter(ctx.call(*operands, *(tangent for tangent in tangents if tangent.is_floating_point())))
+        return None, None, *(next(found) if operand.is_floating_point() else None for operand in operands)
+
+
+def _run(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in _ALIVE[key].run(*operands)]  # an op's result is no operand
+
+
+def _fake(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    device = operands[0].device
+    return [torch.empty(type_.shape, dtype=type_.dtype, device=device) for type_ in _ALIVE[key].types]
+
+
+_OP = torch.library.custom_op(
+    "shardc::opaque", _run, mutates_args=(), schema="(int key, Tensor[] operands) -> Tensor[]"
+)
+_OP.register_fake(_fake)

@@ -1,0 +1,347 @@
+"""The program: a torch.fx graph over global values, and typed access to every fact about its nodes.
+
+Only this file reads or writes ``node.meta``. A node's arguments hold numbers, strings, tuples and nodes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from shardc.language.mesh import Mesh
+from shardc.language.rule import Call, Rule, replicated_rule
+from shardc.language.sharding import Sharding, TensorType
+from shardc.ops.rule_of import op_rule
+from shardc.options import Options
+from shardc.program.facts import Cause, Input, Origin, Output, Pin, Source, Types, types_made
+from shardc.program.node import is_getitem, op_name, operands
+
+Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
+LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
+
+Shardings = Sharding | tuple[Sharding | None, ...] | None
+Value = tuple[fx.Node, int]  # a node and the index of one of its results
+
+
+@dataclass(slots=True)
+class Program:
+    """A graph with its inputs, outputs, mesh and level. Passes take one and return another.
+
+    ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
+    local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
+    user asked for beside. ``computed``: how parameters that are stored otherwise lie where they are computed on.
+    ``num_stages`` of the pipeline that it is cut for; ``mesh`` is then that of one stage, with an axis of microbatches.
+    ``known``: what was found out about it, which no copy takes over; see shardc/knowledge.py.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    mesh: Mesh | None = None
+    level: Level = "captured"
+    pins: tuple[Pin, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    options: Options = field(default_factory=Options)
+    computed: Mapping[str, Sharding] = field(default_factory=dict)
+    num_stages: int = 1
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def copy(self, level: Level | None = None) -> Program:
+        """A copy whose graph may be changed without touching this one."""
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            new = made[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            if node.args:  # given now: create_node looks through each for what cannot be here
+                new.args = fx.map_arg(node.args, made.__getitem__)
+            if node.kwargs:
+                new.kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+            new.meta.update(node.meta)
+        return replace(self, graph=graph, level=level or self.level)
+
+    # The graph's ends.
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """The placeholders, parallel to ``inputs``."""
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def named_inputs(self) -> dict[tuple[str, str], fx.Node]:
+        """The placeholders by kind and name."""
+        return {(put.kind, put.name): node for put, node in zip(self.inputs, self.placeholders, strict=True)}
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
+        return next(reversed(self.graph.nodes))
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """What the program returns, parallel to ``outputs``."""
+        return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def calls(self) -> Iterator[fx.Node]:
+        """Every op, getitem apart."""
+        return (node for node in self.graph.nodes if node.op == "call_function" and not is_getitem(node))
+
+    # Facts about nodes.
+
+    def types(self, node: fx.Node) -> tuple[TensorType | None, ...]:
+        """The types of a node's results."""
+        found: Types = node.meta.get("type")
+        return found if isinstance(found, tuple) else (found,)
+
+    def type(self, node: fx.Node) -> TensorType:
+        """The type of a node with one result."""
+        found = node.meta["type"]
+        assert isinstance(found, TensorType), (node, found)
+        return found
+
+    def local_type(self, node: fx.Node, index: int = 0) -> TensorType | None:
+        """What one rank holds of a node's result: its type in a localized program, else the shard of it."""
+        producer, picked = self.value(node)
+        index = index if producer is node else picked
+        type_, shardings = self.types(producer)[index], self.shardings(producer)
+        sharding = shardings[index] if shardings else None
+        if type_ is None or sharding is None or self.level == "localized":
+            return type_
+        return TensorType(sharding.local_shape(type_.shape), type_.dtype)
+
+    def global_type(self, node: fx.Node, index: int = 0) -> TensorType:
+        """The type of the whole value of which a node of a localized program holds a part, in its result ``index``."""
+        producer, picked = self.value(node)
+        index = index if producer is node else picked
+        found: tuple[TensorType, ...] = producer.meta.get("global_types") or self.types(producer)  # type: ignore[assignment]
+        return found[index]
+
+    def set_local_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
+        """Say what one rank holds of each of a node's results."""
+        self.set_global_types(node, self.types(node))
+        self.set_type(node, types if self.has_many(node) else types[0])
+
+    def set_global_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
+        """Say of which values a node of a localized program holds a part."""
+        node.meta["global_types"] = types
+
+    def set_type(self, node: fx.Node, type_: Types) -> None:
+        """Say a node's type: a tuple when the op returns several results."""
+        node.meta["type"] = type_
+
+    def has_many(self, node: fx.Node) -> bool:
+        """Whether the op returns a tuple or list."""
+        return isinstance(node.meta.get("type"), tuple)
+
+    def value(self, node: fx.Node) -> Value:
+        """The value that a node stands for: a getitem is a result of its producer."""
+        if is_getitem(node):
+            producer, index = node.args
+            assert isinstance(producer, fx.Node) and isinstance(index, int)
+            return producer, index
+        return node, 0
+
+    def value_type(self, value: Value) -> TensorType:
+        """The type of a value."""
+        type_ = self.types(value[0])[value[1]]
+        assert type_ is not None, value
+        return type_
+
+    def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
+        """The values that a call takes, in the order of ``operands``."""
+        return tuple(None if operand is None else self.value(operand) for operand in operands(node))
+
+    def sharding(self, node: fx.Node) -> Sharding:
+        """The sharding of a node with one result (or of a getitem)."""
+        producer, index = self.value(node)
+        found: Shardings = producer.meta["sharding"]
+        result = found[index] if isinstance(found, tuple) else found
+        assert result is not None, node
+        return result
+
+    def shardings(self, node: fx.Node) -> tuple[Sharding | None, ...]:
+        """The shardings of a node's results; empty before propagate."""
+        found: Shardings = node.meta.get("sharding")
+        return found if isinstance(found, tuple) else () if found is None else (found,)
+
+    def set_sharding(self, node: fx.Node, sharding: Shardings) -> None:
+        """Say a node's sharding: a tuple when the op returns several results."""
+        node.meta["sharding"] = sharding
+
+    def origin(self, node: fx.Node) -> Mapping[str, Origin]:
+        """For each axis that cuts a node's value, why."""
+        producer, index = self.value(node)
+        return self.origins(producer)[index]
+
+    def origins(self, node: fx.Node) -> tuple[Mapping[str, Origin], ...]:
+        """For each result of a node, for each axis that cuts it, why."""
+        found: tuple[Mapping[str, Origin], ...] = node.meta.get("origins", ())
+        return found or ({},) * len(self.types(node))
+
+    def set_origins(self, node: fx.Node, origins: tuple[Mapping[str, Origin], ...]) -> None:
+        """Say why each axis cuts each of a node's results."""
+        node.meta["origins"] = origins
+
+    def source(self, node: fx.Node) -> Source:
+        """Where the node comes from."""
+        found: Source = node.meta.get("source", Source())
+        return found
+
+    def set_source(self, node: fx.Node, source: Source) -> None:
+        """Say where the node comes from."""
+        node.meta["source"] = source
+
+    def causes(self, node: fx.Node) -> tuple[Cause, ...]:
+        """Why a reshard or a collective is there; of a bucket one for each member."""
+        found: tuple[Cause, ...] = node.meta.get("causes", ())
+        return found
+
+    def set_causes(self, node: fx.Node, causes: tuple[Cause, ...]) -> None:
+        """Say why the node is there."""
+        node.meta["causes"] = causes
+
+    def former_names(self, node: fx.Node) -> tuple[str, ...]:
+        """The names of the nodes in whose place it stands."""
+        found: tuple[str, ...] = node.meta.get("former_names", ())
+        return found
+
+    # Rules.
+
+    def call(self, node: fx.Node) -> Call:
+        """The node's call, with types for nodes."""
+        return Call(
+            self._with_types(node.args),
+            self._with_types(node.kwargs),
+            tuple(value and self.value_type(value) for value in self.operand_values(node)),
+            self.types(node),
+        )
+
+    def rule(self, node: fx.Node) -> Rule:
+        """The node's rule, bound to its shapes; the fallback where the table has none. Bound once."""
+        if "rule" not in node.meta:
+            found = op_rule(node.target)
+            call = self.call(node)
+            node.meta["rule"] = found.bind(call) if found else replicated_rule(call)
+        bound: Rule = node.meta["rule"]
+        return bound
+
+    def bind_rule(self, node: fx.Node, rule: Rule) -> None:
+        """Let a node have another rule than its own."""
+        node.meta["rule"] = rule
+
+    def is_fallback(self, node: fx.Node) -> bool:
+        """Whether an op has no rule and runs whole; asked once, so that a call made local keeps its answer."""
+        if "is_fallback" not in node.meta:
+            node.meta["is_fallback"] = self.rule(node).is_fallback
+        return bool(node.meta["is_fallback"])
+
+    def forget_rule(self, node: fx.Node) -> None:
+        """Bind the rule anew: the node's arguments or types were changed."""
+        node.meta.pop("rule", None)
+
+    def check_once(self, node: fx.Node, check: Callable[[Program, fx.Node], None]) -> None:
+        """Check an op, if not already with the same rule, types and shardings, none of which ever changes."""
+        values = [(node, 0), *(value for value in self.operand_values(node) if value)]
+        facts = [fact for of, i in values for fact in (i, of.meta.get("type"), of.meta.get("sharding"))]
+        facts.append(self.rule(node))
+        known: list[object] = node.meta.get("checked", [])
+        if len(known) != len(facts) or any(new is not old for new, old in zip(facts, known, strict=True)):
+            check(self, node)
+            node.meta["checked"] = facts
+
+    def _with_types(self, argument: Any) -> Any:
+        return fx.map_arg(argument, lambda node: self.value_type(self.value(node)))  # type: ignore[arg-type, return-value]
+
+    # Building.
+
+    def insert(self, target: Any, args: tuple[Any, ...], type_: Types, like: fx.Node,
+               kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:  # fmt: skip
+        """Insert a call at the graph's insertion point, with the source of ``like``."""
+        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
+        self.set_type(node, type_)
+        self.set_source(node, self.source(like))
+        return node
+
+    def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a call of forward again, for backward; it takes other operands in the place of those ``given``."""
+        again = self.graph.node_copy(node, lambda operand: given.get(operand, operand))
+        again.meta = dict(node.meta)
+        self.set_source(again, replace(self.source(node), phase="backward"))
+        return again
+
+    def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """Insert a call whose type is found by running it on meta tensors."""
+        return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
+
+    def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
+        """The type of a call whose arguments hold typed nodes: see ``types_made``."""
+        typed, named = self._with_types((args, dict(kwargs)))
+        return types_made(target, typed, named, device)
+
+    def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
+        """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""
+        if isinstance(new, fx.Node):
+            old.replace_all_uses_with(new)
+            new.meta["former_names"] = (*self.former_names(new), old.name, *self.former_names(old))
+        else:
+            for user in list(old.users):
+                result = new[self.value(user)[1]]
+                assert result is not None, user
+                self.replace(user, result)
+        self.graph.erase_node(old)
+
+    def remove_dead(self) -> None:
+        """Erase every call whose value no one uses."""
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+End = tuple[Output, fx.Node | None, fx.Node | None]
+
+
+def parameters_of(program: Program) -> dict[str, fx.Node]:
+    """The placeholders of parameters by name."""
+    return {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+
+
+def ends_of(program: Program) -> Iterator[End]:
+    """Each output, the placeholder that it belongs to, None for the model's own, and what the program returns for it.
+
+    Gradients follow the inputs that require them: a parameter and an input of the model may have one name.
+    """
+    stored, inputs = program.named_inputs, zip(program.inputs, program.placeholders, strict=True)
+    wanting = ((put.name, node) for put, node in inputs if put.requires_grad)
+    for output, result in zip(program.outputs, program.results, strict=True):
+        if output.kind == "gradient":
+            yield output, next(node for name, node in wanting if name == output.name), result
+        else:
+            kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
+            yield output, stored.get((kind, output.name)), result
+
+
+def gradient_names(program: Program) -> dict[str, tuple[str, str]]:
+    """For the name that each gradient goes by, in order, the kind and name of the input that it is of.
+
+    An input that shares its name with a parameter has ``input:NAME``.
+    """
+    keys = {node: key for key, node in program.named_inputs.items()}
+    found: dict[str, tuple[str, str]] = {}
+    for output, owner, _ in ends_of(program):
+        if output.kind == "gradient" and owner is not None:
+            kind, name = keys[owner]
+            found[f"{kind}:{name}" if name in found else name] = kind, name
+    return found
+
+
+def shardings_of(program: Program) -> dict[str, Sharding]:
+    """The sharding of every parameter, buffer, input, output and node, by name."""
+    nodes = (node for node in program.graph.nodes if node.op != "output" and not program.has_many(node))
+    found = {node.name: program.sharding(node) for node in nodes}
+    for output, node in zip(program.outputs, program.results, strict=True):
+        if node is not None and output.kind == "output":
+            found[output.name] = program.sharding(node)
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        if given.kind != "tangent":
+            found[given.name] = program.sharding(node)
+    return found

@@ -1,0 +1,240 @@
+"""How a program and its facts print: stable text, as one would type it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from shardc.language.mesh import MICROBATCH
+from shardc.language.text import table
+from shardc.program.facts import cause_text
+from shardc.program.program import Program
+from shardc.program.traffic import collectives_of
+
+if TYPE_CHECKING:
+    from shardc.language.sharding import Sharding, TensorType
+    from shardc.program.facts import Input, Output
+
+TABLES = (
+    "collectives",
+    "parameters",
+    "inputs",
+    "outputs",
+    "fallbacks",
+    "memory",
+    "flops",
+    "stages",
+    "time",
+    "nodes",
+    "notes",
+)
+SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
+
+
+def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:
+    """The program at any level: inputs, a line a value under its phase and module, and results; or ``only`` some."""
+    names = value_names(program)
+    nodes = {None, *program.graph.nodes} if only is None else set(only)
+    parts = [
+        f"program ({program.level}){_mesh_text(program)}\n",
+        _lines("inputs", _input_lines(program, nodes)),
+        "\n".join([*_body_lines(program, names, nodes), ""])[1:],
+        _lines("results", _result_lines(program, names, nodes)),
+        notes_text(program) if only is None else "",
+    ]
+    return "\n".join(part for part in parts if part.strip())
+
+
+def notes_text(program: Program) -> str:
+    """What the compiler has to say of what it did."""
+    return _lines("notes", (f"  {note}" for note in program.notes))
+
+
+def _lines(title: str, lines: Iterable[str]) -> str:
+    found = list(lines)
+    return "\n".join([title, *found, ""]) if found else ""
+
+
+def rank_axes(program: Program) -> dict[str, int]:
+    """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
+    mesh, pipeline = program.mesh, program.options.pipeline
+    axes = {} if mesh is None else mesh.sizes
+    if pipeline is None:
+        return axes
+    ranks = {pipeline.axis: program.num_stages // pipeline.chunks_a_rank}
+    return {**ranks, **{name: size for name, size in axes.items() if name not in (MICROBATCH, pipeline.axis)}}
+
+
+def _mesh_text(program: Program) -> str:
+    """`` on dp=2, tp=4``, or nothing."""
+    axes, pipeline = rank_axes(program), program.options.pipeline
+    microbatches = f", {pipeline.microbatches} microbatches" if pipeline else ""
+    return f" on {', '.join(f'{name}={size}' for name, size in axes.items())}{microbatches}" if axes else ""
+
+
+def value_names(program: Program) -> dict[fx.Node, str]:
+    """What each node is called in print: an input by the user's name, all others by the node's."""
+    names = (_input_name(given) for given in program.inputs)
+    return {node: node.name for node in program.graph.nodes} | dict(zip(program.placeholders, names, strict=True))
+
+
+def value_name(program: Program, node: fx.Node) -> str:
+    """What one node is called in print."""
+    if node.op != "placeholder":
+        return node.name
+    return next(_input_name(put) for put, its in zip(program.inputs, program.placeholders, strict=True) if its is node)
+
+
+def _input_name(given: Input) -> str:
+    return f"tangent({given.name})" if given.kind == "tangent" else given.name
+
+
+def type_text(program: Program, node: fx.Node) -> str:
+    """``f32[8@dp, 64]``; a tuple of them for an op with several results; local shapes in a localized program."""
+    producer, index = program.value(node)
+    types, shardings = program.types(producer), program.shardings(producer)
+    if program.level == "localized" or not shardings:
+        shardings = (None,) * len(types)
+    texts = list(map(_sharded_text, types, shardings))
+    many = program.has_many(producer) and producer is node
+    return f"({', '.join(texts)})" if many else texts[index]
+
+
+def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
+    return "None" if type_ is None else str(type_) if sharding is None else sharding.text(type_)
+
+
+def _input_lines(program: Program, nodes: Container[fx.Node | None]) -> Iterator[str]:
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
+        if node in nodes and (input_.kind != "random" or node.users):
+            yield f"  {input_text(program, input_, node)}"
+
+
+def input_text(program: Program, given: Input, node: fx.Node) -> str:
+    """``parameter up.weight: f32[64@tp, 8]``."""
+    return f"{given.kind} {given.name}: {type_text(program, node)}".replace("random random", "random")
+
+
+def _result_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
+    for output, node in zip(program.outputs, program.results, strict=True):
+        if node not in nodes:
+            continue
+        yield f"  {result_text(program, output, node, names)}"
+
+
+def result_text(program: Program, output: Output, node: fx.Node | None, names: dict[fx.Node, str]) -> str:
+    """``gradient up.weight: f32[64@tp, 8] = dot_4``."""
+    value = "None" if node is None else f"{type_text(program, node)} = {names[node]}"
+    return f"{output.kind} {output.name}: {value}"
+
+
+def _body_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
+    called, remarks = op_names(program), remarks_of(program)
+    phase = module = location = ""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node not in nodes:
+            continue
+        source = program.source(node)
+        if source.phase != phase:
+            yield from ("", source.phase)
+            module = location = ""
+        if source.module != module:
+            yield f"  {source.module or '(model)'}"
+        remark = [source.location] if source.location not in ("", location) else []
+        remark += [remarks[node]] if node in remarks else []
+        comment = f"  # {'; '.join(remark)}" if remark else ""
+        yield f"    {call_line(program, node, names, called)}{comment}"
+        phase, module, location = source.phase, source.module, source.location
+
+
+def call_line(program: Program, node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
+    """``add: f32[8@dp, 64] = add(x, y)``."""
+    return f"{names[node]}: {type_text(program, node)} = {call_text(node, names, called)}"
+
+
+def op_names(program: Program) -> dict[Any, str]:
+    """What each op is called: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
+    targets = {node.target for node in program.calls}
+    own = {getattr(target, "__name__", "") for target in targets if not hasattr(target, "_schema")}
+    return {target: _op_name(target, own) for target in targets}
+
+
+def _op_name(target: Any, own: set[str]) -> str:
+    if not hasattr(target, "_schema"):
+        return str(target.__name__)
+    namespace, name = str(target).split(".")[:2]
+    return name if namespace == "aten" and name not in own else f"{namespace}.{name}"
+
+
+def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
+    """``dot(x, w, "b k, k n -> b n")``; picking a result reads ``layer_norm[1]``."""
+    if node.target not in called:
+        return f"{_argument(node.args[0], names)}[{node.args[1]}]"
+    kwargs = {key: value for key, value in node.kwargs.items() if value is not None and key not in SILENT_ARGUMENTS}
+    arguments = [_argument(value, names) for value in node.args]
+    arguments += [f"{key}={_argument(value, names)}" for key, value in kwargs.items()]
+    return f"{called[node.target]}({', '.join(arguments)})"
+
+
+def _argument(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(_argument(entry, names) for entry in value)}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(_argument(entry, names) for entry in value)}{',' * (len(value) == 1)})"
+    return names[value] if value in names else str(value).removeprefix("torch.")
+
+
+def remarks_of(program: Program) -> dict[fx.Node, str]:
+    """For each reshard and collective what one rank sends and why; in plain bytes, so that no unit depends on sizes."""
+    by_name = {found.name: f"{found.wire_bytes} B on the wire" for found in collectives_of(program)}
+    remarks = {}
+    for node in program.calls:
+        parts = [by_name[node.name]] if node.name in by_name else []
+        parts += [f"because {cause_text(program.causes(node), most=2)}"] if program.causes(node) else []
+        if parts:
+            remarks[node] = ", ".join(parts)
+    return remarks
+
+
+# Tables. Bytes are given in full, so that two meshes print the same but for sizes.
+
+
+def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
+    """Each parameter and buffer with its sharding, what one rank holds of it, and the stages that hold it."""
+    rows = []
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        local = program.local_type(node)
+        if local is not None and given.kind in ("parameter", "buffer"):
+            stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
+            rows.append((given.name, type_text(program, node), str(local), local.nbytes, stages))
+    return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
+
+
+def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
+    """The ops without a rule, which run whole on every rank."""
+    names, called = value_names(program), op_names(program)
+    rows = [
+        (names[node], call_text(node, names, called), program.source(node).module, program.source(node).location)
+        for node in nodes
+    ]
+    return table(("run whole, having no rule", "call", "module", "source"), rows) if rows else ""
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """Bytes on one rank by class."""
+    return table(("memory of one rank", "bytes"), memory.items())
+
+
+def flops_text(counts: Mapping[str, int]) -> str:
+    """Floating-point operations by who does them."""
+    return table(("floating-point operations", "count"), counts.items())
+
+
+def range_name(program: Program, node: fx.Node) -> str:
+    """``backward/blocks.0.mlp/gelu_backward``: the node's phase, its module (``(model)`` at the top), and its name."""
+    source = program.source(node)
+    return f"{source.phase}/{source.module or '(model)'}/{node.name}"

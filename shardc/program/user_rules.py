@@ -1,0 +1,501 @@
+"""A rule held to its word: an op run on pieces of its operands and put together gives what it gives on the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+import shardc.ops  # noqa: F401  (fills the table)
+from shardc.language.errors import ShardingError, did_you_mean
+from shardc.language.rule import (
+    RULES,
+    Call,
+    Dims,
+    Local,
+    OpRule,
+    Rule,
+    local_sizes,
+    make_rule,
+    parse_dims,
+    parse_groups,
+    replicated_rule,
+)
+from shardc.language.sharding import ReduceOp, TensorType
+from shardc.ops.rule_of import op_rule
+from shardc.ops.windowed import neutral
+from shardc.program.node import operands
+from shardc.program.program import Program
+
+TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
+_REDUCE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
+    """Hold an op's rule to its word on example arguments: ``check_rule(torch.ops.mine.norm.default, x, weight)``.
+
+    Each factor that may be cut is cut in 2 and in 3 pieces where that divides it, and every two factors at once; the op
+    runs on every piece, the results are put together as the rule says, and compared with the op on the whole. Operands
+    named in ``linear`` are split in two terms. A ShardingError says in which factor the rule is wrong, or that it
+    has none to cut. Choose sizes that 2 and 3 divide, and float64.
+    """
+    case = case_of(overload_of(op), args, kwargs)
+    remedy = "name the factor in whole=, or give it another place in the spec"
+    if not any(case.rule.sizes[factor] % count == 0 for factor in cuttable(case.rule) for count in (2, 3)):
+        sizes = ", ".join(f"{factor}={size}" for factor, size in case.rule.sizes.items()) or "none"
+        problem = "its rule lets nothing be cut" if not cuttable(case.rule) else "no size divides by 2 or by 3"
+        raise ShardingError(f"check_rule({op})", f"factors {sizes}", problem, "give sizes of 6 or 12")
+    try:
+        check(case)
+    except WrongRule as error:
+        raise ShardingError(f"check_rule({op})", error.what, str(error.__cause__), remedy) from error
+
+
+class WrongRule(AssertionError):
+    """A rule that does not hold; ``what`` was cut or split."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def check(case: Case) -> None:
+    """Every factor in 2 and in 3 pieces, every two factors at once, every linear group; a WrongRule where it fails."""
+    sizes, factors = case.rule.sizes, cuttable(case.rule)
+    cuts = [{factor: count} for factor in factors for count in (2, 3)]
+    cuts += [{one: 2, other: 3} for one, other in itertools.combinations(factors, 2)]
+    for pieces in cuts:
+        if all(sizes[factor] % count == 0 for factor, count in pieces.items()):
+            with _blaming(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
+                _check_cuts(case, pieces)
+    for factor in factors:
+        if _may_be_padded(case.rule, factor):
+            with _blaming(f"{factor} with padding"):
+                _check_padding(case, factor)
+    for group in case.rule.linear:
+        if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
+            with _blaming(f"operands {sorted(group)} as sums of two terms"):
+                _check_linear(case, group)
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        raise WrongRule(what) from error
+
+
+def cuttable(rule: Rule) -> list[str]:
+    """The factors that may be cut."""
+    held = {*rule.whole, *rule.chunks}
+    return [factor for factor, size in rule.sizes.items() if factor not in held and size > 1]
+
+
+def _check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
+    """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
+    sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
+    changed = _local_arguments(case, sizes)
+    found = {
+        index: case.run(_cut_operands(case, pieces, index), changed)
+        for index in itertools.product(*map(range, pieces.values()))
+    }
+    for r, (whole, dims) in enumerate(zip(case.results, case.rule.results, strict=True)):
+        if whole is not None and dims is not None:
+            parts = {index: part for index, results in found.items() if (part := results[r]) is not None}
+            assert {tuple(part.shape) for part in parts.values()} == {_local_shape(dims, whole.shape, sizes)}
+            if not whole.is_meta:
+                _assert_same(case, _put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
+
+
+def _cut_operands(case: Case, pieces: Mapping[str, int], index: Sequence[int]) -> list[Tensor | None]:
+    sizes, tensors = dict(case.rule.sizes), list(case.tensors)
+    for (factor, count), i in zip(pieces.items(), index, strict=True):
+        for t, dims in enumerate(case.rule.operands):
+            tensor = tensors[t]
+            if tensor is not None and dims is not None and case.rule.has(factor, dims):
+                tensors[t] = _merge(_refine(tensor, dims, sizes).chunk(count, _place(dims, factor))[i], dims)
+        sizes[factor] //= count
+    return tensors
+
+
+def _put_together(rule: Rule, r: int, parts: dict[Any, Tensor], factors: list[str], sizes: dict[str, int]) -> Tensor:
+    """Join the parts of result ``r`` along the last factor, then the one before; ``sizes`` are those of a part."""
+    if not factors:
+        return parts[()]
+    *first, last = factors
+    groups: dict[Any, list[Tensor]] = {}
+    for index in sorted(parts):
+        groups.setdefault(index[:-1], []).append(parts[index])
+    joined = {index: _join(rule, r, group, last, sizes) for index, group in groups.items()}
+    sizes[last] = rule.sizes[last]
+    return _put_together(rule, r, joined, first, sizes)
+
+
+def _join(rule: Rule, r: int, parts: list[Tensor], factor: str, sizes: Mapping[str, int]) -> Tensor:
+    dims = rule.results[r]
+    if dims is not None and rule.has(factor, dims):
+        return _merge(torch.cat([_refine(part, dims, sizes) for part in parts], _place(dims, factor)), dims)
+    if rule.is_partial(factor, r):
+        return _REDUCE[rule.reduce](torch.stack(parts), 0)
+    assert all(torch.equal(part, parts[0]) for part in parts), f"{factor} is no part of result {r}, yet it differs"
+    return parts[0]
+
+
+def _refine(tensor: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
+    """The tensor with one dim a factor; a dim without factors stays."""
+    shape = [
+        s for factors, size in zip(dims, tensor.shape, strict=True) for s in ([sizes[f] for f in factors] or [size])
+    ]
+    return tensor.reshape(shape)
+
+
+def _merge(tensor: Tensor, dims: Dims) -> Tensor:
+    """The inverse of ``refine``, whatever was cut."""
+    sizes = iter(tensor.shape)
+    return tensor.reshape([math.prod(next(sizes) for _ in factors or ("one",)) for factors in dims])
+
+
+def _place(dims: Dims, factor: str) -> int:
+    return [name for factors in dims for name in factors or ("one",)].index(factor)
+
+
+def _local_shape(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(
+        math.prod(sizes[f] for f in factors) if factors else size for factors, size in zip(dims, shape, strict=True)
+    )
+
+
+def _local_types(
+    types: Sequence[TensorType | None],
+    sides: Sequence[Dims | None],
+    sizes: Mapping[str, int],
+) -> tuple[TensorType | None, ...]:
+    return tuple(
+        type_ if type_ is None or dims is None else replace(type_, shape=_local_shape(dims, type_.shape, sizes))
+        for type_, dims in zip(types, sides, strict=True)
+    )
+
+
+def _local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
+    entry = op_rule(case.op)
+    if entry is None or entry.local is None:
+        return {}
+    shard = replace(
+        case.call,
+        operands=_local_types(case.call.operands, case.rule.operands, sizes),
+        results=_local_types(case.call.results, case.rule.results, sizes),
+    )
+    return entry.local(case.call, shard)
+
+
+def _assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    if "empty" not in str(case.op):
+        scale = max([1.0, *expected.abs().flatten().tolist()]) if _is_number(expected) else 1
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
+        )
+
+
+def _is_number(tensor: Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _may_be_padded(rule: Rule, factor: str) -> bool:
+    """Whether a cut that does not divide the factor leaves padding that a reduction reads."""
+    tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
+    is_alone = all(len(dim) == 1 for dims in tensors for dim in dims if factor in dim)
+    return is_alone and not rule.sees_padding and not rule.is_even and rule.leaves_partial(factor)
+
+
+def _check_padding(case: Case, factor: str) -> None:
+    """With one more element that reads what padding does, the results that have no such factor are the same."""
+    tensors, sizes = list(case.tensors), dict(case.rule.sizes)
+    for i, (tensor, dims) in enumerate(zip(case.tensors, case.rule.operands, strict=True)):
+        if tensor is not None and dims is not None and case.rule.has(factor, dims):
+            place, fill = _place(dims, factor), neutral(case.rule.reduce, tensor.dtype)
+            one = tensor.new_full([*tensor.shape[:place], 1, *tensor.shape[place + 1 :]], fill)
+            tensors[i] = torch.cat([tensor, one], place)
+    sizes[factor] += 1
+    for i, found in enumerate(case.run(tensors, _local_arguments(case, sizes))):
+        expected = case.results[i]
+        if found is not None and expected is not None and not expected.is_meta and case.rule.is_partial(factor, i):
+            _assert_same(case, found, expected)
+
+
+def _check_linear(case: Case, group: frozenset[int]) -> None:
+    """Split these operands in two terms; the results of both terms add up to the result."""
+    draw = torch.Generator().manual_seed(len(group))
+    terms = [list(case.tensors), list(case.tensors)]
+    for i in group:
+        whole = case.tensors[i]
+        assert whole is not None
+        term = torch.randn(whole.shape, dtype=torch.float64, generator=draw).to(whole)
+        terms[0][i], terms[1][i] = term, whole - term
+    for one, other, expected in zip(case.run(terms[0]), case.run(terms[1]), case.results, strict=True):
+        if one is not None and other is not None and expected is not None:
+            _assert_same(case, one + other, expected)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op with real arguments, and its rule, bound as a program binds it."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call: Call
+    rule: Rule
+    tensors: tuple[Tensor | None, ...]  # the operands
+    results: tuple[Tensor | None, ...]
+
+    def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
+        """The results for other operands, and other arguments at some positions."""
+        new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if new is not None}
+        args, kwargs = _map_tensors(lambda tensor: new[id(tensor)].clone(), (self.args, dict(self.kwargs)))
+        args = list(args)
+        for position, argument in sorted((changed or {}).items()):
+            args[position : position + 1] = [argument]
+        return _as_results(self.op(*args, **kwargs))
+
+
+def _as_results(found: Any) -> list[Tensor | None]:
+    entries = list(found) if isinstance(found, (tuple, list)) else [found]
+    return [entry if isinstance(entry, Tensor) else None for entry in entries]
+
+
+def _type_of(tensor: Tensor | None) -> TensorType | None:
+    return None if tensor is None else TensorType.of(tensor)
+
+
+def without_chunks(rule: Rule) -> Rule:
+    """The rule as if dims cut in chunks of another size on each tensor were whole: test_window is theirs."""
+
+    def whole(dims: Dims | None) -> Dims | None:
+        return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
+
+    return replace(rule, operands=tuple(map(whole, rule.operands)), results=tuple(map(whole, rule.results)))
+
+
+def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
+    """The case of a call with real arguments; ``rule`` binds another rule than the op's own."""
+    graph = fx.Graph()
+    program = Program(graph, (), ())
+    tensors: dict[fx.Node, Tensor] = {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(tensors)}")
+        program.set_type(node, _type_of(tensor))
+        tensors[node] = tensor
+        return node
+
+    whole = _map_tensors(torch.clone, (args, dict(kwargs)))
+    found = op(*whole[0], **whole[1])
+    args, kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # no tensor twice
+    node = graph.call_function(op, *_map_tensors(placeholder, (args, kwargs)))
+    types = tuple(map(_type_of, _as_results(found)))
+    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
+    bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
+    values = tuple(None if operand is None else tensors[operand] for operand in operands(node))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(_as_results(found)))
+
+
+def _map_tensors(change: Callable[[Tensor], Any], argument: Any) -> Any:
+    return map_aggregate(argument, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+Spec = str | Callable[[Call], str | None]
+_GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a tensor that is not looked at"
+
+
+def register_rule(
+    op: Any,
+    spec: Spec,
+    *,
+    linear: str = "",
+    whole: str = "",
+    reduce: ReduceOp = "sum",
+    sizes: int | None = None,
+    local: Local | None = None,
+    uneven: bool = False,
+    override: bool = False,
+) -> None:
+    """Say which dims an op's tensors share, so that it stays sharded instead of running whole on every rank.
+
+    ``spec`` names a *factor* for each dim, as an einsum does, for every tensor argument in the order of the schema and
+    for every result::
+
+        shardc.register_rule(torch.ops.mine.rms_norm.default, "... d, d -> ... d", whole="d")
+        shardc.register_rule(torch.ops.mine.matmul.default, "m k, k n -> m n", linear="0 1")
+
+    A factor on results and operands may be cut with no communication. One that stands in operands alone may be cut too
+    and leaves a partial result, combined by ``reduce`` (``sum``, ``max`` or ``min``). ``whole="d"`` names factors that
+    must not be cut: they are gathered first. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut,
+    ``...`` all leading dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where
+    others have more is broadcast. ``linear`` lists operands in which the op is linear, so that an open sum may pass:
+    ``"0 1"`` in operand 0 and in operand 1, ``"01"`` in both together.
+
+    Where the rule depends on the call, ``spec`` is a function of it (``call.args``, ``call.operands``,
+    ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole. An op that
+    names sizes is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of the first result, and
+    ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local types.
+
+    A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
+    (-inf for ``max``, inf for ``min``). ``uneven=True`` says that such elements leave the result as it is; it holds by
+    itself where the op is linear in operands that have the factor.
+
+    A rule of shardc's own is replaced with ``override=True`` alone. Hold a rule to its word with
+    ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
+
+    Raises a ShardingError here where the spec does not fit the op's schema, and when a model is compiled where it does
+    not fit a call.
+    """
+    op = overload_of(op)
+    who = f"register_rule({op})"
+    if op in RULES and not override:
+        raise ShardingError(
+            who, "it has a rule", "a second one would hide it", "say override=True to put yours in its place"
+        )
+    for name, value in (("linear", linear), ("whole", whole)):
+        if not isinstance(value, str):
+            what, problem = f"{name}={value!r}", "it is text, words with blanks between them"
+            raise ShardingError(who, what, problem, f"say {name}={'0 1' if name == 'linear' else 'd'!r}")
+    if not isinstance(spec, str) and not callable(spec):
+        raise ShardingError(who, f"spec={spec!r}", "it is no text, and no function of the call", _GRAMMAR)
+    if isinstance(spec, str):
+        _check_spec(who, op, spec, linear, whole, sizes is not None or local is not None)
+    if reduce not in ("sum", "max", "min"):
+        raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
+
+    def bind(call: Call) -> Rule:
+        text = spec(call) if callable(spec) else spec
+        if text is None:
+            return replicated_rule(call)
+        if callable(spec):
+            _check_spec(who, op, text, linear, whole, sizes is not None or local is not None)
+        _check_call(who, text, call)
+        bound = make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
+        return replace(bound, sees_padding=not uneven and not _sees_no_padding(bound))
+
+    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload:
+    """The overload that a graph calls, of what ``torch.library.custom_op`` returns, a packet of one or an overload."""
+    found = getattr(op, "_opoverload", op)
+    if isinstance(found, torch._ops.OpOverloadPacket) and len(found.overloads()) == 1:
+        found = getattr(found, found.overloads()[0])
+    if not isinstance(found, torch._ops.OpOverload):
+        named = [f"{found}.{name}" for name in found.overloads()] if hasattr(found, "overloads") else []
+        raise ShardingError(
+            f"op {op}",
+            f"of type {type(op).__name__}",
+            "a rule is for one overload of an op of torch.library",
+            f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default",
+        )
+    return found
+
+
+def _sees_no_padding(rule: Rule) -> bool:
+    """Whether zeros in place of padding leave every sum as it is, since the op is linear in what has the factor."""
+    partial = [name for name in rule.sizes if rule.leaves_partial(name)]
+    return rule.reduce == "sum" and all(
+        any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
+    )
+
+
+def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local: bool) -> None:
+    """What can be seen before any call: entries against the schema, factors against each other."""
+
+    def refuse(problem: str, remedy: str) -> None:
+        raise ShardingError(who, f"spec {spec!r} for {op._schema}", problem, remedy)
+
+    if op._schema.is_mutable:
+        refuse("the op changes its operands", "make it return what it computes")
+    left, arrow, right = spec.partition("->")
+    if not arrow or "->" in right or any(side.count("(") != side.count(")") for side in (left, right)):
+        refuse("it does not read like operands -> results", _GRAMMAR)
+    for side, entries, declared in (
+        ("operand", left.split(","), [argument.type for argument in op._schema.arguments]),
+        ("result", right.split(","), [result.type for result in op._schema.returns]),
+    ):
+        tensors = [str(type_) for type_ in declared if "Tensor" in str(type_)]
+        is_list = any("List" in type_ for type_ in tensors)
+        if len(entries) != len(tensors) and not (is_list and len(entries) >= len(tensors) - 1):
+            refuse(f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')} of the schema", _GRAMMAR)
+    factors = [_factors(side) for side in (left, right)]
+    if not has_local and (alone := factors[1] - factors[0]):
+        refuse(
+            f"factor {min(alone)!r} stands in results alone, so that the op must be told one rank's size of it",
+            "give local= or sizes=, or write 1 for a dim that is never cut",
+        )
+    for name in whole.split():
+        if name not in factors[0] | factors[1]:
+            remedy = did_you_mean(name, factors[0] | factors[1]) or "name factors of the spec"
+            refuse(f"whole={whole!r} names {name!r}, which is no factor of it", remedy)
+    if not linear.replace(" ", "").isdigit() and linear:
+        refuse(f"linear={linear!r} does not list operands", "write '0 1' for two groups, '01' for one group of two")
+    outside = [i for group in parse_groups(linear) for i in group if i >= len(left.split(","))]
+    if outside:
+        refuse(f"linear={linear!r} names operand {outside[0]}", f"there are operands 0 to {len(left.split(',')) - 1}")
+
+
+def _check_call(who: str, spec: str, call: Call) -> None:
+    """An entry for each tensor, a factor for each dim, and one size for each factor."""
+    left, _, right = spec.partition("->")
+    sizes: dict[str, int] = {}
+    sides = ("operand", left, call.operands), ("result", right, call.results)
+    for side, text, tensors in sides:
+        entries = text.split(",")
+        if len(entries) < len(tensors):
+            raise ShardingError(
+                who, f"spec {spec!r}", f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')}", _GRAMMAR
+            )
+        for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=False)):
+            if tensor is None or entry.strip() == "_":
+                continue
+            for factor, size in _pairs(who, spec, f"{side} {i}", entry, tensor):
+                known = sizes.setdefault(factor, size)
+                if 1 in (known, size):
+                    sizes[factor] = max(known, size)
+                elif known != size:
+                    raise ShardingError(
+                        f"{who}, {side} {i}",
+                        f"{tensor} as {entry.strip()!r}",
+                        f"factor {factor!r} is {size} here and {known} in another tensor",
+                        "give the two dims different names",
+                    )
+
+
+def _pairs(who: str, spec: str, tensor_name: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
+    """The factors that have a dim to themselves, with its size."""
+    dims = parse_dims(entry.strip())
+    has_dots = ("...",) in dims
+    if len(dims) - has_dots > len(tensor.shape) or (not has_dots and len(dims) != len(tensor.shape)):
+        raise ShardingError(
+            f"{who}, {tensor_name}",
+            f"{tensor} as {entry.strip()!r}",
+            f"{_count(len(dims) - has_dots, 'entry')} for {_count(len(tensor.shape), 'dim')}",
+            "name each dim; '...' stands for any number of leading dims",
+        )
+    sizes = tensor.shape[len(tensor.shape) - len(dims) + 1 :] if has_dots and dims[0] == ("...",) else tensor.shape
+    named = dims[1:] if has_dots and dims[0] == ("...",) else () if has_dots else dims
+    yield from ((dim[0], size) for dim, size in zip(named, sizes, strict=True) if len(dim) == 1)
+
+
+def _factors(side: str) -> set[str]:
+    entries = [entry.strip() for entry in side.split(",")]
+    return {name for entry in entries if entry != "_" for dim in parse_dims(entry) for name in dim} - {"1"}
+
+
+def _count(number: int, what: str) -> str:
+    plural = what.replace("entry", "entrie") + "s"
+    return f"{number} {what if number == 1 else plural}"

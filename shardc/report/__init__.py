@@ -1,0 +1,1 @@
+"""What people look at: dumps, explanations, and costs as functions of sizes."""

@@ -1,0 +1,239 @@
+"""What lies between two passes: the values that came, went and changed, in one listing of both programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from shardc.language.errors import OptionError
+from shardc.language.text import json_text
+from shardc.program.program import Program
+from shardc.program.text import call_line, input_text, op_names, remarks_of, result_text, type_text, value_names
+from shardc.report.dump.json import node_entry
+from shardc.report.dump.selection import Only
+
+if TYPE_CHECKING:
+    from shardc.api import Compiled
+
+CONTEXT = 2  # lines that stayed, before and after one that did not
+
+
+def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str = "") -> str:
+    """How the program after one pass differs from that after another, ``propagate,insert_reshards``, as text or json.
+
+    One pass alone is held against the one before it. ``only``: a glob of values and modules, as for ``dump``.
+    """
+    names = _two(passes, list(compiled.stages))
+    before, after = (compiled.at(name) for name in names)
+    found = _Difference(names, _lines(before, _asked(before, only)), _lines(after, _asked(after, only)))
+    if format == "json":
+        return json_text(found.record(before, after))
+    if format == "text":
+        return found.text()
+    raise OptionError(
+        f"--diff {passes}", f"with --format {format}", "a difference is a listing", "say --format text or json"
+    )
+
+
+def _two(passes: str, known: Sequence[str]) -> tuple[str, str]:
+    given = passes.split(",")
+    if len(given) == 1 and passes in known[1:]:
+        return known[known.index(passes) - 1], passes
+    if len(given) != 2:
+        what = f"{len(given)} pass{'es' if len(given) != 1 else ''} of {', '.join(known)}"
+        raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
+    return given[0], given[1]
+
+
+def _asked(program: Program, only: str) -> frozenset[fx.Node] | None:
+    """The nodes to list; None for all."""
+    found = Only.of(program, only) if only else None
+    if found is not None and found.tables:
+        problem, remedy = "a listing has no tables", "say a glob of values or modules; shardc diff has the tables"
+        raise OptionError(f"--only {only}", "with --diff", problem, remedy)
+    return None if found is None else found.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a program. ``name``: of its value, or "" for a result, which has another ``key``.
+
+    ``place``: its phase and module. ``plain``: its type without sharding.
+    """
+
+    key: str
+    name: str
+    place: str
+    plain: str
+    type: str
+    text: str
+    remark: str = ""
+
+    def is_like(self, other: Line) -> bool:
+        """Whether it says the same."""
+        return (self.plain, self.type, self.text) == (other.plain, other.type, other.text)
+
+
+def _lines(program: Program, only: frozenset[fx.Node] | None) -> list[Line]:
+    return [line for node, line in _every_line(program) if only is None or node in only]
+
+
+def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
+    names, called, remarks = value_names(program), op_names(program), remarks_of(program)
+
+    def line(node: fx.Node, place: str, text: str) -> Line:
+        producer, index = program.value(node)
+        types = program.types(producer)
+        plain = str(types if producer is node and len(types) > 1 else types[index])
+        return Line(node.name, node.name, place, plain, type_text(program, node), text, remarks.get(node, ""))
+
+    for given, node in zip(program.inputs, program.placeholders, strict=True):
+        yield node, line(node, "inputs", input_text(program, given, node))
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            source = program.source(node)
+            place = ", ".join(filter(None, (source.phase, source.module)))
+            yield node, line(node, place, call_line(program, node, names, called))
+    for output, result in zip(program.outputs, program.results, strict=True):
+        text = result_text(program, output, result, names)
+        yield result, Line(f"{output.kind} {output.name}", "", "results", "", "", text)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Of the lines of two programs, which go by the names of their passes."""
+
+    passes: tuple[str, str]
+    before: Sequence[Line]
+    after: Sequence[Line]
+
+    # Which values.
+
+    @cached_property
+    def _old(self) -> Mapping[str, Line]:
+        return {line.name: line for line in self.before if line.name}
+
+    @cached_property
+    def _new(self) -> Mapping[str, Line]:
+        return {line.name: line for line in self.after if line.name}
+
+    @cached_property
+    def came(self) -> list[str]:
+        """The names of values that were not there."""
+        return [name for name in self._new if name not in self._old]
+
+    @cached_property
+    def went(self) -> list[str]:
+        """Those of values that are no more."""
+        return [name for name in self._old if name not in self._new]
+
+    @cached_property
+    def moved(self) -> list[str]:
+        """Those of values that stand elsewhere among the others."""
+        aligned = {self.before[i].name for i, j in self._aligned if i is not None and j is not None}
+        return [name for name in self._new if name in self._old and name not in aligned]
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """Those of values of another type or sharding, or made of others."""
+        both = ((name, line, self._new[name]) for name, line in self._old.items() if name in self._new)
+        return [name for name, old, new in both if not old.is_like(new)]
+
+    def _kind(self, name: str) -> str:
+        old, new = self._old[name], self._new[name]
+        return "type" if old.plain != new.plain else "sharding" if old.type != new.type else "operands"
+
+    @cached_property
+    def _aligned(self) -> list[tuple[int | None, int | None]]:
+        """The places of lines before and after, in the order of both; one of them None where a line has no other."""
+        found: list[tuple[int | None, int | None]] = []
+        for same, old, new in _matched([line.key for line in self.before], [line.key for line in self.after]):
+            found += zip(old, new, strict=True) if same else self._by_place(old, new)
+        return found
+
+    def _by_place(self, old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
+        """Lines that have no other, those of one module beside each other."""
+        runs, others = _runs(self.before, old), _runs(self.after, new)
+        for same, its, other in _matched([place for place, _ in runs], [place for place, _ in others]):
+            for ours, theirs in zip(map(_alone, its), map(_alone, other), strict=True) if same else [(its, other)]:
+                yield from ((line, None) for run in ours for line in runs[run][1])
+                yield from ((None, line) for run in theirs for line in others[run][1])
+
+    # Text.
+
+    def text(self) -> str:
+        """A line of counts, then the listing."""
+        return "\n".join([self._counts(), *self._hunks(list(self._listing())), ""])
+
+    def _counts(self) -> str:
+        kinds = Counter(map(self._kind, self.changed))
+        how = ", ".join(f"{kinds[kind]} in {kind}" for kind in ("type", "sharding", "operands") if kinds[kind])
+        counts = f"{len(self.came)} came, {len(self.went)} went, {len(self.moved)} moved, {len(self.changed)} changed"
+        return f"{' to '.join(self.passes)}, values: {counts}{f' ({how})' if how else ''}"
+
+    def _listing(self) -> Iterator[tuple[str, Line]]:
+        """Every line with a blank, a minus or a plus."""
+        for i, j in self._aligned:
+            old, new = None if i is None else self.before[i], None if j is None else self.after[j]
+            if old is not None and new is not None and old.is_like(new):
+                yield " ", new
+                continue
+            yield from (("-", old),) if old else ()
+            yield from (("+", new),) if new else ()
+
+    def _hunks(self, listed: Sequence[tuple[str, Line]]) -> Iterator[str]:
+        """The lines that changed, with those around them, under their phase and module."""
+        kept = sorted(
+            {
+                near
+                for i, (sign, _) in enumerate(listed)
+                if sign != " "
+                for near in range(max(0, i - CONTEXT), min(len(listed), i + CONTEXT + 1))
+            }
+        )
+        for last, i in pairwise([-2, *kept]):
+            sign, line = listed[i]
+            if i != last + 1 or line.place != listed[last][1].place:
+                yield f"\n@@ {line.place}" if i != last + 1 else f"@@ {line.place}"
+            remark = f"  # {line.remark}" if line.remark and sign == "+" else ""
+            yield f"{sign} {line.text}{remark}"
+
+    def record(self, before: Program, after: Program) -> dict[str, Any]:
+        """The JSON form, version 1: entries are those of a dump; ``changed`` ones as they were and as they are."""
+        old, new = _entries(before), _entries(after)
+        return {
+            "version": 1,
+            "before": self.passes[0],
+            "after": self.passes[1],
+            "came": [new[name] for name in self.came],
+            "went": [old[name] for name in self.went],
+            "moved": self.moved,
+            "changed": [{"name": name, "before": old[name], "after": new[name]} for name in self.changed],
+        }
+
+
+def _matched(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[bool, range, range]]:
+    """The places of both, in order: of entries that are the same, and of those that have no other."""
+    for tag, i, end_i, j, end_j in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        yield tag == "equal", range(i, end_i), range(j, end_j)
+
+
+def _alone(index: int) -> range:
+    return range(index, index + 1)
+
+
+def _runs(lines: Sequence[Line], chosen: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Lines that follow each other in one place, with that place."""
+    return [(place, list(run)) for place, run in groupby(chosen, lambda i: lines[i].place)]
+
+
+def _entries(program: Program) -> Mapping[str, Any]:
+    called = op_names(program)
+    return {node.name: node_entry(program, node, called) for node in program.graph.nodes if node.op != "output"}

@@ -1,0 +1,119 @@
+"""What ``shardc stages`` prints: what each stage holds, does and is sent, and how uneven that is; text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from shardc.costs.choose_stages import ChosenStages
+from shardc.language.text import json_text, table
+from shardc.options import BALANCES
+
+HEADER = ("stage", "first module", "last module", "parameters", "FLOPs", "time", "activations", "memory", "received")
+
+
+def stages_text(stages: ChosenStages, format: str = "text") -> str:
+    """The stages as ``text`` or ``json``."""
+    record = stages_record(stages)
+    if format == "json":
+        return json_text(record)
+    parts = [_stages_table(record), _crossing_table(record), _shared_table(record)]
+    return "\n".join(part for part in parts if part)
+
+
+def stages_record(stages: ChosenStages) -> dict[str, Any]:
+    """The JSON form, version 1.
+
+    Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward of the
+    inputs given, time as a part of all. ``activation_bytes`` are what a stage keeps of them for backward;
+    ``memory_bytes`` add to parameters, gradients and Adam's states those of the microbatches in flight under 1F1B.
+    ``balance``: the largest part over the mean. ``bound``: 1 if no split is better, else a part of the heaviest stage
+    below which none is known to be.
+    """
+    entries = [_entry(stages, stage) for stage in range(len(stages.masks))]
+    keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
+    return {
+        "version": 1,
+        "by": stages.wish.balance,
+        "balance": {name: _unevenness([entry[keys[name]] for entry in entries]) for name in BALANCES},
+        "bound": round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
+        "stages": entries,
+        "shared": _shared(stages),
+    }
+
+
+def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
+    loads, mask = stages.loads, stages.masks[stage]
+    runs = [(loads.units[run[0]].first, loads.units[run[-1]].last) for run in _runs(stages.units(stage))]
+    all_time = sum(loads.each("time")) or 1
+    return {
+        "stage": stage,
+        "modules": [[first, last] for first, last in runs],
+        "parameters": loads.total("params", mask),
+        "flops": loads.total("flops", mask),
+        "time": round(loads.total("time", mask) / all_time, 4),
+        "activation_bytes": loads.saved(mask),
+        "memory_bytes": loads.memory(mask, len(stages.masks) - stage),
+        "received_bytes": loads.received_bytes(mask),
+        "received": [
+            {"value": c.name, "type": c.type, "from": stages.stage_of(c.maker), "bytes": c.nbytes}
+            for c in loads.received(mask)
+        ],
+    }
+
+
+def _runs(units: Sequence[int]) -> list[list[int]]:
+    """Units after one another, together."""
+    return [[i for _, i in run] for _, run in groupby(enumerate(units), lambda pair: pair[1] - pair[0])]
+
+
+def _unevenness(parts: Sequence[float]) -> float:
+    return round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
+
+
+def _shared(stages: ChosenStages) -> list[dict[str, Any]]:
+    """The parameters that several stages read."""
+    held = [stages.loads.held(mask) for mask in stages.masks]
+    return [
+        {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
+        for name in stages.loads.parameters
+        if len(readers := [stage for stage, names in enumerate(held) if name in names]) > 1
+    ]
+
+
+# Text.
+
+
+def _stages_table(record: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            entry["stage"],
+            ", ".join(first or "(model)" for first, _ in entry["modules"]),
+            ", ".join(last or "(model)" for _, last in entry["modules"]),
+            entry["parameters"],
+            entry["flops"],
+            f"{entry['time']:.1%}",
+            entry["activation_bytes"],
+            entry["memory_bytes"],
+            entry["received_bytes"],
+        )
+        for entry in record["stages"]
+    ]
+    uneven = ", ".join(f"{value:.2f} in {name}" for name, value in record["balance"].items())
+    better = f"a heaviest stage below {record['bound']:.1%} of this one is ruled out\n" if record["bound"] < 1 else ""
+    return f"{len(rows)} stages, even in {record['by']}\n{table(HEADER, rows)}max/mean: {uneven}\n{better}"
+
+
+def _crossing_table(record: Mapping[str, Any]) -> str:
+    rows = [
+        (entry["stage"], sent["from"], sent["value"], sent["type"], sent["bytes"])
+        for entry in record["stages"]
+        for sent in entry["received"]
+    ]
+    return table(("to stage", "from", "value", "type", "bytes"), rows) if rows else "no value crosses a cut\n"
+
+
+def _shared_table(record: Mapping[str, Any]) -> str:
+    rows = [(each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"]]
+    return table(("shared parameter", "parameters", "stages"), rows) if rows else ""

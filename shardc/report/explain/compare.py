@@ -1,0 +1,239 @@
+"""In what other ways an op could be computed over some axes, beside the one that was chosen, and what that would send.
+
+One axis cuts one factor of an op, or none: each is asked of the same plan, by the same cost, as in choose_cuts.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+
+from torch import fx
+
+from shardc.language.cut import factor_cuts
+from shardc.language.mesh import Axes
+from shardc.language.rule import Rule
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div
+from shardc.passes.decompose.along import Along
+from shardc.passes.decompose.decompose import (
+    DECOMPOSITIONS,
+    WINDOWED,
+    apart_bytes,
+    arriving,
+    cut_whole,
+    gathered_bytes,
+    is_scattered,
+    is_stored,
+    num_others,
+    windows_of,
+)
+from shardc.passes.emitter import NEVER
+from shardc.passes.reshard.choose_cuts import Cuts, Plan, choices, claims_on, num_pieces
+from shardc.passes.reshard.move_axes import Move, Space, State, moves_from
+from shardc.passes.reshard.plan_reshard import collectives_of_steps, plan_reshard, search_space, steps_of
+from shardc.program.collective import Step
+from shardc.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class OpWay:
+    """A way to compute an op: ``text`` says how it is cut over the axes.
+
+    ``wire_bytes``: what a rank sends to bring the operands there, and the results to where they are wished. ``work``:
+    how many times what the chosen way has a rank compute. ``is_considered``: something that the op takes or makes lies
+    so; the compiler asks of no other way.
+    """
+
+    text: str
+    wire_bytes: int
+    work: float
+    is_chosen: bool
+    is_considered: bool = True
+
+
+def compare_cuts(plan: Plan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
+    """The chosen way to compute an op of the plan's program, and the others over these axes, the cheapest first."""
+    rule, names = plan.program.rule(node), {part.name for part in axes}
+    chosen = _chosen(plan, node, rule)
+    rest = {factor: cut.without(names) for factor, cut in chosen.items()}
+    rest = {factor: cut for factor, cut in rest.items() if cut != WHOLE}
+    now = next((factor for factor, cut in chosen.items() if {part.name for part in cut.all_axes} >= names), "")
+    cost = plan.cost(node, (plan.wanted[node], plan.made[node]))
+    found = [OpWay(_text(rule, now, axes), cost, 1.0, True)]
+    asked = choices(rule, claims_on(plan.program, node, rule, plan.seen_by(node)), ())
+    others = []
+    for factor, cuts in _others(rule, rest, axes):
+        if factor != now:
+            cost = plan.cost(node, plan.way(node, rule, cuts, frozenset(), ()))
+            work = num_pieces(chosen) / num_pieces(cuts)
+            others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in asked))
+    return (*found, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
+
+
+def where_summed(plan: Plan, node: fx.Node, axes: Axes) -> fx.Node:
+    """Of an op that an open sum came through, the op that left it open."""
+    names = {part.name for part in axes}
+    while True:
+        operands = zip(plan.program.operand_values(node), plan.wanted[node], strict=True)
+        behind = [
+            value[0] for value, lies in operands if value and lies and names & {p.name for p in lies.partial_axes}
+        ]
+        if not behind:
+            return node
+        node = behind[0]
+
+
+def _chosen(plan: Plan, node: fx.Node, rule: Rule) -> Cuts:
+    """How the factors of an op are cut in a plan."""
+    program, found = plan.program, Cuts()
+    operands = zip(rule.operands, plan.wanted[node], program.operand_values(node), strict=True)
+    results = (
+        (dims, made, (node, i)) for i, (dims, made) in enumerate(zip(rule.results, plan.made[node], strict=True))
+    )
+    for dims, sharding, value in (*operands, *results):
+        if dims is not None and sharding is not None and value is not None:
+            found |= factor_cuts(dims, sharding.dims, program.value_type(value).shape, rule.sizes)
+    return found
+
+
+def _others(rule: Rule, rest: Cuts, axes: Axes) -> Iterator[tuple[str, Cuts]]:
+    """The axes cutting each factor that they may, and then none."""
+    for factor in rule.sizes:
+        before = rest.get(factor, WHOLE)
+        cut = DimSharding(before.axes + axes)
+        if not before.minor and rule.may_cut(factor, cut):
+            yield factor, {**rest, factor: cut}
+    yield "", rest
+
+
+def _text(rule: Rule, factor: str, axes: Axes) -> str:
+    """How an op is cut, by dims of its result."""
+    over = " and ".join(dict.fromkeys(part.name for part in axes))
+    for dims in rule.results:
+        for dim, factors in enumerate(dims or ()):
+            if factor in factors:
+                return f"cut over {over} along dim {dim} of the result"
+    places = (
+        (i, dim) for i, dims in enumerate(rule.operands) for dim, factors in enumerate(dims or ()) if factor in factors
+    )
+    for i, dim in places:
+        return f"cut over {over} along what is summed, dim {dim} of operand {i}"
+    return f"not cut over {over}"
+
+
+MOST = 3  # steps of a sequence
+Steps = tuple[Step, ...]
+
+
+class _Roomy(Space):
+    """The space with no bound on the size of a local value."""
+
+    @cached_property
+    def bound(self) -> int:
+        """The whole value."""
+        return self.scale
+
+
+@lru_cache(maxsize=1024)
+def compare_steps(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Steps, ...]:
+    """The steps of ``plan_reshard``, and then others, those that send fewer bytes first."""
+    chosen = plan_reshard(src, dst, type)
+    if not chosen or any(cut.minor for cut in src.dims + dst.dims):
+        return (chosen,)
+    best: dict[tuple[str, ...], Steps] = {}
+    for steps in _sequences(src, dst, type.shape):
+        kinds = kinds_of(steps)
+        if kinds not in best or sent(src, steps, type) < sent(src, best[kinds], type):
+            best[kinds] = steps
+    best.pop(kinds_of(chosen), None)
+    found = [chosen]
+    for steps in sorted(best.values(), key=lambda steps: (sent(src, steps, type), len(steps))):
+        if not any(_does_more(steps, other) for other in [*found, *best.values()] if other is not steps):
+            found.append(steps)
+    return tuple(found)
+
+
+def kinds_of(steps: Steps) -> tuple[str, ...]:
+    """The kinds of the steps in order, views apart."""
+    return tuple(step.kind for step in steps if step.kind != "view")
+
+
+def sent(src: Sharding, steps: Steps, type: TensorType) -> int:
+    """Bytes that one rank sends in steps from a sharding."""
+    return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
+
+
+def held(src: Sharding, steps: Steps, type: TensorType) -> int:
+    """The most bytes that one rank holds of the value at a time, before, between or after steps from a sharding."""
+    local = [src.local_shape(type.shape), *(step.sharding.local_shape(step.shape) for step in steps)]
+    return max(map(math.prod, local)) * type.dtype.itemsize
+
+
+def _sequences(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Steps]:
+    plain, atoms, active, _ = search_space(src, dst, shape, is_wide=True)
+    space = _Roomy(**{each.name: getattr(plain, each.name) for each in fields(plain)})
+    for moves in _ways(space, space.src, ()):
+        yield tuple(steps_of(moves, space, atoms, active, src, shape))
+
+
+def _ways(space: Space, state: State, before: tuple[Move, ...]) -> Iterator[tuple[Move, ...]]:
+    """The ways from a state to the target that come to no state twice."""
+    if state == space.dst:
+        yield before
+    elif len(before) < MOST:
+        known = {move.before for move in before}
+        for move, _ in moves_from(space, state):
+            if move.after not in known:
+                yield from _ways(space, move.after, (*before, move))
+
+
+def _does_more(steps: Steps, other: Steps) -> bool:
+    """Whether the kinds of one are those of the other and more."""
+    ours, theirs = Counter(kinds_of(steps)), Counter(kinds_of(other))
+    return theirs < ours
+
+
+@dataclass(frozen=True, slots=True)
+class FormCosts:
+    """Bytes that a rank sends by each way, over ``axes``; ``refused``: why the compiler does not ask for the first."""
+
+    axes: frozenset[str]
+    apart: int
+    gathered: int
+    refused: str = ""
+
+
+def compare_forms(program: Program, node: fx.Node) -> FormCosts | None:
+    """What both ways cost; None of an op that is never taken apart so."""
+    rule = program.rule(node)
+    if node.target not in DECOMPOSITIONS and node.target not in WINDOWED:
+        return None
+    cuts = arriving(program, node, rule)
+    whole = cut_whole(rule, cuts) if node.target in DECOMPOSITIONS else set()
+    if whole and DECOMPOSITIONS[node.target].moved(program, node, whole) < NEVER:
+        return _summed(program, node, rule, cuts, whole)
+    found = windows_of(program, node, rule) if node.target in WINDOWED else iter(())
+    return next((_windowed(program, node, rule, cuts, *each) for each in found), None)
+
+
+def _summed(program: Program, node: fx.Node, rule: Rule, cuts: Cuts, whole: set[str]) -> FormCosts:
+    """Of an op that becomes local work and a sum."""
+    count = num_pieces({factor: cuts[factor] for factor in whole})
+    apart, gathered = apart_bytes(program, node, cuts, whole), gathered_bytes(program, node, rule, whole, cuts)
+    refused = "not asked: positions do not follow one another" if is_scattered(node, cuts, whole) else ""
+    if any(is_stored(program, node, cuts[factor]) for factor in whole):
+        refused = "not asked: a table that is cut as inputs are is stored so, and gathered"
+    axes = frozenset(part.name for factor in whole for part in cuts[factor].all_axes)
+    return FormCosts(axes, apart * (count - 1) // count, gathered * (count - 1) // count, refused)
+
+
+def _windowed(
+    program: Program, node: fx.Node, rule: Rule, cuts: Cuts, factor: str, along: Along, moved: int
+) -> FormCosts:
+    """Of an op that looks at neighbours; ``moved``: what all ranks together send of the edges."""
+    gathered = gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
+    apart = ceil_div(moved, along.count * num_others(cuts, {factor}))
+    return FormCosts(frozenset(part.name for part in cuts[factor].all_axes), apart, gathered)

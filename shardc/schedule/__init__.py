@@ -1,0 +1,1 @@
+"""Pipeline schedules as pure values: orders, proof, simulation, search, picture. Knows no graph."""

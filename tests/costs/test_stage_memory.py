@@ -1,0 +1,54 @@
+"""The ledger of memory of a pipeline's ranks against the bytes that are alive while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gpt
+import pytest
+from measuring_stages import measured_by_rank
+
+from shardc import Mesh, P, compile
+from shardc.costs.memory import memory_by_rank
+from shardc.options import Pipeline
+
+OFFLOADED = Pipeline(microbatches=4, schedule="interleaved", chunks=3, offload=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipeline", "config", "mesh"),
+    [
+        (Pipeline(microbatches=4, schedule="gpipe"), gpt.Config(), Mesh(pp=2)),
+        (Pipeline(microbatches=4, schedule="1f1b"), gpt.Config(tied=True, dropout=0.1), Mesh(pp=4)),
+        (Pipeline(microbatches=4, schedule="zb-h1"), gpt.Config(), Mesh(dp=2, pp=2)),
+        (Pipeline(microbatches=4, schedule="zb-v"), gpt.Config(), Mesh(pp=2)),
+        (Pipeline(microbatches=3, schedule="1f1b"), gpt.Config(), Mesh(pp=2)),
+        (OFFLOADED, gpt.Config(tied=True), Mesh(pp=2)),
+        (replace(OFFLOADED, schedule="zb-v", chunks=None), gpt.Config(tied=True), Mesh(pp=2)),
+        (replace(OFFLOADED, schedule="gpipe"), gpt.Config(), Mesh(dp=2, pp=1)),
+    ],
+    ids=[
+        "gpipe",
+        "1f1b-tied",
+        "zb-h1-dp",
+        "zb-v",
+        "1f1b-uneven",
+        "interleaved-offload",
+        "zb-v-offload",
+        "gpipe-dp-offload",
+    ],
+)
+def test_the_bytes_announced_for_each_rank_are_those_alive(pipeline: Pipeline, config: Any, mesh: Mesh) -> None:
+    annotations: dict[str, P] = gpt.DATA if "dp" in mesh.axis_names else {}
+    model, args, _, _ = gpt._target(config, annotations)
+    compiled = compile(model, mesh, annotations, args=args, pipeline=pipeline)
+    ranks = memory_by_rank(compiled.program)
+    assert [{key: memory[key] for key in ("saved", "peak")} for memory in ranks] == measured_by_rank(compiled, *args)
+    assert compiled.memory == max(ranks, key=lambda memory: memory["peak"])
+    held = sum(memory["parameters"] for memory in ranks)
+    place = pipeline.place(compiled.program.num_stages)
+    is_twice = config.tied and place[0] != place[-1]  # on the first rank and on the last
+    shared = model.tokens.weight.nbytes if is_twice else 0
+    assert held == sum(parameter.nbytes for parameter in model.parameters()) + shared

@@ -1,0 +1,200 @@
+"""The predicted time of a step: links, devices, and the timeline of a rank."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpt import gpt
+from targets import mlp
+from torch import Tensor, nn
+
+import shardc
+from shardc import Mesh, P, Pipeline, ShardingError, Zero
+from shardc.api import Compiled
+from shardc.cli.main import main
+from shardc.costs.stage_record import StageRecord
+from shardc.costs.step import StepRecord
+from shardc.costs.time import COMPUTING, OPTIMIZER, Slice, call_seconds, collective_seconds, update_seconds
+from shardc.language.machine import LINKS, Device, Link, Machine, machine_of, num_steps
+from shardc.program.stages import PARTS
+from shardc.program.traffic import is_collective
+
+MESH = Mesh(dp=2, tp=2)
+
+
+def compiled(links: Machine, mesh: Mesh = MESH) -> Compiled:
+    model, args, kwargs, annotations = gpt()
+    return shardc.compile(model, mesh, annotations, args=args, kwargs=kwargs, links=links)
+
+
+def machine(overlap: float = 1.0) -> Machine:
+    return Machine({"*": Link(1e-4, 1e8, overlap)}, Device({"float32": 1e9}, 1e9, 1e-6))
+
+
+def slices(text: str) -> list[dict[str, object]]:
+    return [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_collective_takes_the_steps_of_its_ring_and_its_bytes_over_the_bandwidth() -> None:
+    link = Link(1e-3, 1e6)
+    assert [num_steps(kind, 8) for kind in ("all_gather", "reduce_scatter", "all_to_all")] == [7, 7, 7]  # type: ignore[arg-type]
+    assert num_steps("all_reduce", 8) == 14 and num_steps("collective_permute", 8) == 1
+    assert link.seconds("all_reduce", 2_000_000, 2) == pytest.approx(2.002)
+    assert link.seconds("all_reduce", 0, 1) == 0 and num_steps("shard_slice", 8) == 0
+
+
+def test_a_group_over_several_axes_has_the_slowest_of_their_links() -> None:
+    found = machine_of({"dp": "ethernet", "tp": "nvlink"}).link(("dp", "tp"), MESH)
+    assert (found.latency, found.bandwidth) == (LINKS["ethernet"].latency, LINKS["ethernet"].bandwidth)
+    assert machine_of("tp=nvlink,dp=ib").link(("tp",), MESH) is LINKS["nvlink"]
+
+
+def test_a_machine_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
+    path, found = tmp_path / "links.json", machine_of({"dp": "ib", "*": Link(1e-4, 1e9, 0.25)}, "h100")
+    path.write_text(json.dumps(found.to_json()))
+    assert machine_of(str(path)) == machine_of(path) == found
+
+
+@pytest.mark.parametrize(
+    ("links", "device", "message"),
+    [
+        ({"tp": "nvlnk"}, None, "links['tp']: 'nvlnk'\n  there is no such link\n  did you mean nvlink?"),
+        ("nvlink", None, "links: 'nvlink'\n  No such file or directory\n  say links by axis, as tp=nvlink"),
+        ({"tp": "ib"}, "h10", "device: 'h10'\n  there is no such device\n  did you mean h100 or a100?"),
+    ],
+)
+def test_what_is_no_link_and_no_device_is_said(links: object, device: str, message: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        machine_of(links, device)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_a_link_of_no_axis_of_the_mesh_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ShardingError, match=r"links\['td'\]: Mesh\(dp=2, tp=2\)\n  the mesh has no such axis"):
+        compiled(machine_of({"td": "ethernet"}))
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ShardingError, match="no file of shardc bench-links, version 1"):
+        machine_of(str(tmp_path / "x.json"))
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.25])
+def test_a_collective_starts_once_its_operands_are_there_and_its_readers_wait_for_it(overlap: float) -> None:
+    found = compiled(machine(overlap))
+    program, timeline = found.program, found.timeline
+    tasks = {task.name.name: task for task in timeline.tasks if not task.name.is_share}  # type: ignore[attr-defined]
+    for node in program.calls:
+        for read in node.all_input_nodes:
+            producer = program.value(read)[0].name
+            if node.name in tasks and producer in tasks:
+                assert timeline.starts[tasks[node.name].name] >= timeline.end(tasks[producer])
+    sent = [
+        task for task in timeline.tasks if isinstance(task.name, Slice) and task.name.kind and not task.name.is_share
+    ]
+    assert [task.name.name for task in sent] == [each.name for each in found.collectives]  # type: ignore[attr-defined]
+    seconds = [collective_seconds(program, each) for each in found.collectives]
+    assert [task.seconds for task in sent] == seconds
+    busy = sum(task.seconds for task in timeline.on(COMPUTING))
+    assert busy <= timeline.makespan <= busy + sum(seconds) * overlap * (1 + 1e-12)
+    assert max(timeline.starts, key=timeline.starts.__getitem__).name == OPTIMIZER  # type: ignore[attr-defined]
+
+
+def test_collectives_that_take_the_processor_are_not_hidden() -> None:
+    hidden, shared = compiled(machine(1.0)).timeline, compiled(machine(0.0)).timeline
+    sent = sum(task.seconds for task in shared.tasks if task.name.is_share)  # type: ignore[attr-defined]
+    computed = sum(task.seconds for task in hidden.on(COMPUTING))
+    assert shared.makespan == pytest.approx(sent + computed) and hidden.makespan < shared.makespan
+
+
+def test_the_table_adds_up_to_the_step() -> None:
+    found = compiled(machine(0.25))
+    entry = StepRecord(found.program).entry()
+    waited = sum(each["waited"] for each in entry["collectives"])
+    parts = entry["computing"] + entry["optimizer"] + entry["shared"] + waited
+    assert parts == pytest.approx(entry["step"], rel=1e-4)
+    assert entry["step"] == pytest.approx(found.timeline.makespan, rel=5e-6)  # it is told in six digits
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module('"><script>', nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return next(self.children())(x).square().mean()
+
+
+def test_a_trace_has_every_collective_once_and_lanes_whose_slices_follow_each_other() -> None:
+    found = shardc.compile(Odd(), Mesh(dp=2), {"x": P("dp")}, args=(torch.ones(4, 8),), links=machine())
+    events = slices(found.timeline.chrome_trace())
+    kinds = [event["cat"] for event in events if event["cat"] not in ("forward", "backward", "update")]
+    assert kinds == [each.kind for each in found.collectives]
+    assert any(event["name"].startswith('forward/"><script>/') for event in events)  # type: ignore[attr-defined]
+    for lane in {(event["pid"], event["tid"]) for event in events}:
+        ends = 0.0
+        for event in (event for event in events if (event["pid"], event["tid"]) == lane):
+            assert event["ts"] >= ends and event["dur"] >= 0  # type: ignore[operator]
+            ends = event["ts"] + event["dur"] - 1e-6  # type: ignore[operator]
+
+
+def test_the_time_of_a_pipeline_is_that_of_its_schedule_on_the_machine() -> None:
+    model, args, kwargs, _ = mlp()
+    given = {"args": args, "kwargs": kwargs, "pipeline": shardc.Pipeline(microbatches=4)}
+    slow, fast = (
+        shardc.compile(model, Mesh(pp=2), links={"pp": Link(latency, 1e9)}, **given).timeline  # type: ignore[arg-type]
+        for latency in (1e-2, 1e-6)
+    )
+    assert slow.makespan > fast.makespan + 1e-2
+
+
+@pytest.mark.parametrize("zero", [None, 1, 3])
+def test_the_time_of_a_pipeline_counts_what_is_done_once_a_step(zero: Any) -> None:
+    """On one rank all of it follows each other; on two the schedule's time is between."""
+    model, args, kwargs, annotations = gpt(Mesh(dp=2))
+    given = {"args": args, "kwargs": kwargs, "links": machine(), "zero": zero and Zero("dp", zero)}
+    for ranks in (1, 2):
+        pipeline = Pipeline(microbatches=2)
+        found = shardc.compile(model, Mesh(dp=2, pp=ranks), annotations, pipeline=pipeline, **given)
+        record, program = StageRecord(found.program), found.program
+        calls = [
+            (record.times(part), node) for stage in record.stages.stages for part in PARTS for node in stage.parts[part]
+        ]
+        computed = sum(times * call_seconds(program, node) for times, node in calls if not is_collective(node))
+        sent = sum(each.times * collective_seconds(program, each) for each in found.collectives)
+        held = [set(stage.parameters) for stage in record.stages.stages]
+        total = computed + sent + sum(update_seconds(program, names) for names in held)
+        if ranks == 1:
+            assert found.timeline.makespan == pytest.approx(total)
+        assert record.timeline.makespan < found.timeline.makespan <= total * (1 + 1e-12)
+
+
+def test_the_command_writes_a_trace_and_says_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for _ in range(2):
+        assert main(["trace", "gpt:gpt", "--mesh", "dp=2,tp=2", "--links", "tp=nvlink,dp=ib", "--device", "h100"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and len(slices(printed[0])) > 100
+
+
+def test_an_axis_that_sends_much_over_a_slow_link_is_warned_of() -> None:
+    notes = compiled(machine_of({"tp": "ethernet", "dp": "nvlink"})).program.notes
+    assert [note.splitlines()[0] for note in notes] == [
+        "axis tp is on ethernet: 8 collectives a step send 524.3 kB over it"
+    ]
+    assert "takes 0.68 ms a step, and 0.312 ms with dp on ethernet, tp on nvlink" in notes[0]
+
+
+@pytest.mark.parametrize("links", [{"tp": "nvlink", "dp": "ethernet"}, {"tp": "ethernet", "dp": "ethernet"}, {}])
+def test_where_no_other_way_is_much_faster_nothing_is_said(links: dict[str, str]) -> None:
+    assert not compiled(machine_of(links)).program.notes  # type: ignore[arg-type]
+
+
+def test_a_pipeline_whose_messages_are_slow_is_warned_of() -> None:
+    model, args, kwargs, annotations = gpt()
+    links = {"pp": Link(1e-6, 1e6, name="a wire"), "tp": Link(1e-6, 1e6, name="a wire"), "dp": LINKS["nvlink"]}
+    found = shardc.compile(
+        model, Mesh(pp=2, tp=2, dp=2), annotations, args=args, kwargs=kwargs, links=links,
+        pipeline=shardc.Pipeline(microbatches=2),
+    ).program.notes  # fmt: skip
+    assert "axis tp is on a wire" in found[0] and "tp on nvlink" in found[0]

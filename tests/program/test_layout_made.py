@@ -1,0 +1,59 @@
+"""Of like calls one is run: what it makes, and whose memory that is, is what each of them makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from shardc.language.sharding import TensorType
+from shardc.program.facts import types_made
+from shardc.program.inference import made_on_meta
+
+aten = torch.ops.aten
+WIDE = torch.empty(4, 6, device="meta")
+CALLS = {
+    "a view": (aten.view.default, [WIDE], ([2, 12],)),
+    "a reshape that is a view": (aten.reshape.default, [WIDE], ([24],)),
+    "a reshape that copies": (aten.reshape.default, [WIDE.t()], ([24],)),
+    "a view of what lies otherwise": (aten.transpose.int, [WIDE[:, 1:]], (0, 1)),
+    "views by another name": (aten._unsafe_view.default, [WIDE], ([24],)),
+    "parts of one": (aten.split.Tensor, [WIDE], (2, 1)),
+    "an operand twice": (aten.add.Tensor, [WIDE, WIDE], ()),
+    "several, one absent": (aten.native_layer_norm.default, [WIDE], ([6], None, None, 1e-5)),
+    "something wider": (aten.expand.default, [WIDE[:, :1]], ([4, 6],)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_remembered_of_a_call_is_what_it_makes(name: str) -> None:
+    target, tensors, rest = CALLS[name]
+    graph = fx.Graph()
+    nodes = {tensor: graph.placeholder("x") for tensor in tensors}
+    values = {node: tensor for tensor, node in nodes.items()}
+    args = (*(nodes[tensor] for tensor in tensors), *rest)
+    expected = described(target(*tensors, *rest), tensors)
+    for _ in range(2):
+        assert described(made_on_meta(target, args, {}, values), tensors) == expected
+
+
+def described(made: Any, tensors: list[Tensor]) -> list[Any]:
+    results = [made] if isinstance(made, Tensor) else list(made)
+    homes = [each.untyped_storage()._cdata for each in (*tensors, *results)]
+    return [
+        (each.shape, each.stride(), each.dtype, homes.index(each.untyped_storage()._cdata), isinstance(made, Tensor))
+        for each in results
+    ]
+
+
+def test_calls_with_numbers_of_other_kinds_and_other_defaults_are_not_alike() -> None:
+    whole = TensorType((4,), torch.int64)
+    found = [types_made(aten.add.Tensor, (whole, number), {}) for number in (1, 1.0, True, 1)]
+    assert [each.dtype for each in found] == [torch.int64, torch.float32, torch.int64, torch.int64]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert types_made(aten.add.Tensor, (whole, 1.0), {}).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

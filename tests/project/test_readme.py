@@ -1,0 +1,147 @@
+"""The README's own code: every python and console block runs, and prints what stands below it.
+
+A ``python`` block is followed by a ``text`` block if it prints; all python blocks share one namespace, in order. In a
+``console`` block ``$ `` begins a command, and what follows is its stdout. ``...`` in an output stands for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardc.cli.main import main
+from shardc.language.rule import RULES
+from shardc.passes.order import PASSES
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A piece of code, the line of the README that it begins on, and what it prints, or None where nothing is said."""
+
+    line: int
+    code: str
+    output: str | None
+
+
+def blocks(text: str) -> list[tuple[int, str, str]]:
+    """Line, language and body of every fenced block."""
+    return [(text.count("\n", 0, found.start()) + 2, found[1], found[2]) for found in FENCE.finditer(text)]
+
+
+def python_snippets(text: str) -> Iterator[Snippet]:
+    """The python blocks, each with the text block that follows it."""
+    found = blocks(text)
+    for (line, language, body), following in zip(found, [*found[1:], (0, "", "")], strict=True):
+        if language == "python":
+            yield Snippet(line, body, following[2] if following[1] == "text" else None)
+
+
+def console_snippets(text: str) -> Iterator[Snippet]:
+    """The commands of the console blocks, each with the lines below it."""
+    for line, language, body in blocks(text):
+        if language != "console":
+            continue
+        assert body.startswith("$ "), f"line {line}: a console block begins with a command"
+        for part in re.split(r"^(?=\$ )", body, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield Snippet(line, command.removeprefix("$ "), output or None)
+
+
+def prints(expected: str, actual: str) -> bool:
+    """Whether the output is the expected one, where ``...`` stands for anything; blank ends do not count."""
+    pattern = re.escape(expected.strip()).replace(re.escape("..."), ".*")
+    return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_python_blocks_run_in_order_and_print_what_the_readme_says() -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    rules = dict(RULES)
+    for snippet in python_snippets(README):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(snippet.code, "example.py", "exec"), namespace)
+        is_as_said = snippet.output is None or prints(snippet.output, printed.getvalue())
+        assert is_as_said, f"README line {snippet.line} printed\n{printed.getvalue()}"
+    for op in RULES.keys() - rules.keys():
+        del RULES[op]  # the README's own op
+
+
+def commands(text: str) -> list[Any]:
+    """The console blocks as parameters; jobs of several processes run where those of other tests run."""
+    gloo = pytest.mark.xdist_group("gloo")
+    return [
+        pytest.param(each, id=each.code[:60], marks=[gloo] if "torchrun" in each.code else [])
+        for each in console_snippets(text)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", commands(README))
+def test_a_console_block_runs_and_prints_what_the_readme_says(
+    snippet: Snippet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    printed = "".join(ran(part, capsys) for part in snippet.code.split(" && "))
+    is_as_said = snippet.output is None or prints(snippet.output, printed)
+    assert is_as_said, f"README line {snippet.line} printed\n{printed}"
+
+
+def ran(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints; ``shardc``, which others run as it is installed, runs here, where torch is there."""
+    first, pipe, rest = command.partition(" | ")
+    words = shlex.split(first)
+    if words[0] != "shardc" or set("|<>;$&*") & set(re.sub(r"'[^']*'", "", first)):
+        return typed(command)
+    code, printed = main(words[1:]), capsys.readouterr()
+    assert code == 0 or pipe, printed
+    return typed(rest, printed.out) if pipe else printed.out
+
+
+def typed(command: str, given: str = "") -> str:
+    """What a shell's command prints that is given some text."""
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, input=given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """The tests' own, with the installed commands first on the path, and one thread."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_figure_names_every_pass_in_order() -> None:
+    named = re.findall(r"^    │ (\w+) ", README, re.MULTILINE)
+    assert named == ["capture", *(run.__name__ for run in PASSES)]
+
+
+def test_a_wrong_output_is_caught() -> None:
+    assert prints("loss 1...\nend\n", "loss 1.25\nmore\nend")
+    assert not prints("loss 1.25\n", "loss 1.26\n")
+    assert not prints("one\n", "one\ntwo\n")
+
+
+def test_every_kind_of_block_is_found() -> None:
+    text = "```python\nprint(1)\n```\nprints\n```text\n1\n```\n"
+    text += "```console\n$ echo a\na\n$ true\n```\n```sh\nmake demo\n```\n"
+    assert list(python_snippets(text)) == [Snippet(2, "print(1)\n", "1\n")]
+    assert list(console_snippets(text)) == [Snippet(9, "echo a", "a\n"), Snippet(9, "true", None)]
+    assert list(python_snippets(README)) and list(console_snippets(README))

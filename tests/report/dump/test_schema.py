@@ -1,0 +1,131 @@
+"""What commands write in JSON is as their schemas say, and the schemas say no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from jsonschema import Draft202012Validator
+from schemas import Properties, errors, met, objects, said
+from targets import mlp, weighed
+
+from shardc import Compiled, Mesh, P, Pipeline, Zero, compile
+from shardc.cli.main import main
+from shardc.language.machine import DEVICES, LINKS, Link, Machine
+from shardc.program.facts import NeedKind
+from shardc.report.dump.diff import diff
+from shardc.report.dump.json import program_json, schema_of
+from shardc.report.explain import advice, explanation
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+COMMANDS = {
+    "dump": "dump", "check": "check", "diff": "diff", "cost": "cost", "explain": "explain", "stages": "stages",
+    "trace": "trace", "bench-links": "links",
+}  # fmt: skip
+OF_DUMPS = set(schema_of("dump")["$defs"])  # tests/test_dump.py holds these to what is dumped
+
+
+def golden(name: str) -> Any:
+    return json.loads((GOLDEN / name).read_text())
+
+
+def own(properties: Properties) -> Properties:
+    return {(place, key) for place, key in properties if place.partition(".")[0] not in OF_DUMPS}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Compiled]:
+    """Plans that differ in all that plans may differ in."""
+    model, args, kwargs, annotations = mlp()
+    given = {"args": args, "kwargs": kwargs}
+    pipeline = Pipeline(microbatches=2)
+    other, other_args, other_kwargs, other_annotations = weighed()
+    return {
+        "plain": compile(model, Mesh(dp=2, tp=2), annotations, links={"tp": "nvlink"}, **given),
+        "zero": compile(model, Mesh(dp=2, tp=2), annotations, zero=Zero("dp", 3), **given),
+        "piped": compile(model, Mesh(dp=2, pp=2), {"x": P("dp")}, pipeline=pipeline, **given),
+        "weighed": compile(other, Mesh(dp=2, tp=2), other_annotations, args=other_args, kwargs=other_kwargs),
+    }
+
+
+def checked(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    budgets = [f"--fail-on={each}" for each in ("fallback", "note", "collectives", "wire>1TB")]
+    assert main(["check", "targets:weighed", "--mesh", "dp=2,tp=2", *budgets, "--format", "json"]) == 1
+    return [json.loads(capsys.readouterr().out)]
+
+
+def differing(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    dumps = {name: json.loads(json.dumps(program_json(plan.whole))) for name, plan in plans.items()}
+    part = {key: dumps["plain"][key] for key in ("version", "level", "mesh", "collectives")} | {"only": "collectives"}
+    captured = json.loads(json.dumps(program_json(plans["plain"].at("capture"))))
+    pairs = [("plain", "zero"), ("zero", "plain"), ("plain", "piped"), ("plain", "weighed"), ("weighed", "plain")]
+    found = [diff(dumps[a], dumps[b]) for a, b in pairs]
+    return [golden("diff.json"), *found, diff(part, dumps["plain"]), diff(captured, dumps["plain"])]
+
+
+def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    command = ["explain", "targets:mlp", "--mesh", "dp=2,tp=2", "--annotate", "up.bias=-", "--format", "json"]
+    found = []
+    for name in ("all_reduce_tp", "all_gather_tp", "down", "x"):
+        assert main([*command, "--try", "4", name]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    named = {"plain": ("x", "all_reduce_dp_bucket"), "zero": ("x", "reduce_scatter_dp_bucket"), "piped": ("x", "y")}
+    others = [plans[plan].explain(name).record() for plan, names in named.items() for name in names]
+    return [*found, *json.loads(json.dumps([{"version": 1, **each} for each in others]))]
+
+
+def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    link = Link(1e-5, 1e9, kinds=(("all_reduce", 1e-5, 1e9),))
+    return [json.loads(json.dumps(Machine({"dp": link, **LINKS}, DEVICES["cpu"]).to_json()))]
+
+
+RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {
+    "check": checked,
+    "diff": differing,
+    "explain": explained,
+    "cost": lambda plans, capsys: [golden("cost.json"), golden("cost_symbolic.json")],
+    "stages": lambda plans, capsys: [golden("stages.json")],
+    "trace": lambda plans, capsys: [golden("mlp.trace.json"), json.loads(plans["piped"].timeline.chrome_trace())],
+    "links": measured,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_is_written_is_as_the_schema_says_and_the_schema_says_no_more(
+    name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema, seen = schema_of(name), set[tuple[str, str]]()
+    for record in RECORDS[name](plans, capsys):
+        assert errors(record, schema) == []
+        seen |= met(record, schema)
+    assert own(seen) == own(said(schema))
+
+
+def test_words_that_explain_may_say_are_those_of_its_schema() -> None:
+    schema = schema_of("explain")
+    assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Kind)]
+    assert schema["$defs"]["step"]["properties"]["role"]["enum"] == [*get_args(explanation.Role)]
+    assert schema["$defs"]["advice"]["properties"]["aim"]["enum"] == [advice.REMOVE, advice.SHRINK]
+    assert {*get_args(NeedKind)} < {*schema["$defs"]["reason"]["properties"]["kind"]["enum"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_its_schema_which_lets_nothing_pass_that_it_does_not_know(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--schema"])
+    schema = json.loads(capsys.readouterr().out)
+    assert exit_.value.code == 0 and schema == schema_of(COMMANDS[command])
+    Draft202012Validator.check_schema(schema)
+    assert all("additionalProperties" in each for each in objects(schema))
+    assert all(each.startswith("#") for each in references(schema))
+
+
+def references(schema: Any) -> list[str]:
+    if isinstance(schema, dict):
+        return [each for key, value in schema.items() for each in ([value] if key == "$ref" else references(value))]
+    return [each for entry in schema for each in references(entry)] if isinstance(schema, list) else []

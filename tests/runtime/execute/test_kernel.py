@@ -1,0 +1,231 @@
+"""Kernels that the executor chooses: the same values, fewer passes over memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from gpt import GPT, Config
+from measuring import MeasuringExecutor
+from rule_case import Draw
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardc
+from shardc import Mesh
+from shardc.ops.contraction import BoundDot, dot
+from shardc.runtime.comm.comm import Flat, SimulatedComm
+from shardc.runtime.comm.distributed import make_device_mesh
+from shardc.runtime.comm.placement import local
+from shardc.runtime.execute import code
+from shardc.runtime.execute.executor import Executor
+from shardc.runtime.simulator import cut_inputs
+
+SPECS = [
+    "b t k, k n -> b t n", "b t k, n k -> b t n", "b t n, b t k -> n k", "b t k, b t n -> n k", "a k, k n -> n a",
+    "b h t d, b h s d -> b h t s", "b t h d, h d n -> t b n", "k, k -> ", "a, c -> c a", "k, k n -> n",
+    "e b k, e k n -> b e n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_bound_contraction_equals_its_einsum_for_every_shape_it_is_called_with(spec: str) -> None:
+    bound = BoundDot(spec)
+    for seed, size in enumerate((2, 3, 3)):
+        sizes = {name: size + i for i, name in enumerate(sorted(set(spec) - set(" ,->")))}
+        one, other = (side.split() for side in spec.partition("->")[0].split(","))
+        a, b = (Draw(seed + i).floats(*map(sizes.__getitem__, names)) for i, names in enumerate((one, other)))
+        expected = torch.einsum(spec.replace(" ", ""), a, b)
+        torch.testing.assert_close(bound(a, b), expected)
+        torch.testing.assert_close(dot(a, b, spec), expected)
+        total = Draw(seed).floats(*expected.shape)
+        torch.testing.assert_close(bound.plus(total, a, b), total + expected)
+        torch.testing.assert_close(bound.add_to(added := total.clone(), a, b), total + expected)
+        torch.testing.assert_close(added, total + expected)
+        if bound.takes_bias and a.ndim > 1:
+            bias = Draw(seed).floats(expected.shape[-1])
+            torch.testing.assert_close(bound(a, b, bias), expected + bias)
+
+
+class Chain(nn.Module):
+    """Values that are read once, twice, through a view, and saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        z = (y * 2 - x.sum()).exp().neg() + 1
+        w = z.view(-1, 4) * 3
+        return (self.down(z + w.view_as(z)) * y.sum(-1, keepdim=True)).square().sum()
+
+
+def run(program: shardc.Compiled, args: tuple[Tensor, ...], is_eager: bool, repeats: int) -> list[list[Tensor | None]]:
+    """What a program gives forward, and backward again and again."""
+    executor = Executor(program.program, SimulatedComm(program.mesh), is_eager=is_eager)
+    pieces = cut_inputs(program.program, program.inputs(program.program, args))
+    outputs, saved = executor.forward(pieces)
+    return [*outputs, *(row for _ in range(repeats) for row in executor.backward(saved, pieces, keep=True))]
+
+
+@pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
+def test_results_written_over_operands_are_those_written_apart(model: nn.Module) -> None:
+    args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
+    program = shardc.compile(model, Mesh(dp=2), {"x" if isinstance(model, Chain) else "ids": shardc.P("dp")}, args=args)
+    given = [tensor.clone() for tensor in (*args, *model.parameters())]
+    found, expected = run(program, args, True, repeats=2), run(program, args, False, repeats=2)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close([*args, *(each.detach() for each in model.parameters())], [g.detach() for g in given])
+    names = {each.target.__name__ for each in executor_of(program)._bwd if hasattr(each.target, "__name__")}
+    assert any(name.endswith("_.Tensor") for name in names), "some are written over"
+
+
+class Losses(nn.Module):
+    """A softmax over the last dim of scores that no one else reads, one of scores that are the result, activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.gate = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = (self.q(x) @ self.k(x).mT).softmax(-1)
+        columns = (self.k(x) @ self.q(x).mT).mT.softmax(-1)
+        y = functional.silu(self.gate((weights - columns) @ x)).tanh()
+        logits = self.k(functional.gelu(y))
+        return logits, functional.cross_entropy((logits * 2).flatten(0, -2), torch.arange(logits[..., 0].numel()) % 6)
+
+
+class Expanded(nn.Module):
+    """Parts of values, expanded to the shape of the whole: several elements lie in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        read, saved, other = self.a(x), self.b(x), self.c(x)
+        return (saved[..., :1].expand_as(saved) * other + read[..., :1].expand_as(read).tanh()).exp().sum()
+
+
+@pytest.mark.parametrize("model", [Losses(), Expanded(), GPT(Config(layers=1))], ids=["losses", "expanded", "gpt"])
+def test_what_is_saved_is_written_over_unless_the_graph_is_kept(model: nn.Module) -> None:
+    args = tuple(torch.randint(128, (2, 4, 32))) if isinstance(model, GPT) else (torch.randn(4, 3, 6),)
+    parallel = shardc.parallelize(copy.deepcopy(model), Mesh(dp=1))
+    for _ in range(3):  # instructions, and then code
+        outputs, expected = (
+            [each] if isinstance(each, Tensor) else [*each] for each in (parallel(*args), model(*args))
+        )
+        for some in (parallel, model):
+            some.zero_grad()
+        for keep in (True, True, False):
+            expected[-1].backward(retain_graph=keep)
+            outputs[-1].backward(retain_graph=keep)
+            for ours, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        torch.testing.assert_close([each.detach() for each in outputs], [each.detach() for each in expected])
+        with pytest.raises(RuntimeError, match="retain_graph"):
+            outputs[-1].backward()
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten._softmax, torch.ops.aten._log_softmax], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_softmax_over_its_operand_is_the_one_beside_it_to_the_bit(op: Any, dtype: torch.dtype) -> None:
+    for shape in ((3,), (5, 1), (7, 0), (64, 4096), (1024, 33), (17, 128, 130), (9, 50257)):
+        x = torch.randn(shape).to(dtype)
+        expected = op.default(x, -1, False)
+        assert torch.equal(op.out(x, -1, False, out=x), expected), shape
+
+
+def test_logits_are_in_memory_once() -> None:
+    """Their logarithms of softmax, those' exponentials and the gradient are written over them, each in its turn."""
+    model, ids = GPT(Config(layers=1, vocab=4096, context=128)), torch.randint(4096, (2, 8, 128))
+    compiled = shardc.compile(model, Mesh(dp=1), args=tuple(ids))
+    pieces = cut_inputs(compiled.program, compiled.inputs(compiled.program, tuple(ids)))
+    logits = 8 * 128 * 4096 * 4
+    eager, apart = (
+        MeasuringExecutor(compiled.program, SimulatedComm(compiled.mesh), is_eager=is_eager).measure(pieces)["peak"]
+        for is_eager in (True, False)
+    )
+    state = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert eager - state < 1.5 * logits and apart - eager > 0.9 * logits
+
+
+def executor_of(program: shardc.Compiled) -> Executor:
+    return Executor(program.program, SimulatedComm(program.mesh))
+
+
+@pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
+def test_code_gives_what_the_instructions_give_that_it_is_made_of(model: nn.Module) -> None:
+    args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
+    program = shardc.compile(model, Mesh(dp=1), args=args)
+    executor = executor_of(program)
+    pieces = cut_inputs(program.program, program.inputs(program.program, args))
+    found = []
+    for _ in range(3):
+        outputs, saved = executor.forward(pieces)
+        found.append([*outputs, *executor.backward(saved, pieces, keep=True), *executor.backward(saved, pieces)])
+        assert not any(map(any, saved.envs)), "what was saved is freed"
+    assert executor._fwd._code is not None and executor._bwd._code is not None
+    torch.testing.assert_close(found[1:], found[:1] * 2, atol=0, rtol=0)
+
+
+def test_an_error_in_code_says_where_in_the_model_it_arose() -> None:
+    model = shardc.parallelize(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), Mesh(dp=1))
+    ids = torch.arange(6)
+    for _ in range(3):
+        model(ids)
+    with pytest.raises(Exception, match="out of") as found:
+        model(ids + 4)
+    assert "/embedding" in "".join((str(found.value), *getattr(found.value, "__notes__", ())))
+
+
+class Wide(nn.Module):
+    """Weights that are large, small, used twice, of a batch of products, and [in, out]; biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.small = nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 8)
+        self.square, self.turned = nn.Linear(256, 256, bias=False), nn.Parameter(torch.randn(256, 300) / 16)
+        self.experts = nn.Parameter(torch.randn(4, 256, 256) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.square(self.square(self.down(torch.relu(self.up(x)))))
+        z = (y @ self.experts).mean(0) @ self.turned
+        return self.small(y).square().sum() + z.square().sum()
+
+
+def run_packing(mesh: Mesh) -> list[tuple[int, list[Tensor]]]:
+    """Of steps with the same operands, the elements that buckets copied, and the gradients."""
+    torch.manual_seed(0)
+    parallel = shardc.parallelize(Wide(), make_device_mesh(mesh), {"x": shardc.P(None, "dp")})
+    x, found, copied = torch.randn(4, 8, 256), [], [0]
+
+    def noting(copy: Callable[..., Any], values: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            copied[0] += sum(x.numel() for x in args[values])
+            return copy(*args)
+
+        return call
+
+    with mock.patch.object(Flat, "pack", noting(Flat.pack, 1)), mock.patch.object(code, "put", noting(code.put, 1)):
+        for _ in range(4):  # the first, whose reductions wait; instructions; and then code
+            copied[0] = 0
+            parallel.zero_grad()
+            parallel(x).backward()
+            gradients = [local(each.grad).clone() for each in parallel.parameters()]
+            found.append((copied[0], gradients))
+    return found
+
+
+def test_large_gradients_are_made_in_their_buckets_buffer(gloo: Any) -> None:
+    small = 512 + 256 + 8 * 256 + 8 + 256 * 256  # the weight that is used twice has a sum of two products
+    whole = small + 2 * 256 * 512 + 256 * 300 + 4 * 256 * 256
+    for (_, expected), *steps in gloo.run(run_packing, Mesh(dp=4)):
+        assert [copied for copied, _ in steps] == [whole, small, small]
+        for _, gradients in steps:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)

@@ -1,0 +1,77 @@
+"""Four gloo processes that all tests of a session share: a start costs seconds, mostly torch's import."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardc.runtime.comm.launch import Workers
+
+NUM_RANKS = 4
+SECONDS = 120
+
+
+@dataclass(frozen=True)
+class ByPath:
+    """A function of a test file, found by the file's path: test files are no modules that a worker could import."""
+
+    path: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        module = sys.modules.get(self.path) or self._load()
+        try:
+            return getattr(module, self.name)(*args)
+        finally:
+            _end_groups()
+
+    def _load(self) -> Any:
+        spec = importlib.util.spec_from_file_location(self.path, self.path)
+        module = sys.modules[self.path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        gc.freeze()  # as tests/conftest.py
+        return module
+
+
+def _end_groups() -> None:
+    """End the groups that a function leaves, each of which has a thread that wakes often.
+
+    But for those of all ranks and of device meshes, which DTensor knows by name for the next mesh that is the same.
+    """
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
+
+
+class GlooPool:
+    """Runs module-level functions of test files on every rank; started at the first use, and anew after a failure."""
+
+    def __init__(self) -> None:
+        self._workers: Workers | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of ``fn(*args)`` by rank."""
+        if self._workers is None or not self._workers.is_alive:
+            self._workers = Workers(NUM_RANKS, private_network=True)
+        return self._workers.run(ByPath(fn.__code__.co_filename, fn.__name__), *args, timeout=SECONDS)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._workers is not None and self._workers.is_alive:
+            self._workers.close()
+
+
+POOL = GlooPool()
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    yield POOL
+    POOL.close()
