@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
     from shardc.runtime.module.border import shard_batch
-    from shardc.schedule.balance import balance
-    from shardc.schedule.orders import schedule
-    from shardc.schedule.schedule import Edge, Schedule
-    from shardc.schedule.simulate import Costs, StageCost
+    from shardc.schedules.balance import balance
+    from shardc.schedules.orders import schedule
+    from shardc.schedules.schedule import Edge, Schedule
+    from shardc.schedules.simulate import Costs, StageCost
 
 __all__ = [
     "CaptureError",
@@ -62,10 +62,10 @@ _HOMES = {
     "reshard_plan": "passes.reshard.plan_reshard",
     "Collective": "program.collective",
     "Compiled": "api",
-    "Costs": "schedule.simulate",
-    "Edge": "schedule.schedule",
-    "Schedule": "schedule.schedule",
-    "StageCost": "schedule.simulate",
+    "Costs": "schedules.simulate",
+    "Edge": "schedules.schedule",
+    "Schedule": "schedules.schedule",
+    "StageCost": "schedules.simulate",
     "Mesh": "language.mesh",
     "P": "language.partition",
     "Pipeline": "options",
@@ -74,14 +74,14 @@ _HOMES = {
     "ShardingError": "language.errors",
     "Remat": "options",
     "Zero": "options",
-    "balance": "schedule.balance",
+    "balance": "schedules.balance",
     "blocks": "language.partition",
     "check_rule": "program.user_rules",
     "register_rule": "program.user_rules",
     "compile": "api",
     "init_parameters": "api",
     "parallelize": "api",
-    "schedule": "schedule.orders",
+    "schedule": "schedules.orders",
     "shard_batch": "runtime.module.border",
     "stage_boundary": "capture.microbatches",
 }

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shardc.report.explain.alternatives import Alternative
     from shardc.report.explain.explanation import Explanation
     from shardc.runtime.module.module import ParallelModule
-    from shardc.schedule.timeline import Timeline
+    from shardc.schedules.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

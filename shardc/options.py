@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from shardc.language.errors import OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.machine import Machine
 from shardc.language.mesh import MICROBATCH, Mesh
-from shardc.schedule.orders import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
+from shardc.schedules.orders import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
 
 if TYPE_CHECKING:
     import torch

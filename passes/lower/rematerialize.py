@@ -34,7 +34,7 @@ from shardc.program.node import is_getitem, reached
 from shardc.program.program import Program, Value
 from shardc.program.stages import Kinds, Places, stages_of
 from shardc.program.traffic import bytes_sent, is_collective
-from shardc.schedule.schedule import Schedule
+from shardc.schedules.schedule import Schedule
 
 
 def rematerialize(program: Program) -> Program:

@@ -17,7 +17,7 @@ from shardc.costs.time import PART_OF_PHASE
 from shardc.language.errors import second_backward
 from shardc.program.program import Program, ends_of, parameters_of
 from shardc.program.stages import PARTS_OF, Crossing, Part, Stages, is_cut_in_time, stages_of
-from shardc.schedule.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
+from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm
 from ..execute.instruction import Env

@@ -16,7 +16,7 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import BALANCES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
-from shardc.schedule.balance import MOST_LOOPED, Runs, Split, Walk, balance_ranks, chain, ideals, stages_after, walk
+from shardc.schedules.balance import MOST_LOOPED, Runs, Split, Walk, balance_ranks, chain, ideals, stages_after, walk
 
 WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must save that much
 

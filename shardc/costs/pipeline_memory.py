@@ -23,7 +23,7 @@ from shardc.program.lifetime import dies_at, is_whole, owners_of
 from shardc.program.node import is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import PARTS, PARTS_OF, SCHEDULED, Crossing, Part, Stages, is_cut_in_time
-from shardc.schedule.schedule import ALL, COMPUTE, SENDS, Action, Schedule
+from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
 
 
 @dataclass(eq=False, slots=True)

@@ -16,11 +16,11 @@ from shardc.language.text import table
 from shardc.program.program import Program, parameters_of
 from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, kept, stages_of
 from shardc.program.text import value_names
-from shardc.schedule.orders import schedule
-from shardc.schedule.picture import text as picture
-from shardc.schedule.schedule import Schedule
-from shardc.schedule.simulate import simulate
-from shardc.schedule.timeline import Timeline, rounded
+from shardc.schedules.orders import schedule
+from shardc.schedules.picture import text as picture
+from shardc.schedules.schedule import Schedule
+from shardc.schedules.simulate import simulate
+from shardc.schedules.timeline import Timeline, rounded
 
 
 @dataclass(frozen=True)

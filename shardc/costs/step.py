@@ -19,7 +19,7 @@ from shardc.program.program import Program
 from shardc.program.stages import Crossing, Part, has_stages
 from shardc.program.text import flops_text, memory_text
 from shardc.program.traffic import Size, Traffic, collectives_of, traffic_of, traffic_text
-from shardc.schedule.timeline import Task, Timeline, rounded, timeline
+from shardc.schedules.timeline import Task, Timeline, rounded, timeline
 
 
 def has_machine(program: Program) -> bool:

@@ -28,9 +28,9 @@ from shardc.program.program import Program, parameters_of
 from shardc.program.stages import SCHEDULED, Crossing, Part, Stage, Stages, has_stages
 from shardc.program.text import range_name
 from shardc.program.traffic import collective_at, collectives_of, is_collective
-from shardc.schedule.schedule import ActionPhase, Edge
-from shardc.schedule.simulate import Costs, StageCost
-from shardc.schedule.timeline import Task, Timeline, timeline
+from shardc.schedules.schedule import ActionPhase, Edge
+from shardc.schedules.simulate import Costs, StageCost
+from shardc.schedules.timeline import Task, Timeline, timeline
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
 

@@ -20,7 +20,7 @@ PACKAGE = Path(shardc.__file__).parent
 ROOMS = (  # from the ground up: a file imports from its own room and from rooms before it
     "shardc.language",
     "shardc.ops",
-    "shardc.schedule",
+    "shardc.schedules",
     "shardc.options",
     "shardc.program",
     "shardc.capture",
@@ -51,14 +51,14 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.diff",
     "shardc.report.dump.diff_text",
 }
-TORCH_FREE_ROOMS = ("shardc.schedule", "shardc.cli")
+TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
 MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.joint", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {
     "shardc.passes.lower.rematerialize",
     "shardc.passes.reshard.choose_sides",
     "shardc.passes.canonicalize.cut_stages",
     "shardc.passes.verify",
-    "shardc.schedule.check",
+    "shardc.schedules.check",
 }
 
 
@@ -207,6 +207,11 @@ def test_a_planted_import_of_a_room_above_is_seen(module: str, planted: Import) 
 def test_a_planted_circle_is_seen(planted: Import) -> None:
     found = circles(file_graph(ALL | {"shardc.language.mesh": [*ALL["shardc.language.mesh"], planted]}))
     assert any({"shardc.language.mesh", planted.name} <= circle for circle in found)
+
+
+def test_no_room_takes_the_name_of_a_public_function() -> None:
+    """Importing ``shardc.NAME`` as a package would put the package where users look for the function."""
+    assert not {name for name in shardc.__all__ if f"shardc.{name}" in MODULES}
 
 
 def test_a_folder_can_be_looked_over() -> None:

@@ -21,7 +21,7 @@ from shardc.runtime.pipeline import step as pipeline_step
 from shardc.runtime.pipeline.channel import Key, Mailbox, Message, Types
 from shardc.runtime.pipeline.stages import StageRunner
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
-from shardc.schedule.schedule import ALL, Action
+from shardc.schedules.schedule import ALL, Action
 
 
 def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:

@@ -31,8 +31,8 @@ from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import Chain, Explanation, Step, reason_text
 from shardc.report.explain.strict import offences
-from shardc.schedule.schedule import Action
-from shardc.schedule.timeline import Task, Timeline, rounded
+from shardc.schedules.schedule import Action
+from shardc.schedules.timeline import Task, Timeline, rounded
 
 if TYPE_CHECKING:
     from shardc.api import Compiled

@@ -31,7 +31,7 @@ from shardc.report.symbolic.learn import (
     places_of,
     point_text,
 )
-from shardc.schedule.schedule import COMPUTE, Action
+from shardc.schedules.schedule import COMPUTE, Action
 
 
 @dataclass(frozen=True)

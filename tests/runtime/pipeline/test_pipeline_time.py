@@ -22,8 +22,8 @@ from shardc.runtime.comm.comm import Starter
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.instruction import Env
 from shardc.runtime.pipeline.stages import StageRunner
-from shardc.schedule.simulate import Costs, StageCost
-from shardc.schedule.timeline import Timeline
+from shardc.schedules.simulate import Costs, StageCost
+from shardc.schedules.timeline import Timeline
 
 LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 5
 SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a stage, on four ranks

@@ -11,7 +11,7 @@ from test_balance import cases, every_cut, sums
 from shardc import ShardingError
 from shardc.costs.choose_stages import Wish, side_by_side, split_units
 from shardc.costs.stage_units import StageLoads
-from shardc.schedule.balance import Loads, Split, balance, balance_ranks
+from shardc.schedules.balance import Loads, Split, balance, balance_ranks
 
 
 class Given(StageLoads):

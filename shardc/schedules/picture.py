@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterator
 from html import escape
 from math import ceil
 
-from shardc.schedule.schedule import COMPUTE, Action
-from shardc.schedule.timeline import Task, Timeline
+from shardc.schedules.schedule import COMPUTE, Action
+from shardc.schedules.timeline import Task, Timeline
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b", "REDUCE": "#b279a2", "": "#9d9da1"}
 ROW, WIDTH, MARGIN = 28, 960, 64  # pixels

@@ -16,8 +16,8 @@ from itertools import pairwise
 import networkx as nx
 
 from shardc.language.errors import ShardingError, raise_all
-from shardc.schedule.schedule import ALL, COMPUTE, KINDS, RECEIVES, SENDS, Action, Edge, Schedule, edge_of
-from shardc.schedule.simulate import edges_into, peak_bytes
+from shardc.schedules.schedule import ALL, COMPUTE, KINDS, RECEIVES, SENDS, Action, Edge, Schedule, edge_of
+from shardc.schedules.simulate import edges_into, peak_bytes
 
 
 def check(schedule: Schedule) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 import shardc
 from shardc.language.errors import ShardingError
-from shardc.schedule.orders import CHUNKED, ORDERS
-from shardc.schedule.schedule import SENDS, Action, Edge, Schedule, edge_of
+from shardc.schedules.orders import CHUNKED, ORDERS
+from shardc.schedules.schedule import SENDS, Action, Edge, Schedule, edge_of
 
 SKIP = (Edge(0, 3, "F"), Edge(3, 0, "B"))
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardc.language.errors import ShardingError, did_you_mean
-from shardc.schedule.schedule import Action, Edge, Schedule, chain
+from shardc.schedules.schedule import Action, Edge, Schedule, chain
 
 if TYPE_CHECKING:
-    from shardc.schedule.simulate import Costs, StageCost
+    from shardc.schedules.simulate import Costs, StageCost
 
 
 def schedule(
@@ -42,8 +42,8 @@ def schedule(
     over = chain(num_stages) if edges is None else tuple(edges)
     if name != "auto":
         return replace(named(name, num_stages, num_microbatches, ranks, in_flight), edges=over)
-    from shardc.schedule.search import fastest
-    from shardc.schedule.simulate import costs_for
+    from shardc.schedules.search import fastest
+    from shardc.schedules.simulate import costs_for
 
     settled = None if place is None else tuple(place)
     return fastest(num_microbatches, ranks, over, costs_for(num_stages, costs), memory, settled)

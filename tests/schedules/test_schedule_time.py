@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import shardc
 from shardc.language.errors import ShardingError
-from shardc.schedule.orders import LINEAR, ORDERS, fits
-from shardc.schedule.schedule import Action, Edge, Schedule
-from shardc.schedule.search import lower_bound
-from shardc.schedule.simulate import Costs, StageCost, costs_for, run
-from shardc.schedule.timeline import Task, timeline
+from shardc.schedules.orders import LINEAR, ORDERS, fits
+from shardc.schedules.schedule import Action, Edge, Schedule
+from shardc.schedules.search import lower_bound
+from shardc.schedules.simulate import Costs, StageCost, costs_for, run
+from shardc.schedules.timeline import Task, timeline
 
 SIZES = [(1, 1), (2, 4), (3, 7), (4, 8), (4, 16), (6, 12), (8, 24)]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from shardc.language.errors import ShardingError
 
 if TYPE_CHECKING:
-    from shardc.schedule.simulate import Costs, StageCost
-    from shardc.schedule.timeline import Timeline
+    from shardc.schedules.simulate import Costs, StageCost
+    from shardc.schedules.timeline import Timeline
 
 ActionPhase = Literal["F", "B"]
 
@@ -145,7 +145,7 @@ class Schedule:
         ``costs`` say when which action ends; without them all take equally long. Raises a ShardingError where the
         order of computation is itself impossible.
         """
-        from shardc.schedule.simulate import with_messages
+        from shardc.schedules.simulate import with_messages
 
         return with_messages(self if edges is None else replace(self, edges=tuple(edges)), costs)
 
@@ -159,14 +159,14 @@ class Schedule:
 
     def check(self) -> Schedule:
         """Itself, proven: it is complete, ends, and every message meets its receiver. A ShardingError otherwise."""
-        from shardc.schedule.check import check
+        from shardc.schedules.check import check
 
         check(self)
         return self
 
     def simulate(self, costs: Costs | StageCost | None = None) -> Timeline:
         """When everything happens and how many bytes it takes; without costs F, I and W take one second each."""
-        from shardc.schedule.simulate import simulate
+        from shardc.schedules.simulate import simulate
 
         return simulate(self, costs)
 

@@ -97,19 +97,19 @@ class Timeline:
 
     def text(self, width: int = 100) -> str:
         """A picture of at most so many columns, a line a rank."""
-        from shardc.schedule.picture import text
+        from shardc.schedules.picture import text
 
         return text(self, width)
 
     def svg(self) -> str:
         """A picture for a browser."""
-        from shardc.schedule.picture import svg
+        from shardc.schedules.picture import svg
 
         return svg(self)
 
     def chrome_trace(self) -> str:
         """JSON for chrome://tracing and Perfetto."""
-        from shardc.schedule.picture import chrome_trace
+        from shardc.schedules.picture import chrome_trace
 
         return chrome_trace(self)
 

@@ -10,9 +10,9 @@ from itertools import product
 from math import inf
 
 from shardc.language.errors import OptionError
-from shardc.schedule.orders import LINEAR, ORDERS, fits, looped_place, named, share, v_place
-from shardc.schedule.schedule import Action, Edge, Schedule
-from shardc.schedule.simulate import (
+from shardc.schedules.orders import LINEAR, ORDERS, fits, looped_place, named, share, v_place
+from shardc.schedules.schedule import Action, Edge, Schedule
+from shardc.schedules.simulate import (
     ROUNDING,
     Costs,
     StageCost,

@@ -7,9 +7,9 @@ from torch.distributed.pipelining import schedules as torchs
 
 import shardc
 from shardc.language.errors import ShardingError
-from shardc.schedule.orders import CHUNKED, ORDERS
-from shardc.schedule.schedule import Schedule, from_csv
-from shardc.schedule.simulate import Costs, StageCost
+from shardc.schedules.orders import CHUNKED, ORDERS
+from shardc.schedules.schedule import Schedule, from_csv
+from shardc.schedules.simulate import Costs, StageCost
 
 
 def of_torch(kind: type, num_ranks: int, num_chunks: int, count: int) -> Schedule:

@@ -9,8 +9,8 @@ from itertools import accumulate
 from math import inf
 
 from shardc.language.errors import ShardingError, raise_all
-from shardc.schedule.schedule import RECEIVES, SENDS, Action, Edge, Schedule, edge_of
-from shardc.schedule.timeline import Task, Timeline, peak_live, timeline
+from shardc.schedules.schedule import RECEIVES, SENDS, Action, Edge, Schedule, edge_of
+from shardc.schedules.timeline import Task, Timeline, peak_live, timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | StageCost | None = None) -> Timeline:

@@ -4,7 +4,7 @@ import pytest
 
 import shardc
 from shardc.language.errors import ShardingError
-from shardc.schedule.schedule import Action, Edge, Schedule, parse_action
+from shardc.schedules.schedule import Action, Edge, Schedule, parse_action
 
 NAMED = ("gpipe", "1f1b")  # backward in one, a stage a rank
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import shardc
-from shardc.schedule.simulate import Costs, StageCost
-from shardc.schedule.timeline import Task, Timeline, timeline
+from shardc.schedules.simulate import Costs, StageCost
+from shardc.schedules.timeline import Task, Timeline, timeline
 
 WEIGHT, ACTIVATION = 512 * 512, 512 * 256
 UPDATE, COLLECTIVE, MESSAGE = 0.5, 0.3, 0.2
