@@ -87,7 +87,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
     plans, sizes, ranks = options.plans or PLAIN, options.sizes or ["small"], options.ranks or [2, 4]
     is_default = not (options.plans or options.sizes or options.ranks)
     asked = [(each, Use.TIME) for each in sorted(product(plans, sizes, ranks), key=lambda each: each[2])]
-    job = Job(2, options.optimizer, dtype=getattr(torch, options.dtype), onednn=not options.no_onednn)
+    job = Job(2, options.optimizer, dtype=getattr(torch, options.dtype))
     rows = list[tuple[Row, Need]]()
     for (plan, size, number), use in DEFAULT if is_default else asked:
         row = Row(plan, size, replace(job, ranks=number), not is_default or (size, number) == ("small", 2))
@@ -109,7 +109,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kernels = ("fused", "foreach", "loop")
     parser.add_argument("--optimizer", choices=kernels, default="fused", help="AdamW's kernel, for all")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--no-onednn", action="store_true", help="products by torch's mm alone, shardc's too")
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args(arguments)

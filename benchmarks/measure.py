@@ -138,7 +138,6 @@ class Runner:
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
     """What this rank sees of everyone in a row."""
     begun = time.perf_counter()
-    torch.backends.mkldnn.enabled = row.job.onednn  # type: ignore[assignment]
     runners = [Runner(row, name) for name in row.names]
     forget_objects()  # collections do not walk what the others hold
     take_rounds(runners, steps, begun)

@@ -21,7 +21,7 @@ LEARNING_RATE = 1e-3
 class Job:
     """On how many ranks of which device, in which dtype, and which AdamW: ``fused``, ``foreach`` or ``loop``.
 
-    ``microbatches``: gradients of so many are accumulated for a step. ``onednn``: whether torch may use it.
+    ``microbatches``: gradients of so many are accumulated for a step.
     """
 
     ranks: int
@@ -29,7 +29,6 @@ class Job:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     microbatches: int = 1
-    onednn: bool = True
 
     def mesh(self, axis: str) -> DeviceMesh:
         """All ranks along one axis."""

@@ -29,8 +29,7 @@ from torch import Tensor
 from shardc.ops.contraction import BoundDot
 
 from ..comm.comm import put
-from .instruction import Env, Instruction, Slot, expression, linear
-from .late import late
+from .instruction import Env, Instruction, Slot, expression
 
 NAME = "<instructions of shardc>"
 aten = torch.ops.aten
@@ -68,8 +67,7 @@ class Code:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "linear": linear}
-        self._known |= {"late": late, "put": put}
+        self._known: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "put": put}
         self._left = Counter(text for each in instructions for text in _matrices(each) if "." in text)
         self._views: dict[str, str] = {}
         self._placed = _placed(instructions)
@@ -109,7 +107,7 @@ class Code:
                 yield None, f"b{slot}, p{slot} = instruction{slot}.flat.places(v{each.reads[0]})"
             yield from ((each, line) for line in self._call(each))
             made.add(each.result)
-            if each.collective and not each.is_late:
+            if each.collective:
                 started[each.result] = each
             for slot in each.dead:
                 made.discard(slot)
@@ -147,8 +145,7 @@ class Code:
         self._known[f"instruction{slot}"] = each
         others = [(i, read) for i, read in enumerate(each.reads) if read not in self._placed]
         if len(others) == len(each.reads):
-            begun = f"start(instruction{slot}, (({operands}),), None)"
-            yield f"v{slot} = late({operands}{begun})" if each.is_late else f"s{slot} = {begun}"
+            yield f"s{slot} = start(instruction{slot}, (({operands}),), None)"
             return
         if others:
             yield f"put([{', '.join(f'p{slot}[{i}]' for i, _ in others)}], [{', '.join(f'v{v}' for _, v in others)}])"

@@ -8,7 +8,7 @@ alive between the two is what is saved for backward.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from shardc.language.errors import second_backward
 from shardc.language.kinds import LOCAL_KINDS
-from shardc.program.collective import COLLECTIVES, all_reduce, collective_kind
+from shardc.program.collective import COLLECTIVES, collective_kind
 from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
 from shardc.program.traffic import deferrable
@@ -90,7 +90,7 @@ class Executor:
         self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
         self._update = Part(with_deaths(update, made))
         results = self._kept | {slot for slot, _ in self._results_of("forward")}
-        self._fwd = Part(with_deaths(self._with_late(fwd) if is_of_rank else fwd, results))
+        self._fwd = Part(with_deaths(fwd, results))
         self._bwd = Part(with_deaths(bwd, {slot for slot, _ in self._results_of("backward")}))
         self._blank: Env = [None] * self._num_slots
         read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
@@ -98,18 +98,6 @@ class Executor:
             with torch.autocast(place.type, enabled=False):  # casts are in the program already
                 run(with_deaths(made_once, read), [self._blank], comm)
             share(self._blank)
-
-    def _with_late(self, fwd: Sequence[Instruction]) -> list[Instruction]:
-        """The forward part, whose sums of one number that are but the model's outputs may be waited for later."""
-        results, outputs = self.program.results, self.program.outputs
-        others = {node for node, output in zip(results, outputs, strict=True) if output.kind != "output"}
-        late = {
-            slot
-            for slot, node in enumerate(self.program.graph.nodes)
-            if node.target is all_reduce and set(node.users) == {self.program.output_node} and node not in others
-            if not self.program.type(node).shape
-        }
-        return [replace(each, is_late=each.result in late) for each in fwd]
 
     @cached_property
     def deferred(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
-from shardc.ops.contraction import BoundDot, Linear, dot, multiplied
+from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.index import WRITE_OVER
 from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.ops.rule_of import is_pointwise, op_rule
@@ -47,8 +47,7 @@ class Instruction:
     ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
     no one else reads the memory of its operand. ``uses_up``: the slot, filled before the part began, whose memory it
     may write over, or -1. ``waits``: slots of collectives that must be done before, since it reads them. ``dead``:
-    slots that no later instruction reads. ``line``: the user's, ``file.py:line``. ``is_late``: who reads its result
-    waits for it.
+    slots that no later instruction reads. ``line``: the user's, ``file.py:line``.
     """
 
     target: Callable[..., Any]
@@ -65,7 +64,6 @@ class Instruction:
     waits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
     line: str = ""
-    is_late: bool = False
 
 
 def instructions(
@@ -85,20 +83,16 @@ def instructions(
     here = {node: i for i, node in enumerate((*before, *part), -len(before))} if is_eager else {}
     here |= {product: here[node] for node, product in sums.items()}
     return [
-        with_bias(node, sums[node], slots, device, program)
-        if node in sums
-        else instruction(node, slots, device, program, here)
+        with_bias(node, sums[node], slots, program) if node in sums else instruction(node, slots, device, program, here)
         for node in part
         if node not in inside
     ]
 
 
-def with_bias(
-    node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], device: torch.device, program: Program
-) -> Instruction:
+def with_bias(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], program: Program) -> Instruction:
     """A contraction and the sum of it and a bias, in one."""
     operands = operand(product, 0), operand(product, 1), operand(node, 1)
-    target, args = bound(product, program, device), tuple(Slot(slots[each]) for each in operands)
+    target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
     return plain_call(target, args, slots[node], range_name(program, product), program.source(node).location)
 
 
@@ -124,7 +118,7 @@ def instruction(
     is_own = not is_bucket and bool(members(node)) and dies_at(operand(node), node, here)
     over = written[1][0] if written else operand(node) if is_own else None
     if op is dot:
-        op, given_args = bound(node, program, device) if here else BoundDot(str(node.args[2])), node.args[:2]
+        op, given_args = BoundDot(str(node.args[2])), node.args[:2]
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
     plain = {name: value for name, value in node.kwargs.items() if name not in named}
     given = (*given_args, *named.values())
@@ -301,12 +295,6 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
-def bound(node: fx.Node, program: Program, device: torch.device) -> BoundDot:
-    """A contraction, with what chooses its kernel."""
-    spec = str(node.args[2])
-    return BoundDot(spec, choose) if is_faster(program.type(node).dtype, device) else BoundDot(spec)
-
-
 def biased(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
     """Sums that add a bias to a contraction whose product no one else reads, each with the contraction."""
     here, found = set(part), {}
@@ -365,33 +353,3 @@ def _softmax(node: fx.Node, program: Program) -> Callable[..., Any] | None:
 
 def _names(target: Any) -> list[str]:
     return [argument.name for argument in target._schema.arguments]
-
-
-LARGE = 1 << 24  # multiplications that are worth a call that takes some 12 µs longer
-WIDE = 8  # rows and columns of all: of fewer a product takes as long as reading what is multiplied
-
-
-def is_faster(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether large products are: those in float32 on AMD's AVX-512, where MKL takes 1.05 to 1.2 times as long.
-
-    ``benchmarks/products.py`` measures it. Not where it is switched off: ``torch.backends.mkldnn.enabled = False``.
-    """
-    if dtype != torch.float32 or device.type != "cpu" or not torch.backends.mkldnn.enabled:
-        return False
-    processor = torch.cpu.get_capabilities()
-    is_amd = "AMD" in str(processor.get("cpu_name")) and bool(processor.get("avx512_f"))
-    return is_amd and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-
-
-def choose(rows: int, contracted: int, columns: int) -> Linear | None:
-    """What multiplies two matrices of these sizes, if not torch."""
-    return linear if min(rows, contracted, columns) >= WIDE and rows * contracted * columns >= LARGE else None
-
-
-def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left @ right + bias``; as torch does it where ``left`` is no matrix row by row, or where ops are recorded."""
-    is_dense = right.is_contiguous() or right.mT.is_contiguous()
-    if is_traced() or not (left.is_contiguous() and is_dense and (bias is None or bias.is_contiguous())):
-        return multiplied(left, right, bias)
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.mT, bias, "none", [], "")
-    return made

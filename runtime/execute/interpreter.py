@@ -15,7 +15,6 @@ from shardc.ops.contraction import BoundDot
 from ..comm.comm import Starter, start_packed
 from .code import Code, Part
 from .instruction import Env, Instruction, Slot, plain_call, with_deaths, with_waits
-from .late import late
 from .ranges import WAIT, in_range, in_ranges, is_profiled
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -28,14 +27,11 @@ class Started:
     instruction: Instruction
     results: Callable[[], Sequence[Any]]
 
-    def wait(self) -> Sequence[Any]:
-        """Its results."""
-        with in_range(self.instruction.name + WAIT):
-            return self.results()
-
     def finish(self, envs: Sequence[Env]) -> None:
-        """Wait for it, and put its results where they are read."""
-        for env, result in zip(envs, self.wait(), strict=True):
+        """Wait for its results and store them in the slots that later instructions read."""
+        with in_range(self.instruction.name + WAIT):
+            results = self.results()
+        for env, result in zip(envs, results, strict=True):
             env[self.instruction.result] = result
 
 
@@ -63,12 +59,7 @@ def run(
         if each.collective:
             rows = [[env[slot] for slot in each.reads] for env in envs]
             with in_range(each.name):
-                begun = Started(each, _start(each, rows, comm, kept or {}, into))
-            if each.is_late:
-                ((operand,),), (env,) = rows, envs
-                env[each.result] = late(operand, begun.wait)
-            else:
-                started[each.result] = begun
+                started[each.result] = Started(each, _start(each, rows, comm, kept or {}, into))
         else:
             _call(each, envs)
         for slot in each.dead:

@@ -22,8 +22,6 @@ from shardc.program.program import Program, ends_of
 from ..comm.placement import local
 from ..execute.executor import Runner, Saved
 from ..execute.interpreter import Sums, Values
-from ..execute.late import UnderWay, arrive
-from ..execute.ranges import is_profiled
 from .border import Border, Door
 from .copies import Copies, Made
 from .gradients import (
@@ -61,7 +59,7 @@ class Step:
         accumulation: Accumulation | None = None,
     ) -> None:
         self.compiled, self.border, self.runner = compiled, border, runner
-        self.program, self.accumulation, self._under_way = compiled.program, accumulation, UnderWay()
+        self.program, self.accumulation = compiled.program, accumulation
         self._placeholders, self._results = self.program.placeholders, self.program.results
         self._ends = Ends.of(self.program)
         self.copies = copies if self._ends.computed else None
@@ -89,11 +87,9 @@ class Step:
         values = self._values(state, tensors, draw)
         if self._ends.tangents and torch.is_grad_enabled():
             outputs = Call.apply(self, *values)
-            self._under_way.note(outputs)
         else:
             with torch.no_grad():
                 outputs = self.forward(values)[0]
-            arrive(*outputs)  # no backward is done meanwhile
         return self.compiled.convention.unflatten(outputs)
 
     def _values(self, state: State, tensors: Iterable[Tensor], draw: tuple[int, int]) -> list[Tensor | None]:
@@ -135,7 +131,6 @@ class Step:
             with self._as_compiled():
                 results = self.runner.backward(saved, tangents, keep)
             columns = list(zip(*rows_apart(results, tangents, self._alone), strict=True))
-            self._under_way.wait()
         found: list[Tensor | None] = [None] * len(given.held)
         for put, i in self._ends.gradients.items():
             if i in waiting:
@@ -154,7 +149,6 @@ class Step:
         is_last = totals is not None and self.accumulation.is_last
         with self._as_compiled():
             results, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
-        self._under_way.wait(but=0 if is_last or is_profiled() else 1)  # a profile ends when all that it saw is done
         columns = list(zip(*rows_apart(results, tangents), strict=True))
         kept, parameters = before or OpenSums.of_kept(waiting, self._close), list(waiting.values())
         opened = OpenSums(sums, self._close, parameters, kept, is_own=totals is not None)
@@ -185,7 +179,6 @@ class Step:
         """Run the reductions that waited: the pieces of gradients by index of the program's outputs."""
         assert self.accumulation is not None
         self.accumulation.note_read()
-        self._under_way.wait()
         with torch.no_grad(), self._as_compiled():
             columns = list(zip(*rows_apart(self.runner.close(sums), [()] * len(sums)), strict=True))
         return self._pieces(columns)

@@ -14,7 +14,6 @@ from shardc.language.rule import Call, Rule, make_rule, rule
 
 aten = torch.ops.aten
 Names = tuple[str, ...]
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # the product of two matrices, and a bias if there is one
 
 
 def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
@@ -35,13 +34,12 @@ def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
 class BoundDot:
     """``dot`` of one spec, called again and again: how operands become matrices is known from their shapes.
 
-    ``choose``: by rows, contracted and columns of two matrices, what multiplies them instead of torch, if anything.
-    State: the shapes, and for them the steps of each operand and of the product, and what was chosen. ``bias``, where
-    it ``takes_bias``, is added along the last dim, in the product's own kernel.
+    State: the shapes, and for them the steps of each operand and of the product. ``bias``, where it ``takes_bias``, is
+    added along the last dim, in the product's own kernel.
     """
 
-    def __init__(self, spec: str, choose: Callable[[int, int, int], Linear | None] = lambda *_: None) -> None:
-        self.plan, self._choose = _plan(spec), choose
+    def __init__(self, spec: str) -> None:
+        self.plan = _plan(spec)
         self._shapes: tuple[torch.Size, torch.Size] | None = None
 
     @property
@@ -55,7 +53,10 @@ class BoundDot:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The contraction."""
         left, right = self._matrices(a, b)
-        product = (self._linear or multiplied)(left, right, bias)
+        if bias is not None:
+            product = torch.addmm(bias, left, right)
+        else:
+            product = torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
         if self._shape is not None:
             product = product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
@@ -78,14 +79,11 @@ class BoundDot:
     def product_text(self, left: str, right: str, *bias: str, out: str = "") -> str:
         """The Python expression of the result, from those of the matrices.
 
-        It calls ``mm``, ``bmm`` or ``addmm``, or ``linear`` if that was chosen. ``out``: that of where the product is
-        put, where it ``is_matrix``: then torch multiplies.
+        It calls ``mm``, ``bmm`` or ``addmm``. ``out``: the expression of the tensor that the product is written to,
+        where it ``is_matrix``.
         """
-        if self._linear is not None and not out:
-            product = f"linear({', '.join((left, right, *bias))})"
-        else:
-            name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
-            product = f"{name}({', '.join((*bias, left, right, *([f'out={out}'] if out else [])))})"
+        name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
+        product = f"{name}({', '.join((*bias, left, right, *([f'out={out}'] if out else [])))})"
         if self._shape is not None:
             product += f".view({tuple(self._shape)})"
         return product if self._order is None else f"{product}.permute({tuple(self._order)})"
@@ -115,19 +113,9 @@ class BoundDot:
         plan, self._shapes = self.plan, (a, b)
         sizes = dict(zip(plan.a + plan.b, a + b, strict=True))
         self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
-        _, rows, contracted = (math.prod(sizes[name] for name in group) for group in plan.left)
-        columns = math.prod(sizes[name] for name in plan.right[2])
-        self._linear = None if plan.left[0] else self._choose(rows, contracted, columns)
         is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
         self._shape = None if is_matrix else [sizes[name] for name in plan.product]
         self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
-
-
-def multiplied(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left @ right``, or of two matrices ``left @ right + bias``, as torch multiplies."""
-    if bias is not None:
-        return torch.addmm(bias, left, right)
-    return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
 
 
 Steps = tuple[list[int] | None, list[int] | None]  # a permutation and a shape, None where it stays as it is
