@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.language.rule import Call
 from shardc.language.sharding import Sharding, TensorType
-from shardc.ops.rule_of import op_rule
+from shardc.ops import op_rule
 from shardc.ops.windowed import fit
 from shardc.program.bucket import Member, members, results, set_operand
 from shardc.program.collective import Fit, fits, group_size

@@ -23,7 +23,7 @@ from torch import fx
 from shardc.language.mesh import Axes
 from shardc.language.rule import Rule
 from shardc.language.sharding import ceil_div, num_shards
-from shardc.ops.rule_of import is_pointwise
+from shardc.ops.pointwise import is_pointwise
 from shardc.ops.windowed import neutral
 from shardc.program.collective import COLLECTIVES
 from shardc.program.collective import mask_padding as mask

@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
+from shardc.ops import op_rule
 from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.index import WRITE_OVER
 from shardc.ops.normalization import TAKE_CONTIGUOUS
-from shardc.ops.rule_of import is_pointwise, op_rule
+from shardc.ops.pointwise import is_pointwise
 from shardc.program.bucket import bucket, members
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.lifetime import dies_at, is_whole, looked_at

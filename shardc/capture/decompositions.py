@@ -23,7 +23,7 @@ from shardc.capture.call import flatten, rebuild
 from shardc.capture.guards import Unfit
 from shardc.language.errors import CaptureError
 from shardc.ops.index import grouped_mm
-from shardc.ops.rule_of import is_pointwise
+from shardc.ops.pointwise import is_pointwise
 from shardc.options import Precision
 from shardc.program.facts import Input
 from shardc.program.node import ancestors, casts_behind, is_random

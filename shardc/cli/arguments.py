@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NoReturn
 
-from shardc.language.errors import USAGE, ShardingError, UsageError, did_you_mean
+from shardc.cli import USAGE
+from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.language.machine import DEVICES, LINKS
 from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.options import BUCKET, Pipeline, Remat, Zero

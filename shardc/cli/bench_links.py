@@ -8,9 +8,10 @@ import os
 import sys
 from typing import Any
 
+from shardc.cli import GOOD
 from shardc.cli.arguments import EXIT_CODES, Parser, count, mesh, written
 from shardc.cli.compiled import progress, write
-from shardc.language.errors import GOOD, UsageError
+from shardc.language.errors import UsageError
 from shardc.language.mesh import Mesh
 
 HELP = """\

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import check_dumps, command, compiling, unread, written
 from shardc.cli.compiled import compiled, write
-from shardc.language.errors import CHECK_FAILED, GOOD, UsageError
+from shardc.language.errors import UsageError
 from shardc.language.text import json_text
 from shardc.report.dump.budget import Budget, check_record, check_text, held
 from shardc.report.dump.json import is_dump, read_dump

@@ -15,10 +15,11 @@ from torch import nn
 
 from shardc.api import Compiled
 from shardc.capture.call import flatten, rebuild
+from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import MOST, command, compiling, unread, written
 from shardc.cli.compiled import compile_target, compiled, write
 from shardc.cli.target import Target, Wish, load_target
-from shardc.language.errors import CHECK_FAILED, GOOD, ShardingError, UsageError, did_you_mean
+from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.report.symbolic.expression import mesh_at
 from shardc.report.symbolic.form import Point
 from shardc.report.symbolic.plan import Repeated

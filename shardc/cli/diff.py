@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import check_dumps, command, compiling, written
 from shardc.cli.compiled import compiled, write
-from shardc.language.errors import CHECK_FAILED, GOOD, UsageError
+from shardc.language.errors import UsageError
 from shardc.language.text import json_text
 from shardc.report.dump.diff import diff, is_same
 from shardc.report.dump.diff_text import diff_text

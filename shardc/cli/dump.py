@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from shardc.cli import GOOD
 from shardc.cli.arguments import command, compiling, named, written
 from shardc.cli.compiled import compiled, retyped, write
-from shardc.language.errors import GOOD, UsageError, did_you_mean
+from shardc.language.errors import UsageError, did_you_mean
 from shardc.program.text import TABLES
 
 OWN = {  # options that explain lacks, and whether each has a value

@@ -7,9 +7,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from shardc.cli import GOOD
 from shardc.cli.arguments import command, compiling, count, written
 from shardc.cli.compiled import compiled, progress, write
-from shardc.language.errors import GOOD, ShardingError, UsageError
+from shardc.language.errors import ShardingError, UsageError
 from shardc.report.explain.alternatives import Alternative, alternatives_text
 
 if TYPE_CHECKING:

@@ -8,21 +8,25 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from shardc.cli import bench_links, check, cost, diff, dump, explain, stages, trace, verify
-from shardc.cli.arguments import EXIT_CODES, Parser
-from shardc.language.errors import (
+from shardc.cli import (
     BAD_ANNOTATION,
     CAPTURE_FAILED,
     GOOD,
     INTERNAL,
     INTERRUPTED,
     USAGE,
-    CaptureError,
-    OptionError,
-    ShardingError,
-    place_in_model,
-    raised,
+    bench_links,
+    check,
+    cost,
+    diff,
+    dump,
+    explain,
+    stages,
+    trace,
+    verify,
 )
+from shardc.cli.arguments import EXIT_CODES, Parser
+from shardc.language.errors import CaptureError, OptionError, ShardingError, place_in_model, raised
 
 COMMANDS = {
     "dump": dump,

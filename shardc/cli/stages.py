@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from shardc.cli import GOOD
 from shardc.cli.arguments import command, count, mesh, named, written
 from shardc.cli.compiled import load, progress, write
-from shardc.language.errors import GOOD
 from shardc.language.mesh import Mesh
 from shardc.options import BALANCES
 

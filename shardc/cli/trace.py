@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from shardc.cli import GOOD
 from shardc.cli.arguments import command, compiling, written
 from shardc.cli.compiled import compiled, write
-from shardc.language.errors import GOOD
 
 MEASURED = """A measured step has the same names, phase/module/op:
     with torch.profiler.profile() as found:

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from shardc.api import Compiled, compile
 from shardc.capture.call import call_leaves, output_leaves, rebuild_call
 from shardc.capture.model import borrowed, computed_tensors
+from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import command, meshed
 from shardc.cli.compiled import annotations_of, compile_options, load, progress, write
-from shardc.language.errors import CHECK_FAILED, GOOD
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import dtype_name
 from shardc.language.text import table

@@ -99,9 +99,5 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
-GOOD, CHECK_FAILED, USAGE, CAPTURE_FAILED, BAD_ANNOTATION, INTERNAL = 0, 1, 2, 3, 4, 70
-INTERRUPTED = 130  # as shells have it: 128, and the number of the signal
-
-
 class UsageError(OptionError):
     """A command line that cannot be followed: ``who`` is the argument, ``remedy`` what to type instead."""

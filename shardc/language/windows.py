@@ -122,25 +122,16 @@ def _element(element: Any, window: Windows) -> Any:
     return max(0, min(element, window.length - 1)) if isinstance(element, int) else element.clamp(0, window.length - 1)
 
 
-@lru_cache(maxsize=1024)
 def moves_rows(values: tuple[int, ...]) -> bool:
-    """Whether any rank gives any rows to another."""
-    return bool(most_sent(values)[0] != 0)
+    """Whether any rank sends elements to another."""
+    return most_rows_sent(values)[0] != 0
 
 
 @lru_cache(maxsize=1024)
-def most_sent(values: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Elements that the rank gives to others that gives most, and that the one takes that takes most.
-
-    Where numbers are expressions, of windows that have one (see ``shardc.symbol_window``).
-    """
-    if all(isinstance(number, int) for number in values):
-        gives, takes = rows_sent(values)
-        return max(gives), max(takes)
-    from shardc.report.symbolic.expression import rows_expressed
-
-    rows = rows_expressed(Windows(*values))
-    return rows, rows
+def most_rows_sent(values: tuple[int, ...]) -> tuple[int, int]:
+    """The most elements that any one rank gives to others, and the most that any one takes from others."""
+    gives, takes = rows_sent(values)
+    return max(gives), max(takes)
 
 
 def rows_sent(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

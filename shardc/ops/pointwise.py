@@ -1,15 +1,24 @@
-"""Pointwise ops: the ones a partial sum may pass, and those that torch does not tag as pointwise."""
+"""Pointwise ops: those that a partial sum may pass, and those that torch does not tag as pointwise.
+
+Every op that torch tags as pointwise has ``pointwise_rule`` without an entry here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from shardc.language.rule import Call, Rule, pointwise_rule, rule
 
 aten = torch.ops.aten
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether torch tags an op as pointwise: each element of the result depends on one element of each operand."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def pointwise(linear: str = "") -> Callable[[Call], Rule]:

@@ -14,7 +14,7 @@ from torch import fx
 from shardc.language.mesh import Mesh
 from shardc.language.rule import Call, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
-from shardc.ops.rule_of import op_rule
+from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.facts import Cause, Input, Origin, Output, Pin, Source, Types, types_made
 from shardc.program.node import is_getitem, op_name, operands

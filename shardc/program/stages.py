@@ -31,7 +31,7 @@ from shardc.program.facts import Crossed, Phase, cause_text
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, descendants, is_getitem, operand, reached
 from shardc.program.program import Program
-from shardc.program.traffic import collective_at, is_collective, joined_type
+from shardc.program.traffic import RowCount, collective_at, is_collective, joined_type
 
 Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
 PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
@@ -108,7 +108,7 @@ def is_cut_in_time(sharding: Sharding | None) -> bool:
 OF_STAGE = "_stage_"  # and its number: after the name of a collective that an earlier stage has too
 
 
-def collectives_of_stages(program: Program) -> Iterator[Collective]:
+def collectives_of_stages(program: Program, count_rows: RowCount) -> Iterator[Collective]:
     """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
     stages = stages_of(program)
     assert program.options.pipeline is not None
@@ -117,7 +117,7 @@ def collectives_of_stages(program: Program) -> Iterator[Collective]:
     for i, stage in enumerate(stages.stages):
         for part, calls in stage.parts.items():
             times = pipeline.microbatches if part in TIMED else 1
-            found = [collective_at(program, node) for node in calls if is_collective(node)]
+            found = [collective_at(program, node, count_rows) for node in calls if is_collective(node, count_rows)]
             for way, nodes in stages.crossings.items():
                 if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
                     found.append(_message(program, way, nodes, pipeline))

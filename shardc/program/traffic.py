@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -14,7 +14,7 @@ from torch import fx
 from shardc.language.kinds import LOCAL_KINDS, Kind
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.text import table
-from shardc.language.windows import most_sent, moves_rows, overlap_add
+from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.windowed import fit
 from shardc.program.bucket import Member, bucket, members
 from shardc.program.collective import (
@@ -34,6 +34,7 @@ from shardc.program.node import descendants, is_getitem, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
+RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # of the windows of an exchange: ``most_rows_sent``
 _IS_ORIGIN = re.compile(r"\S+ from ").match
 
 
@@ -125,29 +126,28 @@ def shortened(text: str, separator: str = ", ") -> str:
     return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
-def collectives_of(program: Program) -> tuple[Collective, ...]:
+def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:
     """Every collective of a lowered or localized program, in program order; what is local is none, a bucket is one.
 
-    Of a pipeline those of each stage, with the messages that it sends.
+    Of a pipeline those of each stage, with the messages that it sends. ``count_rows`` counts the rows that neighbours
+    exchange; a program whose sizes are expressions needs one of its own.
     """
     from shardc.program.stages import has_stages
 
     if has_stages(program):
         from shardc.program.stages import collectives_of_stages
 
-        return tuple(collectives_of_stages(program))
-    return tuple(collective_at(program, node) for node in program.calls if is_collective(node))
+        return tuple(collectives_of_stages(program, count_rows))
+    calls = (node for node in program.calls if is_collective(node, count_rows))
+    return tuple(collective_at(program, node, count_rows) for node in calls)
 
 
-def is_collective(node: fx.Node) -> bool:
+def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
     """Whether a node sends anything."""
     parts = members(node)
-    return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node) if parts else moves_edges(node)
-
-
-def moves_edges(node: fx.Node) -> bool:
-    """Whether a node takes from neighbours, or gives to them, the edges of their chunks of a cut dim."""
-    return node.target in EXCHANGES and bool(node.args[1]) and moves_rows(node.args[3])  # type: ignore[arg-type]
+    if parts:
+        return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
+    return node.target in EXCHANGES and bool(node.args[1]) and count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
 
 def bytes_sent(program: Program, node: fx.Node) -> int:
@@ -155,7 +155,7 @@ def bytes_sent(program: Program, node: fx.Node) -> int:
     return collective_at(program, node).wire_bytes
 
 
-def collective_at(program: Program, node: fx.Node) -> Collective:
+def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_rows_sent) -> Collective:
     """What a node sends that is a collective."""
     parts = members(node)
     moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
@@ -165,7 +165,7 @@ def collective_at(program: Program, node: fx.Node) -> Collective:
     if node.target in EXCHANGES:
         kind: Kind = "collective_permute"
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
-        payload, wire = edge_bytes(node, before)
+        payload, wire = edge_bytes(node, before, count_rows)
     elif parts[0].kind == "rechunk":
         kind, axes = "collective_permute", parts[0].args[0]
         payload, wire = (n * before.dtype.itemsize for n in rechunked_numel(parts[0].args, before.shape))
@@ -207,10 +207,10 @@ def joined_type(types: Sequence[TensorType | None]) -> TensorType:
     return TensorType((sum(type_.numel for type_ in (first, *others)),), first.dtype) if others else first
 
 
-def edge_bytes(node: fx.Node, before: TensorType) -> tuple[int, int]:
+def edge_bytes(node: fx.Node, before: TensorType, count_rows: RowCount = most_rows_sent) -> tuple[Size, Size]:
     """Payload and wire bytes of an exchange with neighbours: of the rank that takes or gives most, and gives most."""
     dim, values = node.args[2:4]
-    gives, takes = most_sent(values)  # type: ignore[arg-type]
+    gives, takes = count_rows(values)  # type: ignore[arg-type]
     if node.target is overlap_add:
         gives, takes = takes, gives
     row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-import shardc.ops  # noqa: F401  (fills the table)
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.rule import (
     RULES,
@@ -29,7 +28,7 @@ from shardc.language.rule import (
     replicated_rule,
 )
 from shardc.language.sharding import ReduceOp, TensorType
-from shardc.ops.rule_of import op_rule
+from shardc.ops import op_rule
 from shardc.ops.windowed import neutral
 from shardc.program.node import operands
 from shardc.program.program import Program

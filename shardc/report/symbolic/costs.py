@@ -19,7 +19,7 @@ from shardc.program.lifetime import Storage, owners_of, storages
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import TIMED, has_stages, stages_of
 from shardc.program.traffic import collectives_of, traffic_of
-from shardc.report.symbolic.expression import Symbolic, named
+from shardc.report.symbolic.expression import Symbolic, count_rows, named
 from shardc.report.symbolic.form import Size, expression_of
 
 
@@ -126,7 +126,7 @@ def expressed_cost(symbolic: Symbolic, lowered: Program, final: Program) -> Step
     Bytes on the wire are not yet rounded down. What lives is what does where most lives at that point.
     """
     program, _ = symbolic.expressed
-    traffic = tuple(replace(each, count=None) for each in traffic_of(collectives_of(program)))
+    traffic = tuple(replace(each, count=None) for each in traffic_of(collectives_of(program, count_rows)))
     flops = _stage_flops(program) if has_stages(program) else flops_of(program, of_rank=True)
     memory = {name: symbolic.evened(size) for name, size in expressed_memory(program, lowered, final).items()}
     return StepCost(traffic, memory, flops)

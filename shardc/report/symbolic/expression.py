@@ -13,8 +13,8 @@ from torch.fx.node import map_aggregate
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh
 from shardc.language.sharding import DimSharding, Sharding, TensorType, num_shards
-from shardc.language.windows import AROUND, FILLED, Windows, most_sent
-from shardc.ops.rule_of import is_pointwise
+from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
+from shardc.ops.pointwise import is_pointwise
 from shardc.program.bucket import members
 from shardc.program.collective import EXCHANGES
 from shardc.program.program import Program
@@ -341,8 +341,20 @@ class Reach:
         return f"{self.size} is {self.rows}*{self.shards} or more"
 
 
-def rows_expressed(window: Windows) -> Any:
-    """Elements that the rank gives that gives most, in windows that start where chunks do but for a fixed number.
+def count_rows(values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The rows that the busiest rank gives and takes in an exchange, of windows in numbers or in expressions.
+
+    Asserts that windows in expressions have a row count, as ``conditions`` checks.
+    """
+    if all(isinstance(number, int) for number in values):
+        return most_rows_sent(values)
+    rows = rows_expressed(Windows(*values))
+    assert rows is not None, f"{values} have no row count"
+    return rows, rows
+
+
+def rows_expressed(window: Windows) -> Any | None:
+    """Rows that the busiest rank gives to others, as an expression; None where windows start at no fixed distance.
 
     An end rank has one neighbour alone, so that of two ranks none gives to both sides.
     """
@@ -350,7 +362,10 @@ def rows_expressed(window: Windows) -> Any:
 
     if window.stride < 0:
         return window.length / window.count
-    left, right = _reach(window)
+    reach = _reach(window)
+    if reach is None:
+        return None
+    left, right = reach
     if window.beyond == AROUND or not left or not right:
         return left + right
     if left == right:
@@ -358,8 +373,11 @@ def rows_expressed(window: Windows) -> Any:
     return max(left, right) + min(left, right) * sympy.Min(1, window.count - 2)
 
 
-def _reach(window: Windows) -> tuple[int, int]:
-    """Elements before a chunk and behind it that its window has; around, on the side where they are fewer."""
+def _reach(window: Windows) -> tuple[int, int] | None:
+    """Elements before a chunk and behind it that its window has; around, on the side where they are fewer.
+
+    None where these are no fixed numbers.
+    """
     import sympy
 
     fixed = [
@@ -370,7 +388,8 @@ def _reach(window: Windows) -> tuple[int, int]:
         )
     ]
     known = [each for each in fixed if each is not None]
-    assert known and (window.beyond == AROUND or len(known) == 2), f"{window} starts at no fixed distance"
+    if not known or (window.beyond != AROUND and len(known) < 2):
+        return None
     before, behind = (max(0, each or 0) for each in fixed)
     if window.beyond == AROUND and len(known) == 2:
         return (before, 0) if before < behind else (0, behind)
@@ -399,7 +418,7 @@ def _conditions(window: Windows, here: Windows, point: Point) -> list[Cut | Reac
     """Of windows given as expressions and as numbers at a point; None where they have no expression."""
     import sympy
 
-    most, step = most_sent(here.values)[0], abs(here.stride)
+    most, step = most_rows_sent(here.values)[0], abs(here.stride)
     if all(isinstance(number, int) for number in window.values):  # as on a mesh that is held
         return []
     if window == Windows(window.count, window.length, window.length, 0):  # chunks as they are
@@ -410,15 +429,13 @@ def _conditions(window: Windows, here: Windows, point: Point) -> list[Cut | Reac
     is_known = here.beyond == FILLED or (here.beyond == AROUND and here.span == here.stride == 1)
     if not is_aligned or not is_fixed or here.of or not is_known:
         return None
-    try:
-        rows = rows_expressed(window)
-    except AssertionError:
-        return None
-    if value(rows, point) != most:
+    rows = rows_expressed(window)
+    if rows is None or value(rows, point) != most:
         return None
     found: list[Cut | Reach] = [Cut(window.length, step * window.count, is_even=True)]
-    if here.stride > 0 and max(_reach(window)) > 1:
-        found.append(Reach(window.length, window.count, max(_reach(window))))
+    reach = _reach(window) if here.stride > 0 else None
+    if reach and max(reach) > 1:
+        found.append(Reach(window.length, window.count, max(reach)))
     return found
 
 
