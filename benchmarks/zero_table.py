@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh, P, Precision, Zero
 from shardc.costs.count import alive, is_gathered
-from shardc.program.bucket import members
+from shardc.program.communication import members
 from shardc.program.lifetime import Storage, storages
 from shardc.program.program import Program, parameters_of
 

@@ -13,8 +13,8 @@ from shardc.language.cut import dims_sharding, factor_cuts, lies_alike
 from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
-from shardc.program.bucket import members
 from shardc.program.collective import EXCHANGES, reshard, steps_sharding
+from shardc.program.communication import members
 from shardc.program.node import is_annotation, is_getitem
 from shardc.program.program import LEVELS, Level, Program, Value, ends_of
 

@@ -40,8 +40,7 @@ from shardc.options import (
     check_values,
 )
 from shardc.program.collective import Collective
-from shardc.program.facts import Pin
-from shardc.program.program import Program, gradient_names, shardings_of
+from shardc.program.program import Pin, Program, gradient_names, shardings_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.strict import check_strict
 

@@ -11,8 +11,7 @@ from shardc.capture.capture import Captured, capture
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.language.mesh import Mesh
 from shardc.options import Options
-from shardc.program.facts import Pin
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
 
 if TYPE_CHECKING:
     from torch import nn

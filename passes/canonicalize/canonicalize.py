@@ -20,9 +20,8 @@ import torch
 from torch import fx
 
 from shardc.language.partition import P
-from shardc.program.facts import Pin
 from shardc.program.node import arguments, is_annotation, operand, takes_device
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
 
 from ..emitter import Emitter, Results, Rewrite
 from .draws import draw_random

@@ -20,8 +20,8 @@ from torch import fx
 
 from shardc.costs.count import flops_of
 from shardc.language.sharding import Sharding
+from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.program import Program
-from shardc.program.traffic import bytes_sent, is_collective
 
 from ..propagate.propagate import propagate
 from ..reshard.choose_cuts import Plan, assign, claims_on

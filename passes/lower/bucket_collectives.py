@@ -26,11 +26,11 @@ from torch import fx
 
 from shardc.language.kinds import Kind
 from shardc.language.mesh import MICROBATCH
-from shardc.program.bucket import Member, bucket, is_early, layer, members, move_before
+from shardc.program.code_motion import deferrable, is_early, layer, move_before
+from shardc.program.communication import Member, bucket, members
 from shardc.program.lifetime import split
 from shardc.program.program import Program
 from shardc.program.stages import Part, has_stages, stages_of
-from shardc.program.traffic import deferrable
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 Where = frozenset[tuple[int, Part]]  # the stages of a pipeline that run a call, and in which part of their work

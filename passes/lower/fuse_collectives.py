@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from shardc.program.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
-from shardc.program.facts import Cause, Moved
 from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
+from shardc.program.provenance import Cause, ShardingChange
 
 from ..reshard.insert_reshards import place
 
@@ -123,7 +123,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
 
 def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]) -> Cause:
     """The cause of a reduction, once that is of another value."""
-    if not isinstance(cause, Moved):
+    if not isinstance(cause, ShardingChange):
         return cause
     return replace(cause, value=place(program, value), came=program.origin(value), added=cause.added + added)
 

@@ -20,8 +20,8 @@ from shardc.language.rule import Call
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.ops.windowed import fit
-from shardc.program.bucket import Member, members, results, set_operand
 from shardc.program.collective import Fit, fits, group_size
+from shardc.program.communication import Member, members, results, set_operand
 from shardc.program.node import is_annotation, is_getitem, operand
 from shardc.program.program import Program
 

@@ -32,7 +32,8 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.kinds import LOCAL_KINDS
-from shardc.program.bucket import bucket, first_reader, is_early, layer, members, move_before
+from shardc.program.code_motion import first_reader, is_early, layer, move_before
+from shardc.program.communication import bucket, members
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, is_getitem, operand
 from shardc.program.program import Program

@@ -29,11 +29,11 @@ from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_record import schedule_of
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import Remat
+from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.lifetime import Parts, owners_of, split
 from shardc.program.node import is_getitem, reached
 from shardc.program.program import Program, Value
 from shardc.program.stages import Kinds, Places, stages_of
-from shardc.program.traffic import bytes_sent, is_collective
 from shardc.schedules.schedule import Schedule
 
 

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardc.language.sharding import Sharding
-from shardc.program.facts import Pin
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
 
 from .propagate import propagate
 

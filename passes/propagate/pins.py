@@ -8,9 +8,9 @@ from torch import fx
 
 from shardc.language.errors import ShardingError, raise_all
 from shardc.language.partition import P
-from shardc.program.facts import DATA, PARAMETER, PARAMETER_FIRST, YIELDING, Pin
 from shardc.program.node import arguments, is_annotation
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
+from shardc.program.provenance import DATA, PARAMETER, PARAMETER_FIRST, YIELDING
 
 PARAMETER_KINDS = ("parameter", "buffer")
 

@@ -26,9 +26,9 @@ from shardc.language.mesh import MICROBATCH, Axes, Mesh
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, num_shards
 from shardc.ops.contraction import dot
-from shardc.program.facts import Origin, Pin
 from shardc.program.node import is_getitem
-from shardc.program.program import Program, Value, ends_of
+from shardc.program.program import Pin, Program, Value, ends_of
+from shardc.program.provenance import Origin
 
 from .pins import PARAMETER_KINDS, Ranks, annotated_values, promotion
 

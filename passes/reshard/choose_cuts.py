@@ -19,9 +19,9 @@ from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import Axes, AxisPart
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
-from shardc.program.facts import Origin
 from shardc.program.node import is_annotation, is_cast
 from shardc.program.program import Program, Value, ends_of
+from shardc.program.provenance import Origin
 
 from .plan_reshard import reshard_plan
 

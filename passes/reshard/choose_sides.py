@@ -25,9 +25,9 @@ from torch import fx
 from shardc.language.cut import extends, factor_cuts
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, Sharding
-from shardc.program.facts import Origin
 from shardc.program.node import is_annotation
 from shardc.program.program import Program, Value, ends_of
+from shardc.program.provenance import Origin
 
 from ..propagate.pins import Ranks
 from ..propagate.propagate import propagate

@@ -28,9 +28,9 @@ from shardc.language.rule import Dims
 from shardc.language.sharding import DimSharding, Sharding
 from shardc.language.windows import moves_rows
 from shardc.program.collective import EXCHANGES, reshard
-from shardc.program.facts import Cause, Edges, Moved, Need, NeedKind, Origin, Output, Place
 from shardc.program.node import is_annotation, is_getitem, operand, operands, set_operands
-from shardc.program.program import Program, Value, ends_of
+from shardc.program.program import Output, Program, Value, ends_of
+from shardc.program.provenance import Cause, Endpoint, Need, NeedKind, NeighbourEdges, Origin, ShardingChange
 from shardc.program.text import value_name
 
 from .choose_cuts import Plan
@@ -81,7 +81,7 @@ class _Rewriter:
         moved = operand(node)
         type_ = self.program.value_type(self.program.value(moved))
         ends = place(self.program, moved), type_, self.program.sharding(moved), place(self.program, node)
-        self.program.set_causes(node, (Edges(*ends, self.program.origin(node)),))
+        self.program.set_causes(node, (NeighbourEdges(*ends, self.program.origin(node)),))
 
     def _operands(self, node: fx.Node, origins: OpOrigins) -> None:
         new = [
@@ -117,12 +117,12 @@ class _Rewriter:
         return self.done[held, wanted]
 
     def _insert(
-        self, node: fx.Node, wanted: Sharding, user: Place, found: tuple[Need, ...], operand: int | None = None
+        self, node: fx.Node, wanted: Sharding, user: Endpoint, found: tuple[Need, ...], operand: int | None = None
     ) -> fx.Node:
         """A reshard of the node for a user."""
         type_ = self.program.value_type(self.program.value(node))
         has, came = self.program.sharding(node), self.program.origin(node)
-        why = Moved(place(self.program, node), type_, has, user, wanted, operand, came, found)
+        why = ShardingChange(place(self.program, node), type_, has, user, wanted, operand, came, found)
         return inserted(self.program, node, wanted, node, why)
 
     def _output(self, node: fx.Node) -> None:
@@ -138,7 +138,7 @@ class _Rewriter:
         if self.program.sharding(held) == wanted:
             return held
         if (held, wanted) not in self.done:
-            what = Place(f"the {output.kind} {output.name}")
+            what = Endpoint(f"the {output.kind} {output.name}")
             asked = next((pin.text for pin in self.program.pins if (pin.kind, pin.name) == ("output", output.name)), "")
             came = self._of_owner(owner, what.name, held) if owner else self._wished(result)
             found = needs(
@@ -167,7 +167,7 @@ def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, *
     come = {
         need.axis: need.by
         for why in causes
-        if isinstance(why, Moved)
+        if isinstance(why, ShardingChange)
         for need in why.needs
         if need.kind == "cut" and need.by is not None
     }
@@ -177,10 +177,10 @@ def inserted(program: Program, node: fx.Node, wanted: Sharding, like: fx.Node, *
     return new
 
 
-def place(program: Program, node: fx.Node) -> Place:
+def place(program: Program, node: fx.Node) -> Endpoint:
     """What a node is called, an input by the user's name, and where it is in the user's model."""
     source = program.source(node)
-    return Place(value_name(program, node), source.module, source.location)
+    return Endpoint(value_name(program, node), source.module, source.location)
 
 
 Tensor = tuple[Value, Dims, Sharding]  # of an op: a value, its factors and how it lies

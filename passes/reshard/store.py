@@ -24,9 +24,9 @@ from shardc.language.mesh import AxisPart
 from shardc.language.sharding import DimSharding, Sharding, TensorType
 from shardc.options import Zero
 from shardc.program.collective import reshard
-from shardc.program.facts import PARAMETER, Moved, Origin, Output, Stored
 from shardc.program.node import casts_behind, is_cast, operand
-from shardc.program.program import Program, ends_of, parameters_of
+from shardc.program.program import Output, Program, ends_of, parameters_of
+from shardc.program.provenance import PARAMETER, Origin, ShardingChange, StorageChange
 
 from .insert_reshards import inserted
 
@@ -100,7 +100,7 @@ class _Storer:
             program.set_sharding(held, stored)
         if stored != lies:
             assert self.zero is not None
-            why = Stored(name, type_, stored, lies, self.zero.text)
+            why = StorageChange(name, type_, stored, lies, self.zero.text)
             for held in filter(None, (node, cast)):
                 self._explain(held, Origin(why.option, PARAMETER, (held.name, 0)))
             self._store_gradient(node, stored, why)
@@ -129,7 +129,7 @@ class _Storer:
         sizes = [self.program.type(each).nbytes for each in (cast, node)]
         return sizes[0] < sizes[1] and self.program.sharding(cast) == self.program.sharding(node)
 
-    def _gather(self, node: fx.Node, lies: Sharding, why: Stored) -> fx.Node | None:
+    def _gather(self, node: fx.Node, lies: Sharding, why: StorageChange) -> fx.Node | None:
         """Let users have a value in another sharding: all of them one, which is returned, or each group of stage 3."""
         users = sorted(node.users, key=self.place.__getitem__)
         if self.stage < 3:
@@ -155,7 +155,7 @@ class _Storer:
         program.outputs = (*program.outputs, Output(name, "computed"))
         program.output_node.args = ((*program.results, node),)
 
-    def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: Stored) -> fx.Node:
+    def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: StorageChange) -> fx.Node:
         """Let users have a value in another sharding."""
         with self.program.graph.inserting_before(before):
             made = inserted(self.program, node, lies, users[0], why)
@@ -163,7 +163,7 @@ class _Storer:
             user.replace_input_with(node, made)
         return made
 
-    def _store_gradient(self, node: fx.Node, stored: Sharding, why: Stored) -> None:
+    def _store_gradient(self, node: fx.Node, stored: Sharding, why: StorageChange) -> None:
         """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another.
 
         What only casts it after the reshard does so where it is stored.
@@ -179,7 +179,7 @@ class _Storer:
                 program.set_sharding(each, stored)
                 self._explain(each, self._as_stored(why.name, node, each))
             (cause,) = program.causes(chain[-1])
-            assert isinstance(cause, Moved), cause
+            assert isinstance(cause, ShardingChange), cause
             program.set_causes(chain[-1], (replace(cause, stored=why),))
         else:
             with program.graph.inserting_after(made):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.language.errors import ShardingError
-from shardc.program.bucket import members
 from shardc.program.collective import EXCHANGES
+from shardc.program.communication import members
 from shardc.program.program import Program
 
 from . import functional

@@ -17,8 +17,8 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.ops.windowed import fill_padding
-from shardc.program.bucket import Member, members
 from shardc.program.collective import group_size, source_position, wire_bytes
+from shardc.program.communication import Member, members
 from shardc.program.program import Program
 
 from .exchange import Exchange, OverlapExchange, WindowExchange

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 
 from shardc.language.errors import second_backward
 from shardc.language.kinds import LOCAL_KINDS
+from shardc.program.code_motion import deferrable
 from shardc.program.collective import COLLECTIVES, collective_kind
 from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
-from shardc.program.traffic import deferrable
 
 from ..comm.comm import Starter
 from .code import Part

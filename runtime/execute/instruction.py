@@ -18,8 +18,8 @@ from shardc.ops.contraction import BoundDot, dot
 from shardc.ops.index import WRITE_OVER
 from shardc.ops.normalization import TAKE_CONTIGUOUS
 from shardc.ops.pointwise import is_pointwise
-from shardc.program.bucket import bucket, members
 from shardc.program.collective import EXCHANGES, group_size
+from shardc.program.communication import bucket, members
 from shardc.program.lifetime import dies_at, is_whole, looked_at
 from shardc.program.node import is_getitem, is_view, operand, takes_device
 from shardc.program.opaque import Opaque

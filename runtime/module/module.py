@@ -16,8 +16,7 @@ from shardc.capture.call import Signature, call_leaves, signature_of
 from shardc.capture.model import computed_tensors, state_names, tensors_of
 from shardc.language.errors import OrderError, ShardingError, said
 from shardc.language.sharding import Sharding
-from shardc.program.facts import Pin
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
 
 from ..comm.comm import Starter
 from ..execute.executor import Executor, Runner

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import CallingConvention
 from shardc.language.errors import OrderError, ShardingError
-from shardc.program.facts import Input, Output
 from shardc.program.lifetime import alone_in_memory, is_row_of_kept
-from shardc.program.program import Program, ends_of
+from shardc.program.program import Input, Output, Program, ends_of
 
 from ..comm.placement import local
 from ..execute.executor import Runner, Saved

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.model import tensors_of
 from shardc.language.errors import OrderError, ShardingError, raise_all
-from shardc.program.facts import Pin
+from shardc.program.program import Pin
 
 from ..comm.placement import local
 from ..module.module import ParallelModule, become

@@ -16,9 +16,8 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import TensorType
 from shardc.ops.annotation import annotate_op
-from shardc.program.facts import Pin
 from shardc.program.node import arguments, is_annotation
-from shardc.program.program import Program
+from shardc.program.program import Pin, Program
 
 if TYPE_CHECKING:
     import torch

@@ -58,9 +58,10 @@ from shardc.capture.tracing import Watch
 from shardc.language.errors import CaptureError, ShardingError, raised_by_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
-from shardc.program.facts import Input, Output, Source, types_of
+from shardc.program.inference import types_of
 from shardc.program.opaque import Opaque, hold_opaques
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
+from shardc.program.provenance import Source
 
 __all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
 

@@ -25,9 +25,8 @@ from shardc.language.errors import CaptureError
 from shardc.ops.index import grouped_mm
 from shardc.ops.pointwise import is_pointwise
 from shardc.options import Precision
-from shardc.program.facts import Input
 from shardc.program.node import ancestors, casts_behind, is_random
-from shardc.program.program import Program
+from shardc.program.program import Input, Program
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from shardc.capture.model import changed
 from shardc.language.errors import CaptureError, raised, said
 from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
-from shardc.program.facts import types_of
+from shardc.program.inference import types_of
 from shardc.program.node import ancestors, is_random, op_name
 from shardc.program.opaque import Opaque, flat_call
 

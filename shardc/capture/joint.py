@@ -13,10 +13,11 @@ from torch import fx
 
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
-from shardc.program.facts import Input, Output, Source, Types, types_of
+from shardc.program.inference import Types, types_of
 from shardc.program.node import is_getitem, op_name, reached
 from shardc.program.opaque import Opaque
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
+from shardc.program.provenance import Source
 
 aten = torch.ops.aten
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}

@@ -12,8 +12,7 @@ from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div
 from shardc.options import Pipeline
-from shardc.program.facts import Input, Pin
-from shardc.program.program import Program
+from shardc.program.program import Input, Pin, Program
 
 
 def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:

@@ -32,9 +32,9 @@ from shardc.capture.microbatches import marks_passed
 from shardc.capture.model import changed, follow_modules
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
-from shardc.program.facts import Input, Output, Phase, Source
 from shardc.program.node import ancestors
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
+from shardc.program.provenance import Phase, Source
 
 Place = tuple[Any, ...]  # where a tensor lies: its memory first, then where in it
 

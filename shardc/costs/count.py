@@ -14,7 +14,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from shardc.language.sharding import TensorType
 from shardc.ops.contraction import dot
-from shardc.program.bucket import is_early
+from shardc.program.code_motion import is_early
 from shardc.program.lifetime import Storage, is_row_of_kept, storages
 from shardc.program.node import ancestors
 from shardc.program.program import Program, Value, ends_of, parameters_of

@@ -13,10 +13,9 @@ from torch import fx
 
 from shardc.costs.count import bytes_moved, flops_of_call
 from shardc.language.sharding import ceil_div
-from shardc.program.facts import Input
 from shardc.program.lifetime import split, storages
 from shardc.program.node import is_cast, is_getitem, is_view, operand
-from shardc.program.program import Program, Value
+from shardc.program.program import Input, Program, Value
 
 FLOPS_PER_BYTE = 100  # of memory traffic in the same time: a CPU does about 10, an accelerator in fp32 about 100
 

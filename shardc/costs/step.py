@@ -14,8 +14,8 @@ from shardc.costs.stage_record import StageRecord
 from shardc.costs.time import COMPUTING, OPTIMIZER, OVER, Slice, seconds, step_timeline, update_seconds
 from shardc.language.machine import Machine
 from shardc.language.text import table
-from shardc.program.facts import Phase
 from shardc.program.program import Program
+from shardc.program.provenance import Phase
 from shardc.program.stages import Crossing, Part, has_stages
 from shardc.program.text import flops_text, memory_text
 from shardc.program.traffic import Size, Traffic, collectives_of, traffic_of, traffic_text

@@ -21,13 +21,14 @@ from shardc.language.sharding import dtype_name
 from shardc.language.text import bytes_text
 from shardc.ops.attention import is_attention
 from shardc.program.collective import Collective
-from shardc.program.facts import Phase
+from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
 from shardc.program.node import is_getitem, is_view, operand
 from shardc.program.program import Program, parameters_of
+from shardc.program.provenance import Phase
 from shardc.program.stages import SCHEDULED, Crossing, Part, Stage, Stages, has_stages
 from shardc.program.text import range_name
-from shardc.program.traffic import collective_at, collectives_of, is_collective
+from shardc.program.traffic import collectives_of
 from shardc.schedules.schedule import ActionPhase, Edge
 from shardc.schedules.simulate import Costs, StageCost
 from shardc.schedules.timeline import Task, Timeline, timeline

@@ -17,7 +17,7 @@ from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, 
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.language.windows import overlap_add, rows_sent, windows
-from shardc.program.facts import Cause, cause_text
+from shardc.program.provenance import Cause, cause_text
 
 if TYPE_CHECKING:
     from torch import fx

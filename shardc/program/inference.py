@@ -1,4 +1,4 @@
-"""How what an op makes lies in memory, and whose memory it is, found on meta tensors once for like calls."""
+"""What an op returns, found on meta tensors once for calls that are alike: types, strides, and shared memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+
+from shardc.language.sharding import TensorType
+from shardc.program.node import takes_device
+
+Types = TensorType | tuple[TensorType | None, ...] | None
+
+
+def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
+    """What a call returns that has types for tensors: run on meta tensors; the few ops that cannot be, on zeros.
+
+    Torch's own ops go by nothing else, so that one that is called alike, as in every layer, runs once.
+    """
+    if not is_of_torch(target):
+        return _types_of_run(target, args, kwargs, device)
+    return _types_of_call(LikeCall.of(target, args, kwargs, device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _types_of_call(call: LikeCall) -> Types:
+    return _types_of_run(call.target, call.args, call.kwargs, call.device)
+
+
+def _types_of_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:
+    def tensor(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorType) else leaf
+
+    placed = {**kwargs, "device": device} if takes_device(target) else dict(kwargs)
+    try:
+        return types_of(target(*map_aggregate(args, tensor), **map_aggregate(placed, tensor)))
+    except NotImplementedError:
+        if device == "cpu":
+            raise
+        return _types_of_run(target, args, kwargs, "cpu")
+
+
+def types_of(value: Any) -> Types:
+    """The type of what an op returned: of a tensor, or of each tensor of a tuple or list with None for what is none."""
+    if isinstance(value, torch.Tensor):
+        return TensorType(tuple(map(int, value.shape)), value.dtype)
+    if isinstance(value, (list, tuple)):
+        types = (types_of(entry) for entry in value)
+        return tuple(entry if isinstance(entry, TensorType) else None for entry in types)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from torch import fx
 from shardc.language.sharding import TensorType
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
-from shardc.program.bucket import bucket
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
+from shardc.program.communication import bucket
 from shardc.program.inference import is_of_torch, made_on_meta
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program.program import Program, Value

@@ -16,14 +16,71 @@ from shardc.language.rule import Call, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
-from shardc.program.facts import Cause, Input, Origin, Output, Pin, Source, Types, types_made
+from shardc.program.inference import Types, types_made
 from shardc.program.node import is_getitem, op_name, operands
+from shardc.program.provenance import Cause, Origin, Source
 
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
+
+
 LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
 
+
 Shardings = Sharding | tuple[Sharding | None, ...] | None
+
+
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
+
+    ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "input", "tangent", "random"]
+    type: TensorType
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An element of the output node's one tuple argument, in order.
+
+    ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
+    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written. ``guard``:
+    what keeps an op in the program that must find in values what it found at capture.
+    """
+
+    name: str
+    kind: Literal["output", "gradient", "buffer", "computed", "guard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A value whose sharding the user fixed.
+
+    ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
+    annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
+    ``is_asked``: an output that is to come back whole, and is computed as it comes. ``stages``: of a pipeline, those
+    that hold a parameter already.
+    """
+
+    name: str
+    kind: str
+    sharding: Sharding
+    open: frozenset[int]
+    text: str
+    priority: int = 0
+    is_asked: bool = False
+    stages: frozenset[int] = frozenset()
+
+    @property
+    def is_said(self) -> bool:
+        """Whether an annotation says it, and not a parameter that lies so already, nor a pipeline."""
+        return ": P(" in self.text
 
 
 @dataclass(slots=True)

@@ -25,18 +25,25 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.sharding import Sharding, dtype_name
 from shardc.ops.contraction import dot
 from shardc.options import Pipeline
-from shardc.program.bucket import axes_of, members
-from shardc.program.collective import EXCHANGES, Collective, adds_microbatches, wire_bytes_total
-from shardc.program.facts import Crossed, Phase, cause_text
+from shardc.program.collective import Collective, adds_microbatches, wire_bytes_total
+from shardc.program.communication import RowCount, axes_of, collective_at, is_collective, is_sent, joined_type, members
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, descendants, is_getitem, operand, reached
 from shardc.program.program import Program
-from shardc.program.traffic import RowCount, collective_at, is_collective, joined_type
+from shardc.program.provenance import Phase, StageCrossing, cause_text
 
 Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
+
+
 PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
+
+
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
+
+
 TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
+
+
 PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action computes
     "F": ("forward",),
     "I": ("input_gradient",),
@@ -95,11 +102,6 @@ def has_stages(program: Program) -> bool:
     return program.options.pipeline is not None and program.level in ("lowered", "localized")
 
 
-def is_sent(node: fx.Node) -> bool:
-    """Whether ranks exchange values in a call."""
-    return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
-
-
 def is_cut_in_time(sharding: Sharding | None) -> bool:
     """Whether every microbatch has a part of its own of a value."""
     return sharding is not None and any(part.name == MICROBATCH for part in sharding.used_parts)
@@ -146,7 +148,7 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
         "send", (pipeline.axis,), dtype_name(joined.dtype), shape, shape, nbytes, nbytes, total,
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
-        causes=(Crossed(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),
+        causes=(StageCrossing(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),
     )  # fmt: skip
 
 

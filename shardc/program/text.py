@@ -9,13 +9,13 @@ from torch import fx
 
 from shardc.language.mesh import MICROBATCH
 from shardc.language.text import table
-from shardc.program.facts import cause_text
 from shardc.program.program import Program
+from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
 
 if TYPE_CHECKING:
     from shardc.language.sharding import Sharding, TensorType
-    from shardc.program.facts import Input, Output
+    from shardc.program.program import Input, Output
 
 TABLES = (
     "collectives",

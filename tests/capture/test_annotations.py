@@ -15,7 +15,7 @@ from shardc.capture.capture import capture
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.program.facts import Pin
+from shardc.program.program import Pin
 
 MESH = Mesh(dp=2, tp=4)
 

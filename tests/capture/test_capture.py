@@ -24,7 +24,7 @@ from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.partition import P
 from shardc.language.sharding import TensorType
 from shardc.passes.verify import verify
-from shardc.program.facts import Source
+from shardc.program.provenance import Source
 
 aten = torch.ops.aten
 

@@ -22,9 +22,8 @@ from torch import Tensor
 import shardc
 from shardc import CaptureError, Mesh, P, ShardingError
 from shardc.ops.random import uniform
-from shardc.program.facts import Output
 from shardc.program.node import operand
-from shardc.program.program import Program
+from shardc.program.program import Output, Program
 from shardc.runtime.simulator import simulate
 
 from .suite import Result, exit_code, print_counts, run_cases, write_json

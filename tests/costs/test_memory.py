@@ -14,8 +14,7 @@ from torch import fx
 from shardc import Mesh, P, Precision, Remat, Zero, compile
 from shardc.costs.count import memory_of
 from shardc.language.sharding import TensorType
-from shardc.program.facts import Input, Output
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
 
 aten = torch.ops.aten
 FSDP = gpt.DATA | {"param:*": P("dp")}

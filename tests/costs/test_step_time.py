@@ -18,8 +18,8 @@ from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
 from shardc.costs.time import COMPUTING, OPTIMIZER, Slice, call_seconds, collective_seconds, update_seconds
 from shardc.language.machine import LINKS, Device, Link, Machine, machine_of, num_steps
+from shardc.program.communication import is_collective
 from shardc.program.stages import PARTS
-from shardc.program.traffic import is_collective
 
 MESH = Mesh(dp=2, tp=2)
 

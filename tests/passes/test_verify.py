@@ -17,8 +17,7 @@ from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType
 from shardc.ops.random import uniform
 from shardc.passes.verify import verify
 from shardc.program.collective import all_gather, all_reduce, reduce_scatter
-from shardc.program.facts import Input, Output
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
 from shardc.runtime.comm.comm import SimulatedComm
 
 aten = torch.ops.aten

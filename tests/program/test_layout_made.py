@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.language.sharding import TensorType
-from shardc.program.facts import types_made
-from shardc.program.inference import made_on_meta
+from shardc.program.inference import made_on_meta, types_made
 
 aten = torch.ops.aten
 WIDE = torch.empty(4, 6, device="meta")

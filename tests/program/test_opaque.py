@@ -320,7 +320,7 @@ def test_an_op_of_the_users_own_is_given_tensors_that_lie_in_memory_as_they_are_
 
 @pytest.mark.parametrize("name", ["map", "scan"])
 def test_a_long_map_or_scan_is_an_opaque_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("shardc.capture.capture.higher_order.MAX_STEPS", 3)
+    monkeypatch.setattr("shardc.capture.higher_order.MAX_STEPS", 3)
     assert fallbacks(assert_trains_alike(*model(name))) == ["scan", "scan_backward"]
 
 

@@ -15,8 +15,8 @@ from shardc.language.sharding import Sharding, TensorType
 from shardc.language.text import bytes_text, json_text, table
 from shardc.ops.contraction import dot
 from shardc.program.collective import all_gather, all_reduce, shard_slice
-from shardc.program.facts import Input, Moved, Origin, Output, Place, Source
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
+from shardc.program.provenance import Endpoint, Origin, ShardingChange, Source
 from shardc.program.text import parameters_text, program_text
 from shardc.program.traffic import collectives_of, collectives_text
 from shardc.report.dump.dot import program_dot
@@ -70,7 +70,9 @@ def megatron() -> Program:
     y = known(call(dot, (a, down, "b k, k n -> b n")), f32(16, 64), open_sum, "mlp.down")
     reduced = known(call(all_reduce, (y, ("tp",), "sum")), f32(16, 64), cut("dp,-", 16, 64), "mlp.down")
     came = {"tp": Origin("mlp.down.weight=tp,-", 1, ("dot_1", 0))}
-    why = Moved(Place("dot_1", "mlp.down"), f32(16, 64), open_sum, Place("sum"), cut("dp,-", 16, 64), came=came)
+    why = ShardingChange(
+        Endpoint("dot_1", "mlp.down"), f32(16, 64), open_sum, Endpoint("sum"), cut("dp,-", 16, 64), came=came
+    )
     program.set_causes(reduced, (why,))
     loss = known(call(aten.sum.default, (reduced,), {"dtype": F32}), f32(), Sharding.replicated(MESH, 0))
     ones = known(

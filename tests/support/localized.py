@@ -11,8 +11,7 @@ from torch import fx
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
-from shardc.program.facts import Input, Output
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
 
 aten = torch.ops.aten
 

@@ -14,14 +14,13 @@ from torch import fx
 from shardc.costs.stage_record import StageRecord
 from shardc.language.errors import OptionError
 from shardc.language.text import bytes_text
-from shardc.program.bucket import bucket
 from shardc.program.collective import COLLECTIVES
-from shardc.program.facts import Input
+from shardc.program.communication import bucket, is_collective
 from shardc.program.node import is_getitem
-from shardc.program.program import Program
+from shardc.program.program import Input, Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, type_text, value_names
-from shardc.program.traffic import collectives_of, fallbacks_of, is_collective
+from shardc.program.traffic import collectives_of, fallbacks_of
 from shardc.report.dump.selection import Only
 
 COLLECTIVE_COLOR, FALLBACK_COLOR, MESSAGE_COLOR, SAVED_COLOR = "#f4a261", "#e76f51", "#2a9d8f", "#9aa5b1"

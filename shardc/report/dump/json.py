@@ -18,8 +18,7 @@ from shardc.costs.step import StepRecord, has_machine
 from shardc.language.errors import UsageError
 from shardc.language.sharding import dtype_name
 from shardc.program.collective import Collective
-from shardc.program.facts import Input
-from shardc.program.program import Program
+from shardc.program.program import Input, Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, rank_axes, type_text
 from shardc.program.traffic import collectives_of, fallbacks_of

@@ -11,8 +11,7 @@ from shardc.costs.count import flops_of, memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord, has_machine, rank_flops
 from shardc.language.text import table
-from shardc.program.facts import Input, Output
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
 from shardc.program.stages import has_stages
 from shardc.program.text import (
     fallbacks_text,

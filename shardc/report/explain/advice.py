@@ -22,7 +22,7 @@ from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.partition import P
 from shardc.language.text import bytes_text
 from shardc.program.collective import Collective
-from shardc.program.facts import Crossed
+from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
 from shardc.report.explain.candidates import candidates, stage_candidates
 from shardc.report.explain.collectives import Transfer, instead, is_removed, site_of, transfers, why_needed
@@ -154,7 +154,7 @@ class Advisor:
     def _of_message(self, found: Collective) -> Advice:
         """What would let less cross between stages than now, in all messages together."""
         (cause,), before = found.causes, self._retry.figures
-        assert isinstance(cause, Crossed), found
+        assert isinstance(cause, StageCrossing), found
         is_late, mesh = found.name.startswith("send_after"), self._retry.request.mesh
         changes = stage_candidates(self.program, cause, is_late, mesh, self.tries)
         tried, change, attempt = self._search(changes, lambda attempt, _: attempt.figures.crossing < before.crossing)

@@ -19,12 +19,11 @@ from shardc.passes.propagate.pins import Ranks
 from shardc.passes.propagate.propagate import propagate
 from shardc.passes.reshard.choose_cuts import Plan, choose_cuts
 from shardc.passes.reshard.choose_sides import cheapest_plan
-from shardc.program.bucket import axes_of
 from shardc.program.collective import EXCHANGES
+from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import op_name
 from shardc.program.program import Program
 from shardc.program.stages import sender
-from shardc.program.traffic import collective_at, is_collective
 from shardc.report.explain.collectives import Movement, movements
 from shardc.report.explain.compare import compare_cuts, compare_forms, compare_steps, held, kinds_of, sent, where_summed
 

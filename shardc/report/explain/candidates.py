@@ -15,8 +15,8 @@ from shardc.costs.stage_units import prefixes
 from shardc.language.mesh import Mesh, axis_of
 from shardc.language.partition import Blocks, Entry, P
 from shardc.options import BALANCES, Pipeline, Zero
-from shardc.program.facts import Crossed, Input
-from shardc.program.program import Program
+from shardc.program.program import Input, Program
+from shardc.program.provenance import StageCrossing
 from shardc.report.explain.collectives import Named, Site, axis_names, entry_axes
 from shardc.report.explain.retry import Change, Edit
 
@@ -199,7 +199,7 @@ def _entry_without(entry: Entry, axes: set[str]) -> Entry:
     return (left if len(left) > 1 else left[0]) if left else None
 
 
-def stage_candidates(program: Program, cause: Crossed, is_late: bool, mesh: Mesh, count: int) -> list[Change]:
+def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh: Mesh, count: int) -> list[Change]:
     """At most ``count`` changes for a message between stages; ``is_late``: it goes when all microbatches are done."""
     pipeline = program.options.pipeline
     assert pipeline is not None
@@ -216,14 +216,14 @@ def _freely(pipeline: Pipeline) -> tuple[tuple[str, None], ...]:
     return (("cuts", None),) if pipeline.cuts else ()
 
 
-def _on_one_rank(pipeline: Pipeline, cause: Crossed, mesh: Mesh) -> Iterator[Change]:
+def _on_one_rank(pipeline: Pipeline, cause: StageCrossing, mesh: Mesh) -> Iterator[Change]:
     """Stages placed in a V, so that the first and the last are on one rank."""
     last = mesh.axis_size(pipeline.axis) - 1
     if pipeline.chunks_a_rank == 1 and {cause.source, cause.target} == {0, last}:
         yield Change(stages=(("schedule", "zb-v"), *_freely(pipeline)))
 
 
-def _other_beginnings(program: Program, pipeline: Pipeline, cause: Crossed) -> Iterator[Change]:
+def _other_beginnings(program: Program, pipeline: Pipeline, cause: StageCrossing) -> Iterator[Change]:
     """A stage between the two begins with another module, the nearest first; all other stages as they do."""
     begin, now = _beginnings(program), [path for path, _ in StageRecord(program).modules]
     if not all(path in begin for path in now[1:]):

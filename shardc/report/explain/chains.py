@@ -8,9 +8,9 @@ from itertools import repeat
 from torch import fx
 
 from shardc.program.collective import COLLECTIVES
-from shardc.program.facts import Origin
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
+from shardc.program.provenance import Origin
 from shardc.program.text import op_names, type_text, value_names
 from shardc.report.explain.explanation import Chain, Role, Step
 

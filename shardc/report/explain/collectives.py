@@ -10,14 +10,13 @@ from torch import fx
 from shardc.costs.time import collective_seconds
 from shardc.language.mesh import axis_of
 from shardc.language.partition import P
-from shardc.program.bucket import axes_of, bucket, members, results
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
-from shardc.program.facts import Cause, Edges, Moved, Origin, Pin, Place, Stored
+from shardc.program.communication import axes_of, bucket, collective_at, is_collective, members, results
 from shardc.program.node import is_cast, is_getitem, is_view, op_name, operand, operands
-from shardc.program.program import Program, ends_of
+from shardc.program.program import Pin, Program, ends_of
+from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, Origin, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
-from shardc.program.traffic import collective_at, is_collective
 from shardc.report.explain.chains import Chains
 from shardc.report.explain.explanation import Chain, End, Explanation, Reason, Sent
 from shardc.report.explain.stages import StageExplainer
@@ -61,7 +60,7 @@ class CollectiveExplainer:
     def _member(self, found: Collective, cause: Cause, moved: fx.Node, made: fx.Node) -> Explanation:
         """Why a value is sent: the node that has it, and the node that has what came of it."""
         axes = list(map(axis_of, found.axes))
-        if found.kind == "collective_permute" and isinstance(cause, Moved):
+        if found.kind == "collective_permute" and isinstance(cause, ShardingChange):
             axes += [need.axis for need in cause.needs]
         axes = list(dict.fromkeys(axes))
         source = self.program.source(moved if found.name == made.name else made)
@@ -73,22 +72,22 @@ class CollectiveExplainer:
 
     def _chains(self, cause: Cause, axes: list[str], moved: fx.Node, made: fx.Node) -> Iterator[Chain]:
         """Where each axis came from, to the value that is sent and to what whoever reads it wants."""
-        known = dict(cause.came) if isinstance(cause, Moved) else dict(self.program.origin(moved))
-        wanted = {need.axis: need.by for need in cause.needs if need.by} if isinstance(cause, Moved) else {}
+        known = dict(cause.came) if isinstance(cause, ShardingChange) else dict(self.program.origin(moved))
+        wanted = {need.axis: need.by for need in cause.needs if need.by} if isinstance(cause, ShardingChange) else {}
         for axis in axes:
             if axis in known:
                 yield self.chains.chain(axis, known[axis], moved)
             yield from self._added(cause, axis, known)
             if axis in wanted and wanted[axis] != known.get(axis):
                 yield self.chains.chain(axis, wanted[axis])
-            elif isinstance(cause, Moved) and cause.stored and axis in _stored_axes(cause.stored):
+            elif isinstance(cause, ShardingChange) and cause.stored and axis in _stored_axes(cause.stored):
                 yield self.chains.chain(axis, self.program.origin(made)[axis], made)
 
     def _added(self, cause: Cause, axis: str, known: Mapping[str, Origin]) -> Iterator[Chain]:
         """Of a sum of several values, where the axis came from to the others, if that is elsewhere."""
         first = known.get(axis)
         found = {} if first is None else {each.annotation: each for each in first.others}
-        for other in cause.added if isinstance(cause, Moved) else ():
+        for other in cause.added if isinstance(cause, ShardingChange) else ():
             origin = other.came.get(axis)
             for each in () if origin is None else (origin, *origin.others):
                 found.setdefault(each.annotation, each)
@@ -103,35 +102,37 @@ class CollectiveExplainer:
 
     def _wants(self, found: Collective, cause: Cause, made: fx.Node) -> End:
         """Who reads what is made, and what it takes: of a stored parameter the first that does, in its stage."""
-        if isinstance(cause, Moved):
+        if isinstance(cause, ShardingChange):
             node = self.chains.nodes.get(cause.user.name)
             taken = operands(node) if node is not None and node.op == "call_function" else ()
             given = taken.index(made) if made in taken else cause.operand
             return self._end(cause.user, cause.wants.text(cause.type), given)
-        readers = list(_readers(made, isinstance(cause, Edges)))
+        readers = list(_readers(made, isinstance(cause, NeighbourEdges)))
         reader = next((each for each in readers if self._is_run(each, found.stage)), next(iter(readers), made))
         source = self.program.source(reader)
-        place = Place(reader.name, source.module, source.location)
+        place = Endpoint(reader.name, source.module, source.location)
         return self._end(place, type_text(self.program, made), None)
 
     def _is_run(self, node: fx.Node, stage: int | None) -> bool:
         return self.stages is None or any(run["stage"] == stage for run in self.stages.record.runs.get(node, ()))
 
-    def _end(self, place: Place, type_: str, operand: int | None) -> End:
+    def _end(self, place: Endpoint, type_: str, operand: int | None) -> End:
         node = self.chains.nodes.get(place.name)
         return End(place.name, type_, self.chains.op(node) if node else "", operand, place.module, place.location)
 
     def _reasons(self, cause: Cause, axes: list[str]) -> Iterator[Reason]:
-        if isinstance(cause, Moved):
+        if isinstance(cause, ShardingChange):
             yield from (Reason(need.axis, need.kind, need.dim, need.end) for need in cause.needs if need.axis in axes)
-        stored = cause.stored if isinstance(cause, Moved) else cause if isinstance(cause, Stored) else None
+        stored = (
+            cause.stored if isinstance(cause, ShardingChange) else cause if isinstance(cause, StorageChange) else None
+        )
         if stored is not None:
             yield from (Reason(axis, "stored", end=stored.option) for axis in axes if axis in _stored_axes(stored))
-        elif not isinstance(cause, Moved):
+        elif not isinstance(cause, ShardingChange):
             yield from (Reason(axis, "edges") for axis in axes)
 
 
-def _stored_axes(stored: Stored) -> set[str]:
+def _stored_axes(stored: StorageChange) -> set[str]:
     """The axes that cut a parameter between uses alone."""
     return {part.name for part in stored.stored.cut_axes} - {part.name for part in stored.computed.cut_axes}
 
@@ -178,7 +179,7 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
     said = {f"{pattern}: {spec!r}": pattern for pattern, spec in annotations.items()}
     beside = dict.fromkeys(value for movement in moved for value in _beside(program, movement))
     pinned = {(pin.kind, pin.name): pin.text for pin in program.pins}
-    needs = [need for cause in program.causes(node) if isinstance(cause, Moved) for need in cause.needs]
+    needs = [need for cause in program.causes(node) if isinstance(cause, ShardingChange) for need in cause.needs]
     direct = {said.get(pinned.get((value.kind, value.name), "")) for value in beside}
     direct |= {said.get(need.end) for need in needs if need.kind in ("placed", "end")}
     origins = {*(need.end for need in needs), *_origins(program, node, moved, axes)}

@@ -14,10 +14,11 @@ from torch import fx, nn
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.sharding import TensorType
-from shardc.program.bucket import bucket
 from shardc.program.collective import Collective
-from shardc.program.facts import Source, types_of
+from shardc.program.communication import bucket
+from shardc.program.inference import types_of
 from shardc.program.program import Program, gradient_names
+from shardc.program.provenance import Source
 from shardc.program.stages import has_stages
 from shardc.program.text import type_text
 from shardc.program.traffic import collectives_of, fallbacks_of

@@ -11,9 +11,9 @@ from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_units import prefixes
 from shardc.options import Pipeline
 from shardc.program.collective import Collective
-from shardc.program.facts import Crossed, Source
 from shardc.program.node import descendants, operands
 from shardc.program.program import Program
+from shardc.program.provenance import Source, StageCrossing
 from shardc.program.text import type_text
 from shardc.report.explain.chains import Chains
 from shardc.report.explain.explanation import End, Explanation, Reason, Sent
@@ -33,7 +33,7 @@ class StageExplainer:
     def message(self, found: Collective, sent: Sent) -> Explanation:
         """Why a message is there; of several values, why each is in it."""
         (cause,) = found.causes
-        assert isinstance(cause, Crossed), found
+        assert isinstance(cause, StageCrossing), found
         parts = tuple(self._value(found, cause, self.chains.nodes[name]) for name in cause.values)
         notes = tuple(self._notes(found, cause))
         if len(parts) == 1:
@@ -43,7 +43,7 @@ class StageExplainer:
             )  # fmt: skip
         return Explanation(found.name, "collective", location=found.source, sent=sent, parts=parts, notes=notes)
 
-    def _value(self, found: Collective, cause: Crossed, node: fx.Node) -> Explanation:
+    def _value(self, found: Collective, cause: StageCrossing, node: fx.Node) -> Explanation:
         source, type_, name = self.program.source(node), type_text(self.program, node), self.chains.names[node]
         has = End(name, type_, self.chains.op(node), None, source.module, source.location)
         return Explanation(
@@ -63,7 +63,7 @@ class StageExplainer:
         operand = taken.index(node) if node in taken else None
         return End(name, type_, self.chains.op(reader), operand, source.module, source.location)
 
-    def _notes(self, found: Collective, cause: Crossed) -> Iterator[str]:
+    def _notes(self, found: Collective, cause: StageCrossing) -> Iterator[str]:
         low, high = sorted((cause.source, cause.target))
         if found.name.startswith("send_after"):
             yield from self._ends(cause)
@@ -71,7 +71,7 @@ class StageExplainer:
             yield f"the gradient of what stage {low} sends in forward goes back the same way"
         yield from (self.beginning(stage) for stage in range(low + 1, high + 1))
 
-    def _ends(self, cause: Crossed) -> Iterator[str]:
+    def _ends(self, cause: StageCrossing) -> Iterator[str]:
         """What a value is of that is sent once, when all microbatches are done."""
         nodes = [self.chains.nodes[name] for name in cause.values]
         behind = descendants(*nodes)

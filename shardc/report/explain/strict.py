@@ -21,13 +21,12 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from shardc.language.errors import ShardingError, raise_all
-from shardc.program.bucket import axes_of
 from shardc.program.collective import COLLECTIVES, Collective, reshard
-from shardc.program.facts import PARAMETER, PARAMETER_FIRST, YIELDING, Pin
+from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import is_annotation, is_getitem, op_name, operand
-from shardc.program.program import Program, Value, ends_of
+from shardc.program.program import Pin, Program, Value, ends_of
+from shardc.program.provenance import PARAMETER, PARAMETER_FIRST, YIELDING
 from shardc.program.text import type_text
-from shardc.program.traffic import collective_at, is_collective
 
 _STORED = ("parameter", "buffer")
 

@@ -14,7 +14,7 @@ from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_record import schedule_of
 from shardc.costs.step import StepCost
 from shardc.language.sharding import TensorType
-from shardc.program.bucket import members, results
+from shardc.program.communication import members, results
 from shardc.program.lifetime import Storage, owners_of, storages
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import TIMED, has_stages, stages_of

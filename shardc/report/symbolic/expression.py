@@ -15,8 +15,8 @@ from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh
 from shardc.language.sharding import DimSharding, Sharding, TensorType, num_shards
 from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
 from shardc.ops.pointwise import is_pointwise
-from shardc.program.bucket import members
 from shardc.program.collective import EXCHANGES
+from shardc.program.communication import members
 from shardc.program.program import Program
 from shardc.report.symbolic.form import Form, Point
 

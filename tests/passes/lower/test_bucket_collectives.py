@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, ShardingError, Zero
-from shardc.program.bucket import members
-from shardc.program.traffic import collectives_of, deferrable, is_collective
+from shardc.program.code_motion import deferrable
+from shardc.program.communication import is_collective, members
+from shardc.program.traffic import collectives_of
 from shardc.runtime.comm.comm import Flat, SimulatedComm
 from shardc.runtime.simulator import simulate
 

@@ -11,9 +11,8 @@ from shardc import Mesh, P
 from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.lower.fuse_collectives import fuse_collectives
 from shardc.program.collective import all_reduce, shard_slice
-from shardc.program.facts import Input, Output
-from shardc.program.program import Program
-from shardc.program.traffic import is_collective
+from shardc.program.communication import is_collective
+from shardc.program.program import Input, Output, Program
 
 MESH = Mesh(dp=2, tp=2)
 

@@ -6,7 +6,7 @@ from printed import after, block, compiled, parameter, printed, value
 from torch import Tensor
 
 from shardc import Mesh, P
-from shardc.program.facts import cause_text
+from shardc.program.provenance import cause_text
 
 MESH = Mesh(dp=2, tp=4)
 ONE = Mesh(a=2)

@@ -12,8 +12,8 @@ from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.reshard.lower_reshards import lower_reshards
 from shardc.program.collective import COLLECTIVES, reshard
-from shardc.program.facts import Input, Moved, Output, Place, Source
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
+from shardc.program.provenance import Endpoint, ShardingChange, Source
 from shardc.program.traffic import collectives_of
 from shardc.runtime.simulator import interpret
 
@@ -31,7 +31,7 @@ def resharded(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Program:
         program.set_type(node, type_)
         program.set_sharding(node, sharding)
     program.set_source(y, Source("block.0", "model.py:7", "backward"))
-    program.set_causes(y, (Moved(Place("x"), type_, src, Place("mm"), dst),))
+    program.set_causes(y, (ShardingChange(Endpoint("x"), type_, src, Endpoint("mm"), dst),))
     return program
 
 

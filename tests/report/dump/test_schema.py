@@ -15,7 +15,7 @@ from targets import mlp, weighed
 from shardc import Compiled, Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
-from shardc.program.facts import NeedKind
+from shardc.program.provenance import NeedKind
 from shardc.report.dump.diff import diff
 from shardc.report.dump.json import program_json, schema_of
 from shardc.report.explain import advice, explanation

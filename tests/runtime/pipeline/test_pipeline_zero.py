@@ -21,7 +21,8 @@ from shardc.api import Compiled
 from shardc.costs.count import nbytes
 from shardc.costs.memory import memory_by_rank
 from shardc.options import Pipeline
-from shardc.program.bucket import chain, members
+from shardc.program.code_motion import chain
+from shardc.program.communication import members
 from shardc.program.program import parameters_of
 from shardc.program.stages import Stage, stages_of
 from shardc.runtime.comm.comm import SimulatedComm
