@@ -48,6 +48,10 @@ PASSES: tuple[Pass, ...] = (
     localize,  # local shapes, one text for all ranks
 )
 
+UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
+PROPAGATED: Pass = propagate  # every value has a sharding
+SETTLED: Pass = fuse_collectives  # no later pass adds or removes a collective, or gives it another value
+
 Watcher = Callable[[str, Program, float], None]
 
 

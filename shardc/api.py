@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardc.capture.annotations import (
-    Match,
-    Spec,
-    annotated_parameters,
-    check_annotations,
-    idle_error,
-    note_of,
-    unused_annotations,
-)
+from shardc import compiler
+from shardc.capture.annotations import Match, Spec, annotated_parameters, check_annotations
 from shardc.capture.call import fed, state_of
-from shardc.capture.capture import CallingConvention
-from shardc.capture.tracing import young_garbage_only
-from shardc.compiler import Request
-from shardc.costs.stage_record import schedule_of
-from shardc.costs.time import slow_link_note
-from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.errors import raise_all
 from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
@@ -42,11 +29,11 @@ from shardc.options import (
 from shardc.program.collective import Collective
 from shardc.program.program import Pin, Program, gradient_names, shardings_of
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.strict import check_strict
+from shardc.report.explain.strict import strict_offences
 
 if TYPE_CHECKING:
     import torch
-    from torch import fx, nn
+    from torch import nn
 
     from shardc.costs.step import StepCost
     from shardc.report.explain.advice import Advice
@@ -56,42 +43,10 @@ if TYPE_CHECKING:
     from shardc.schedules.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled model: the program after every pass, and what can be asked of it.
+class Compiled(compiler.Compiled):
+    """A compiled model: its programs, and what can be asked of them."""
 
-    ``seconds``: how long capture and each pass took. ``request``: what was asked, to ask again.
-    """
-
-    model: nn.Module
-    program: Program
-    convention: CallingConvention
-    stages: Mapping[str, Program] = field(repr=False)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    request: Request | None = field(default=None, repr=False)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh it was compiled for."""
-        assert self.program.mesh is not None
-        return self.program.mesh
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph as it stands after the last pass, in local shapes."""
-        return self.program.graph
-
-    def at(self, name: str) -> Program:
-        """The program after the named pass; ``capture`` is the first."""
-        if name not in list(self.stages):
-            known, remedy = ", ".join(self.stages), did_you_mean(name, self.stages) or "name one of them"
-            raise OptionError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
-        return self.stages[name]
-
-    @property
-    def whole(self) -> Program:
-        """The last program in global shapes, which has every collective; what dump and explain speak of."""
-        return [program for program in self.stages.values() if program.level != "localized"][-1]
+    __slots__ = ()
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -152,11 +107,10 @@ class Compiled:
         return advise(self, name, tries)
 
     def choices(self) -> dict[str, tuple[Alternative, ...]]:
-        """For each collective what the compiler chose among there."""
-        from shardc.report.explain.alternatives import Chooser
+        """For each collective, by name, what the compiler chose among there."""
+        from shardc.report.explain.alternatives import choices
 
-        chooser = Chooser(self)
-        return {found.name: chooser.alternatives(found.name) for found in self.collectives}
+        return choices(self)
 
     def simulate(
         self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any
@@ -205,7 +159,6 @@ class Compiled:
         return list(fed(program, state, tensors, grad_outputs or {}, (seed, step)))
 
 
-@young_garbage_only()
 def compile(
     model: nn.Module,
     mesh: Any,
@@ -235,39 +188,18 @@ def compile(
 
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
-    from shardc.passes.order import run_passes
-    from shardc.passes.propagate.idle_annotations import idle_annotations
-
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
     options.check(described)
     check_model(model)
     check_call(args, kwargs or {}, train, differentiable, strict)
-    request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed)
-    matched = request.matched(model)
-    stages, seconds = dict[str, Program](), dict[str, float]()
-
-    def watch(name: str, program: Program, took: float) -> None:
-        stages[name], seconds[name] = program, took
-
-    start = time.perf_counter()
-    captured = request.capture(model, matched)
-    asked = request.asked(captured.program, matched)
-    unused = list(unused_annotations(captured.program, matched, asked))
+    request = compiler.Request(
+        described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict
+    )
+    data = compiler.compile_request(model, request)
+    compiled = Compiled(**{each.name: getattr(data, each.name) for each in fields(data)})
     if strict:
-        raise_all(unused)
-    program = request.program(captured.program, asked)
-    watch("capture", program, time.perf_counter() - start)
-    run_passes(program, watch)
-    unused += map(idle_error, idle_annotations(stages["keep_dims"], stages["propagate"]))
-    whole, local = list(stages)[-2:]  # in global shapes, in local ones
-    notes = [*filter(None, [slow_link_note(stages[whole])]), *map(note_of, unused)]
-    stages |= {name: replace(stages[name], notes=(*stages[name].notes, *notes)) for name in (whole, local)}
-    program = stages[local]
-    if pipeline:
-        schedule_of(program)  # an error for what needs the whole batch, and for a schedule that cannot run
-    if strict:
-        check_strict(stages["fuse_collectives"], [*asked, *(pin for pin in program.pins if pin.kind == "value")])
-    return Compiled(model, program, captured.convention, stages, seconds, request.on_meta())
+        raise_all(strict_offences(compiled))
+    return compiled
 
 
 _compile = compile  # under a name that ``parallelize`` has no argument of

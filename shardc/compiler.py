@@ -1,25 +1,45 @@
-"""What ``compile`` is asked, beside the model: enough to ask again with other annotations."""
+"""The compiler: a model and what was asked of it go in, a program for each rank comes out, as data."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shardc.capture.annotations import Matched, Spec, match, resolve
+import torch
+
+from shardc.capture.annotations import (
+    Matched,
+    Spec,
+    idle_error,
+    match,
+    note_of,
+    resolve,
+    unused_annotations,
+)
+from shardc.capture.call import CallingConvention, flatten, rebuild
 from shardc.capture.capture import Captured, capture
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
+from shardc.costs.stage_record import schedule_of
+from shardc.costs.time import slow_link_note
+from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.options import Options
+from shardc.passes.order import PROPAGATED, UNANNOTATED, Pass, run_passes
+from shardc.passes.propagate.idle_annotations import idle_annotations
 from shardc.program.program import Pin, Program
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import fx, nn
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of ``compile`` but the model; see there."""
+    """The arguments of ``shardc.compile`` without the model: enough to compile it again with a change.
+
+    ``fixed``: shardings of values that stand above every annotation.
+    """
 
     mesh: Mesh
     annotations: Mapping[str, Spec] = field(default_factory=dict)
@@ -29,64 +49,130 @@ class Request:
     differentiable: tuple[str, ...] = ()
     options: Options = field(default_factory=Options)
     fixed: tuple[Pin, ...] = ()
+    strict: bool = False
 
-    def on_meta(self) -> Request:
-        """The same with inputs that have no values, which may be kept."""
-        return replace(self, args=_on_meta(tuple(self.args)), kwargs=_on_meta(dict(self.kwargs)))
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled model, as data; ``shardc.Compiled`` adds what a user asks of it.
+
+    ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
+    name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
+    """
+
+    model: nn.Module
+    program: Program
+    convention: CallingConvention
+    after: Mapping[str, Program] = field(repr=False)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    request: Request | None = field(default=None, repr=False)
 
     @property
-    def computing(self) -> Mesh:
-        """The mesh of the program: of a pipeline that of one stage, with an axis of microbatches."""
-        pipeline = self.options.pipeline
-        return pipeline.compute_mesh(self.mesh) if pipeline else self.mesh
+    def mesh(self) -> Mesh:
+        """The mesh of the compiled program."""
+        assert self.program.mesh is not None
+        return self.program.mesh
 
     @property
-    def annotated(self) -> Mesh:
-        """The mesh that annotations speak of: of a pipeline that of the ranks of one stage."""
-        pipeline = self.options.pipeline
-        return pipeline.stage_mesh(self.mesh) if pipeline else self.mesh
+    def graph(self) -> fx.Graph:
+        """The graph after the last pass, in local shapes."""
+        return self.program.graph
 
-    def matched(self, model: nn.Module) -> Matched:
-        """What is annotated. Raises a ShardingError for a pattern that means nothing, or too much."""
-        return match(self.annotations, model, self.args, self.kwargs, self.annotated)
+    def at(self, name: str | Pass) -> Program:
+        """The program after a pass, which is named or given; ``"capture"`` is the first.
 
-    def capture(self, model: nn.Module, matched: Matched) -> Captured:
-        """The model's graph, with what is annotated in it. Raises a CaptureError."""
-        return capture(
-            model, self.args, self.kwargs, train=self.train, modules=matched.modules,
-            differentiable=self.differentiable, precision=self.options.precision,
-        )  # fmt: skip
+        Raises an OptionError, with near names, for a name that no pass has.
+        """
+        name = name if isinstance(name, str) else name.__name__
+        if name not in self.after:
+            known, remedy = ", ".join(self.after), did_you_mean(name, self.after) or "name one of them"
+            raise OptionError(f"pass {name!r}", f"the passes are {known}", "there is no such pass", remedy)
+        return self.after[name]
 
-    def asked(self, captured: Program, matched: Matched) -> tuple[Pin, ...]:
-        """The shardings that the annotations of inputs and outputs fix."""
-        return resolve(captured, matched, self.computing)
-
-    def program(self, captured: Program, asked: tuple[Pin, ...]) -> Program:
-        """The captured program as the first pass takes it."""
-        pipeline = self.options.pipeline
-        settled = {(pin.kind, pin.name) for pin in self.fixed}
-        pins = (*(pin for pin in asked if (pin.kind, pin.name) not in settled), *self.fixed)
-        notes = captured.notes
-        if pipeline:
-            check_loss(captured)
-            pins = tuple(with_microbatches(captured, pins, pipeline, self.computing))
-            notes = (*notes, *empty_microbatches(captured, pins, pipeline))
-        num_stages = pipeline.num_stages(self.mesh) if pipeline else 1
-        return replace(
-            captured, mesh=self.computing, pins=pins, options=self.options, num_stages=num_stages, notes=notes
-        )
+    @property
+    def whole(self) -> Program:
+        """The last program in global shapes: it has every collective, and is what dump and explain speak of."""
+        return [program for program in self.after.values() if program.level != "localized"][-1]
 
 
-def _on_meta(value: Any) -> Any:
-    import torch
+def compile_request(model: nn.Module, request: Request) -> Compiled:
+    """Capture a model, pin what is annotated, and run the passes.
 
-    from shardc.capture.call import flatten, rebuild
+    Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
+    """
+    after, seconds = dict[str, Program](), dict[str, float]()
 
-    leaves, tree = flatten(value)
-    return rebuild(tree, [_typed(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves])
+    def watch(name: str, program: Program, took: float) -> None:
+        after[name], seconds[name] = program, took
+
+    start = time.perf_counter()
+    matched = match_annotations(model, request)
+    captured = capture_model(model, request, matched)
+    pins = resolve_pins(captured.program, request, matched)
+    unused = list(unused_annotations(captured.program, matched, pins))
+    if request.strict:
+        raise_all(unused)
+    watch("capture", first_program(captured.program, request, pins), time.perf_counter() - start)
+    local = run_passes(after["capture"], watch)
+    unused += map(idle_error, idle_annotations(after[UNANNOTATED.__name__], after[PROPAGATED.__name__]))
+    compiled = Compiled(model, local, captured.convention, after, seconds, replace(request, **_on_meta(request)))
+    if request.options.pipeline:
+        schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
+    return _with_notes(compiled, [*filter(None, [slow_link_note(compiled.whole)]), *map(note_of, unused)])
 
 
-def _typed(tensor: Any) -> Any:
-    import torch
+def match_annotations(model: nn.Module, request: Request) -> Matched:
+    """The names that each pattern means. Raises a ShardingError for a pattern that means none, or too much."""
+    mesh = request.options.stage_mesh(request.mesh)
+    return match(request.annotations, model, request.args, request.kwargs, mesh)
 
+
+def capture_model(model: nn.Module, request: Request, matched: Matched) -> Captured:
+    """The joint graph of the model, with annotations of module outputs in it. Raises a CaptureError."""
+    return capture(
+        model, request.args, request.kwargs, train=request.train, modules=matched.modules,
+        differentiable=request.differentiable, precision=request.options.precision,
+    )  # fmt: skip
+
+
+def resolve_pins(captured: Program, request: Request, matched: Matched) -> tuple[Pin, ...]:
+    """The shardings that annotations of inputs and outputs fix."""
+    return resolve(captured, matched, request.options.compute_mesh(request.mesh))
+
+
+def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) -> Program:
+    """The captured program with mesh, options and pins: what the first pass takes."""
+    options, notes = request.options, captured.notes
+    mesh = options.compute_mesh(request.mesh)
+    fixed = {(pin.kind, pin.name) for pin in request.fixed}
+    pins = (*(pin for pin in pins if (pin.kind, pin.name) not in fixed), *request.fixed)
+    num_stages = 1
+    if options.pipeline:
+        check_loss(captured)
+        pins = tuple(with_microbatches(captured, pins, options.pipeline, mesh))
+        notes = (*notes, *empty_microbatches(captured, pins, options.pipeline))
+        num_stages = options.pipeline.num_stages(request.mesh)
+    return replace(captured, mesh=mesh, pins=pins, options=options, num_stages=num_stages, notes=notes)
+
+
+def _with_notes(compiled: Compiled, notes: Sequence[str]) -> Compiled:
+    """Add notes to the two programs that people look at: the last one in global shapes and the local one."""
+    shown = (compiled.whole, compiled.program)
+    after = {
+        name: replace(program, notes=(*program.notes, *notes)) if any(program is each for each in shown) else program
+        for name, program in compiled.after.items()
+    }
+    return replace(compiled, program=next(reversed(after.values())), after=after)
+
+
+def _on_meta(request: Request) -> dict[str, Any]:
+    """The example inputs of a request without their values, so that they may be kept."""
+    leaves, tree = flatten({"args": tuple(request.args), "kwargs": dict(request.kwargs)})
+    rebuilt: dict[str, Any] = rebuild(
+        tree, [_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+    )
+    return rebuilt
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

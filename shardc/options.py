@@ -278,6 +278,14 @@ class Options:
     pipeline: Pipeline | None = None
     machine: Machine = field(default_factory=Machine)
 
+    def stage_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh that annotations speak of: with a pipeline the ranks of one stage, else all of them."""
+        return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
+
+    def compute_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of the program: with a pipeline the ranks of one stage and an axis of microbatches, else all."""
+        return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
+
     def check(self, mesh: Mesh) -> None:
         """An OptionError for an option that is of another type or does not fit the mesh."""
         self.check_kinds()

@@ -38,7 +38,7 @@ def stages() -> dict[str, Program]:
     """A program after every pass."""
     annotations = {"x": P("dp"), "w": P(None, "tp"), "table": P(None, "dp")}
     weights = {"w": parameter(6, 4), "u": parameter(4, 8), "table": parameter(8, 8)}
-    return dict(compiled(network, MESH, annotations, True, x=value(8, 6), **weights).stages)
+    return dict(compiled(network, MESH, annotations, True, x=value(8, 6), **weights).after)
 
 
 Change = Callable[[Program, dict[str, fx.Node]], object]

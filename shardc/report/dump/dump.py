@@ -12,7 +12,7 @@ from shardc.report.dump.selection import Only
 from shardc.report.dump.text import only_text, whole_text
 
 if TYPE_CHECKING:
-    from shardc.api import Compiled
+    from shardc.compiler import Compiled
 
 FORMATS = ("text", "json", "dot", "html")
 

@@ -26,16 +26,16 @@ from shardc.program.stages import has_stages
 from shardc.program.text import call_text, op_names, value_names
 from shardc.report.dump.json import program_json
 from shardc.report.dump.selection import Only
-from shardc.report.explain.alternatives import Alternative
+from shardc.report.explain.alternatives import Alternative, choices
 from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import Chain, Explanation, Step, reason_text
-from shardc.report.explain.strict import offences
+from shardc.report.explain.strict import strict_offences
 from shardc.schedules.schedule import Action
 from shardc.schedules.timeline import Task, Timeline, rounded
 
 if TYPE_CHECKING:
-    from shardc.api import Compiled
+    from shardc.compiler import Compiled
 
 
 def report_record(compiled: Compiled, program: Program, asking: str = "") -> dict[str, Any]:
@@ -57,7 +57,7 @@ def report_record(compiled: Compiled, program: Program, asking: str = "") -> dic
             "calls": _calls(program),
             "pins": [{"kind": pin.kind, "name": pin.name, "text": pin.text} for pin in program.pins],
             "offences": _offences(compiled),
-            **why_record(program, compiled.choices() if program.level == "lowered" else {}),
+            **why_record(program, choices(compiled) if program.level == "lowered" else {}),
             "layouts": dict(_layouts(program)),
             **_over_time(program),
         },
@@ -84,9 +84,10 @@ def _calls(program: Program) -> dict[str, str]:
 
 def _offences(compiled: Compiled) -> list[dict[str, str]]:
     """What ``strict`` would refuse."""
-    lowered = compiled.stages["fuse_collectives"]
-    found = offences(lowered, [*lowered.pins, *(pin for pin in compiled.program.pins if pin.kind == "value")])
-    return [{"who": e.who, "what": e.what, "problem": e.problem, "remedy": e.remedy} for e in found]
+    return [
+        {"who": each.who, "what": each.what, "problem": each.problem, "remedy": each.remedy}
+        for each in strict_offences(compiled)
+    ]
 
 
 # Layout.

@@ -20,7 +20,7 @@ from shardc.report.dump.json import node_entry
 from shardc.report.dump.selection import Only
 
 if TYPE_CHECKING:
-    from shardc.api import Compiled
+    from shardc.compiler import Compiled
 
 CONTEXT = 2  # lines that stayed, before and after one that did not
 
@@ -30,7 +30,7 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
 
     One pass alone is held against the one before it. ``only``: a glob of values and modules, as for ``dump``.
     """
-    names = _two(passes, list(compiled.stages))
+    names = _two(passes, list(compiled.after))
     before, after = (compiled.at(name) for name in names)
     found = _Difference(names, _lines(before, _asked(before, only)), _lines(after, _asked(after, only)))
     if format == "json":

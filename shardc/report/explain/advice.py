@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import fx
 
-from shardc.api import Compiled
+from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.partition import P
 from shardc.language.text import bytes_text
 from shardc.program.collective import Collective
 from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
+from shardc.program.traffic import collectives_of
 from shardc.report.explain.candidates import candidates, stage_candidates
 from shardc.report.explain.collectives import Transfer, instead, is_removed, site_of, transfers, why_needed
 from shardc.report.explain.retry import Attempt, Change, Figures, Retry
@@ -127,7 +128,7 @@ class Advisor:
         self.program, self.tries = compiled.whole, max(1, tries)
         self._retry = Retry(compiled)
         self._moved = transfers(self.program)
-        self._sent = {each.name: each for each in compiled.collectives}
+        self._sent = {each.name: each for each in collectives_of(compiled.program)}
 
     @cached_property
     def _nodes(self) -> dict[str, fx.Node]:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import fx
 
-from shardc.api import Compiled
+from shardc.compiler import Compiled
 from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.propagate.pins import Ranks
 from shardc.passes.propagate.propagate import propagate
@@ -24,6 +24,7 @@ from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import op_name
 from shardc.program.program import Program
 from shardc.program.stages import sender
+from shardc.program.traffic import collectives_of
 from shardc.report.explain.collectives import Movement, movements
 from shardc.report.explain.compare import compare_cuts, compare_forms, compare_steps, held, kinds_of, sent, where_summed
 
@@ -176,6 +177,12 @@ def _ends(program: Program, moved: Movement) -> Pair | None:
 def alternatives(compiled: Compiled, name: str) -> tuple[Alternative, ...]:
     """What the compiler chose among where a collective of a compiled model stands."""
     return Chooser(compiled).alternatives(name)
+
+
+def choices(compiled: Compiled) -> dict[str, tuple[Alternative, ...]]:
+    """For each collective of a compiled model, by name, what the compiler chose among there."""
+    chooser = Chooser(compiled)
+    return {each.name: chooser.alternatives(each.name) for each in collectives_of(compiled.program)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from shardc.report.explain.explanation import Explanation, Kind
 from shardc.report.explain.stages import StageExplainer
 
 if TYPE_CHECKING:
-    from shardc.api import Compiled
+    from shardc.compiler import Compiled
 
 Table = Mapping[str, Callable[[], Explanation]]
 WITHOUT = {  # what gives a program some of a kind that it has none of
@@ -39,7 +39,7 @@ WITHOUT = {  # what gives a program some of a kind that it has none of
 
 def explain(compiled: Compiled, name: str) -> Explanation:
     """Why what ``name`` names is as it is: see ``Explainer.explain``."""
-    others = {given: program for given, program in compiled.stages.items() if program is not compiled.whole}
+    others = {given: program for given, program in compiled.after.items() if program is not compiled.whole}
     return Explainer(compiled.whole, compiled.model, others).explain(name)
 
 

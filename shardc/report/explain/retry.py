@@ -11,25 +11,27 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.api import Compiled
-from shardc.compiler import Request
+from shardc.compiler import (
+    Compiled,
+    Request,
+    capture_model,
+    first_program,
+    match_annotations,
+    resolve_pins,
+)
 from shardc.costs.count import flops_of, memory_of
 from shardc.costs.stage_record import StageRecord, schedule_of
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Pipeline, Zero
-from shardc.passes.order import PASSES
+from shardc.passes.order import SETTLED, UNANNOTATED, Pass, run_passes
 from shardc.passes.propagate.pins import annotation_text
 from shardc.program.node import is_annotation, operand
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, stages_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.collectives import Transfer, transfers
-
-SETTLED = "fuse_collectives"  # after it no pass takes a collective away, or adds one to another value
-UNREAD = "keep_dims"  # up to it only the annotations of outputs and modules are read
-NAMES = [each.__name__ for each in PASSES]
 
 
 def figures_of(program: Program) -> Figures:
@@ -45,27 +47,21 @@ def figures_of(program: Program) -> Figures:
 
 @dataclass
 class Attempt:
-    """A plan under other annotations. ``start``: a program and the pass after which it stands."""
+    """A plan under other annotations. ``program`` stands after the pass ``after``, or was captured where it is None."""
 
     program: Program
-    after: str
+    after: Pass | None = None
 
     @cached_property
     def transfers(self) -> frozenset[Transfer]:
-        """What is moved: known before the last passes, which are run where figures are asked for."""
-        self._run_to(SETTLED)
+        """The transfers of the plan. They are settled before the last passes, which run where figures are needed."""
+        self.program, self.after = run_passes(self.program, after=self.after, until=SETTLED), SETTLED
         return frozenset(each for found in transfers(self.program).values() for each in found)
 
     @cached_property
     def figures(self) -> Figures:
-        """What it costs."""
-        self._run_to(NAMES[-1])
-        return figures_of(self.program)
-
-    def _run_to(self, name: str) -> None:
-        first = NAMES.index(self.after) + 1 if self.after in NAMES else 0
-        for run in PASSES[first : NAMES.index(name) + 1]:
-            self.program, self.after = run(self.program), run.__name__
+        """The cost of a step on one rank."""
+        return figures_of(run_passes(self.program, after=self.after))
 
 
 class Retry:
@@ -105,19 +101,22 @@ class Retry:
     def _attempt(self, request: Request, taken_out: tuple[str, ...]) -> Attempt:
         is_cut_anew = (request.mesh, request.options.pipeline) != (self.request.mesh, self.request.options.pipeline)
         model, base = self.compiled.model, _without_calls(self.compiled.at("capture"), taken_out)
-        before, matched = self.request.matched(model), request.matched(model)
+        before, matched = match_annotations(model, self.request), match_annotations(model, request)
         if matched.modules != before.modules:
-            captured = _without_calls(request.capture(model, matched).program, taken_out)
-            found = Attempt(request.program(captured, request.asked(captured, matched)), "")
+            captured = _without_calls(capture_model(model, request, matched).program, taken_out)
+            found = Attempt(first_program(captured, request, resolve_pins(captured, request, matched)))
         else:
-            asked = request.asked(base, matched)
-            is_read = is_cut_anew or bool(taken_out) or _outputs(asked) != _outputs(self.request.asked(base, before))
-            program = request.program(base, asked)
-            found = Attempt(program, "") if is_read else Attempt(_with_pins(self.compiled.at(UNREAD), program), UNREAD)
+            pins = resolve_pins(base, request, matched)
+            outputs = _outputs(resolve_pins(base, self.request, before))
+            program = first_program(base, request, pins)
+            if is_cut_anew or taken_out or _outputs(pins) != outputs:
+                found = Attempt(program)
+            else:
+                found = Attempt(_with_pins(self.compiled.at(UNANNOTATED), program), UNANNOTATED)
         if request.options.pipeline and found.transfers is not None:
-            stages_of(found.program)  # an error for what needs the whole batch
+            stages_of(found.program)  # raises for an op that needs the whole batch
         if is_cut_anew:
-            schedule_of(found.program)  # an error for one that cannot run
+            schedule_of(found.program)  # raises for a schedule that cannot run
         return found
 
 
@@ -125,7 +124,8 @@ def annotations_of(request: Request) -> dict[str, P]:
     """What was annotated, each as a P."""
     from shardc.capture.annotations import spec_of
 
-    return {name: spec_of(given, request.annotated, name) for name, given in request.annotations.items()}
+    mesh = request.options.stage_mesh(request.mesh)
+    return {name: spec_of(given, mesh, name) for name, given in request.annotations.items()}
 
 
 def _outputs(asked: Any) -> list[Any]:

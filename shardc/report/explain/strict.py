@@ -20,7 +20,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from shardc.language.errors import ShardingError, raise_all
+from shardc.compiler import Compiled
+from shardc.language.errors import ShardingError
+from shardc.passes.order import SETTLED
 from shardc.program.collective import COLLECTIVES, Collective, reshard
 from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import is_annotation, is_getitem, op_name, operand
@@ -31,9 +33,10 @@ from shardc.program.text import type_text
 _STORED = ("parameter", "buffer")
 
 
-def check_strict(program: Program, asked: Sequence[Pin]) -> None:
-    """Raise one ShardingError that lists all offenders of a lowered program; ``asked``: what the user placed."""
-    raise_all(offences(program, asked))
+def strict_offences(compiled: Compiled) -> list[ShardingError]:
+    """An error for each offender of a compiled model, as the program stands once its collectives are settled."""
+    settled = compiled.at(SETTLED)
+    return offences(settled, [*settled.pins, *(pin for pin in compiled.program.pins if pin.kind == "value")])
 
 
 def offences(program: Program, asked: Sequence[Pin]) -> list[ShardingError]:

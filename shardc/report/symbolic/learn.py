@@ -16,7 +16,7 @@ from shardc.report.symbolic.expression import Key, Symbolic, numbers, outline
 from shardc.report.symbolic.form import Fitter, Form, Point, Widening
 
 if TYPE_CHECKING:
-    from shardc.api import Compiled
+    from shardc.compiler import Compiled
 
 Compile = Callable[[Point], "Compiled"]
 Levels = Mapping[str, Program]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardc.api import Compiled
+from shardc.compiler import Compiled
 from shardc.costs.stage_record import schedule_of
 from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError

@@ -50,7 +50,7 @@ def test_every_dump_is_as_the_schema_says_and_the_schema_says_no_more(compilatio
     Draft202012Validator.check_schema(SCHEMA)
     validator, seen = Draft202012Validator(SCHEMA), set[tuple[str, str]]()
     for compiled in compilations:
-        for name in compiled.stages:
+        for name in compiled.after:
             record = json.loads(dump(compiled, "json", after=name, verbose=name == "store"))
             assert [error.message for error in validator.iter_errors(record)] == [], name
             seen |= met(record, SCHEMA)
@@ -142,7 +142,7 @@ def test_diff_only_of_a_module(megatron: Compiled) -> None:
 
 def test_diff_in_json_has_the_entries_of_dumps(megatron: Compiled) -> None:
     node = Draft202012Validator({"$ref": "#/$defs/node", "$defs": SCHEMA["$defs"]})
-    passes = list(megatron.stages)
+    passes = list(megatron.after)
     for before, after in pairwise(passes):
         record = json.loads(dump_diff(megatron, after, "json"))
         assert (record["before"], record["after"]) == (before, after)

@@ -135,7 +135,7 @@ def test_the_program_after_every_pass_has_a_report(
     two_layers: tuple[Compiled, Path], browser: Browser, tmp_path: Path
 ) -> None:
     path = tmp_path / "report.html"
-    for name in two_layers[0].stages:
+    for name in two_layers[0].after:
         path.write_text(dump(two_layers[0], "html", name), encoding="utf-8")
         browser.open(path)
         browser.run("document.querySelector('.actions button').click()")
