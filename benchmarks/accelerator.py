@@ -19,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.distributed as dist
-from ratio import ratio
+from rounds import ratio
 from row import new_trainer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer import Job, Trainer
-from workload import SIZES, Size, batches
+from trainer import SIZES, Job, Size, Trainer, batches
 
 STUBBED = ("FSDP2", "Megatron by hand", "DTensor plan", "shardc dp", "shardc zero3", "shardc tp")
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
@@ -22,17 +24,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one device's threads do n
 
 import torch
 from budget import AROUND, Budget, Need, Use, need
-from figures import Figures, figures
+from figures import Figures, figures, summary, verdicts
 from measure import Report, measure
-from network import network
 from report import brief, markdown, write
 from rounds import Steps
 from row import ONE_DEVICE, ROWS, Row
-from trainer import Job
-from verdict import summary, verdicts
-from workload import SIZES
+from trainer import SIZES, Job
 
 from shardc.runtime.comm.launch import Workers
+from shardc.runtime.comm.messages import loopback, private_loopback
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
@@ -112,6 +112,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args(arguments)
+
+
+@contextmanager
+def network(mbit: int | None = None) -> Iterator[None]:
+    """Processes started in the block share a network with no one else; at so many Mbit/s, by ``tc``'s token bucket.
+
+    Where the system does not allow the first, the block runs as it is and says so; the second is then an error.
+    """
+    with private_loopback() as is_private:
+        if not is_private:
+            print("no private network here: what others send on loopback is counted too", file=sys.stderr)
+            if mbit is not None:
+                raise SystemExit("--mbit needs a private network: Linux, and root's rights (unshare -n)")
+        if mbit is not None:
+            bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
+            subprocess.run(["tc", "qdisc", "add", "dev", loopback(), "root", *bucket], check=True)
+        yield
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import Any
 
 from gpt import DATA, MEGATRON
 from torch import nn
-from trainer import Job, Trainer
-from workload import PIPED, Size, batches
+from trainer import PIPED, Job, Size, Trainer, batches
 
 import shardc
 from shardc import P, Precision, Remat, Zero

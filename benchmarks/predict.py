@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch.distributed as dist
 from rounds import everyone_first
 from row import ROWS, Row, is_ours
-from trainer import Job, Trainer
-from workload import SIZES
+from trainer import SIZES, Job, Trainer
 
 from shardc.costs.step import StepRecord
 from shardc.costs.time import on_machine

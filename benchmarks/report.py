@@ -10,9 +10,8 @@ from html import escape
 from pathlib import Path
 
 import torch
-from figures import Figures
+from figures import Figures, is_held, word
 from row import Row
-from verdict import is_held, word
 
 Found = Sequence[tuple[Row, list[Figures]]]
 HEADER = (

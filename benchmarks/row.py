@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import peer_data
-import peer_expert
-import peer_pipeline
-import peer_tensor
 from ours import PLANS
+from peers import data, expert, pipeline, tensor
 from torch import Tensor
-from trainer import Job, Trainer
-from workload import SIZES, Size, batches, new_model
+from trainer import SIZES, Job, Size, Trainer, batches, new_model
 
 ONE_DEVICE = "one device"
 PEERS = {
-    ONE_DEVICE: peer_data.one_device,
-    "DDP": peer_data.ddp,
-    "DDP + checkpoint": peer_data.ddp_checkpoint,
-    "DDP compiled": peer_data.ddp_compiled,
-    "DDP + ZeroRedundancyOptimizer": peer_data.ddp_zero,
-    "FSDP2": peer_data.fsdp2,
-    "FSDP2, gathered once": peer_data.fsdp2_kept,
-    "FSDP2 bf16": peer_data.fsdp2_bf16,
-    "FSDP2 compiled": peer_data.fsdp2_compiled,
-    "Megatron by hand": peer_tensor.by_hand,
-    "Megatron by hand compiled": peer_tensor.by_hand_compiled,
-    "DTensor plan": peer_tensor.dtensor_plan,
-    "DTensor plan compiled": peer_tensor.dtensor_plan_compiled,
-    "DTensor sequence plan": peer_tensor.dtensor_sequence_plan,
-    "DTensor weights": peer_tensor.dtensor_weights,
-    "experts by hand": peer_expert.by_hand,
-    "DTensor expert weights": peer_expert.dtensor_weights,
-    "torch 1F1B": peer_pipeline.one_forward_one_backward,
-    "torch GPipe": peer_pipeline.gpipe,
+    ONE_DEVICE: data.one_device,
+    "DDP": data.ddp,
+    "DDP + checkpoint": data.ddp_checkpoint,
+    "DDP compiled": data.ddp_compiled,
+    "DDP + ZeroRedundancyOptimizer": data.ddp_zero,
+    "FSDP2": data.fsdp2,
+    "FSDP2, gathered once": data.fsdp2_kept,
+    "FSDP2 bf16": data.fsdp2_bf16,
+    "FSDP2 compiled": data.fsdp2_compiled,
+    "Megatron by hand": tensor.by_hand,
+    "Megatron by hand compiled": tensor.by_hand_compiled,
+    "DTensor plan": tensor.dtensor_plan,
+    "DTensor plan compiled": tensor.dtensor_plan_compiled,
+    "DTensor sequence plan": tensor.dtensor_sequence_plan,
+    "DTensor weights": tensor.dtensor_weights,
+    "experts by hand": expert.by_hand,
+    "DTensor expert weights": expert.dtensor_weights,
+    "torch 1F1B": pipeline.one_forward_one_backward,
+    "torch GPipe": pipeline.gpipe,
 }
 
 

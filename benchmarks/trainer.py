@@ -1,20 +1,60 @@
-"""One way to train the model: what every plan, a peer's or shardc's, gives to the measurement."""
+"""What every row of the benchmark trains: model sizes, batches, and one way to take a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpt import GPT, Config
+from moe import MoE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's config and the number of rows in a global batch."""
+
+    config: Config
+    batch: int = 8
+
+    def shorter(self, parts: int) -> Size:
+        """The size of one of ``parts`` microbatches: all rows, and an equal part of their tokens."""
+        return replace(self, config=replace(self.config, context=self.config.context // parts))
+
+
+SIZES = {
+    "tiny": Size(Config(vocab=256, context=64, layers=2, heads=4, width=64, fused=False)),
+    "small": Size(Config(vocab=4096, context=256, layers=4, heads=4, width=256, fused=False)),  # 5.3 M parameters
+    "medium": Size(Config(vocab=8192, context=256, layers=8, heads=8, width=512, fused=False)),  # 34 M
+}
+NUM_BATCHES = 4
+NUM_EXPERTS = 8
+PIPED = 8  # microbatches that a pipeline cuts a batch in: a row each
+
+
+def new_model(size: Size, has_experts: bool = False) -> nn.Module:
+    """A GPT with the same weights whenever it is called; ``has_experts``: every other block has them, as in GShard."""
+    torch.manual_seed(0)
+    model = GPT(size.config)
+    for block in list(model.blocks)[1::2] if has_experts else ():
+        block.mlp = MoE(size.config.width, 4 * size.config.width, NUM_EXPERTS, capacity_factor=1.0)
+    return model
+
+
+def batches(size: Size, device: str = "cpu", microbatches: int = 1) -> list[Tensor]:
+    """Global batches, used in turn: ids and targets, ``[microbatch, 2, row, token]``."""
+    random = torch.Generator().manual_seed(1)
+    shape = (microbatches, 2, size.batch, size.config.context)
+    return [torch.randint(size.config.vocab, shape, generator=random).to(device) for _ in range(NUM_BATCHES)]
 
 
 @dataclass(frozen=True, slots=True)

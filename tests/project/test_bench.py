@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 from breakdown import STEP, Clock, Event, Spent, own_times, spent
-from figures import Figures, figures
+from figures import Figures, figures, is_fast, is_small, summary, verdicts
 from measure import Report, measure
 from ours import PLANS
 from predict import compare
-from ratio import Ratio, ratio, ratio_apart
 from report import HEADER, brief, markdown, write
-from rounds import Steps
+from rounds import Ratio, Steps, ratio, ratio_apart
 from row import PEERS, ROWS, Row, is_ours
-from trainer import Job
-from verdict import is_fast, is_small, summary, verdicts
-from workload import SIZES, batches
+from trainer import SIZES, Job, batches
 
 from shardc.runtime.comm.launch import launch
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from bench import chosen, parse
 from breakdown import Clock
 from budget import AROUND, Budget, Need, Use, level
-from ratio import Ratio, ratio
-from rounds import FIRST_LOOK, SCENE, Steps, everyone_first, is_look, take_rounds
+from rounds import FIRST_LOOK, SCENE, Ratio, Steps, everyone_first, is_look, ratio, take_rounds
 from row import ONE_DEVICE
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe import MoE, top2
-from peer_data import settle
-from peer_tensor import distribute, over_dtensors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from trainer import Job, Trainer, own_rows
+
+from peers.data import settle
+from peers.tensor import distribute, over_dtensors
 
 
 class Exchange(torch.autograd.Function):

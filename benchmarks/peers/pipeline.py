@@ -11,8 +11,7 @@ from gpt import GPT
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
-from trainer import Job, Trainer
-from workload import PIPED
+from trainer import PIPED, Job, Trainer
 
 
 class Blocks(nn.Module):
