@@ -2,9 +2,9 @@
 
     python benchmarks/accelerator.py --size medium --ranks 8
 
-At world size 1 shardc through Inductor is held against ``torch.compile`` of the plain model, steps taken in turn. One
-rank of many runs with collectives that do nothing (torch's ``fake`` process group), so that its memory and the time of
-its kernels are those of a rank of the job, on a wire that costs nothing; its numbers mean nothing.
+At world size 1, shardc through Inductor is compared to ``torch.compile`` of the plain model, with alternating steps.
+One rank of many runs with collectives that do nothing (torch's ``fake`` process group): its memory and kernel time are
+those of a rank of the job on a network that costs nothing. Its losses are meaningless.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STUBBED = ("FSDP2", "Megatron by hand", "DTensor plan", "shardc dp", "shardc zer
 
 
 def main() -> None:
-    """Print both sections, or that there is no device."""
+    """Print both sections, or a message if there is no CUDA device."""
     options = _parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: this section is left out", file=sys.stderr)
@@ -47,17 +47,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="medium")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to check that it runs")
     return parser.parse_args()
 
 
 def _join(ranks: int) -> None:
-    """Be rank 0 of a job whose other ranks are not there."""
+    """Join a fake job of so many ranks as its rank 0."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def alone(size: Size, device: str, steps: int) -> str:
-    """World size 1: the plain model compiled, and shardc's, a step of each in turn."""
+    """World size 1: shardc beside the compiled plain model, with alternating steps."""
     plain, ours = (new_trainer(name, size, Job(1, device=device)) for name in ("one device", "shardc dp inductor"))
     plain.model = torch.compile(plain.model)
     batch = batches(size, device)[0]
@@ -73,7 +73,7 @@ def alone(size: Size, device: str, steps: int) -> str:
 
 
 def one_of_many(size: Size, job: Job, steps: int) -> str:
-    """One rank: milliseconds a step and peak memory of each plan."""
+    """One rank of many: milliseconds a step and peak memory of each plan."""
     lines = ["| who | ms a step | MB peak |", "| --- | --- | --- |"]
     batch = batches(size, job.device)[0]
     lines += [f"| {name} | {measured(new_trainer(name, size, job), batch, steps)} |" for name in STUBBED]
@@ -81,7 +81,7 @@ def one_of_many(size: Size, job: Job, steps: int) -> str:
 
 
 def measured(trainer: Trainer, batch: torch.Tensor, steps: int) -> str:
-    """The median step and the most memory in one."""
+    """The median milliseconds of a step and the peak of memory, as table cells."""
     for _ in range(3):
         trainer.step(batch)
     if torch.cuda.is_available():
@@ -92,7 +92,7 @@ def measured(trainer: Trainer, batch: torch.Tensor, steps: int) -> str:
 
 
 def seconds(trainer: Trainer, batch: torch.Tensor) -> float:
-    """One step, to the end of its kernels."""
+    """Seconds of one step, to the end of its kernels."""
     start = time.perf_counter()
     trainer.step(batch)  # reads the loss
     if torch.cuda.is_available():

@@ -3,8 +3,8 @@
     python benchmarks/bench.py                                        # what `make bench` runs
     python benchmarks/bench.py --plans tensor --sizes small --ranks 2     # one row
 
-Writes a Markdown table to stdout, with which of shardc's promises hold, and with it as JSON and as a plot to the folder
-of --out. Where a peer is ahead it is followed by what both spend their time on.
+Prints a Markdown table and which of shardc's promises hold. Writes both, with JSON of every sample and a plot, to the
+folder --out. If a peer is ahead, a breakdown of both steps follows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model; started processes take the path over
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one device's threads do not spin where others compute
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the models; child processes inherit the path
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin while others compute
 
 import torch
 from budget import AROUND, Budget, Need, Use, need
@@ -36,7 +36,7 @@ from shardc.runtime.comm.messages import loopback, private_loopback
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
-TIMED = (  # the first tells how fast the processors are; those of two ranks on two take up what time is left
+TIMED = (  # the first row calibrates the budget; the last ones use up the time that is left
     *((plan, "small", 4) for plan in SMALL),
     *((plan, "medium", 4) for plan in ("tensor", "pipeline", "zero3")),
     ("tensor", "tiny", 2),
@@ -53,7 +53,7 @@ DEFAULT = (
 
 
 def main() -> None:
-    """Run the rows that were asked for."""
+    """Run the chosen rows."""
     options = parse()
     found: list[tuple[Row, list[Figures]]] = []
     said: list[str] = []
@@ -80,9 +80,9 @@ def main() -> None:
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
-    """What was asked for; where nothing was, what fits in ten minutes on two idle processors.
+    """The rows of the options, or by default those that fit in ten minutes on two idle processors.
 
-    There peers that are far behind are in one size's rows alone.
+    By default, peers that are known to be far slower run at one size only.
     """
     plans, sizes, ranks = options.plans or PLAIN, options.sizes or ["small"], options.ranks or [2, 4]
     is_default = not (options.plans or options.sizes or options.ranks)
@@ -97,28 +97,32 @@ def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for, on the command line unless it is given."""
+    """Parse ``arguments``, or the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", nargs="+", choices=ROWS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--ranks", nargs="+", type=int)
-    parser.add_argument("--steps", type=int, default=Steps().most, help="rounds of a row, at most")
-    parser.add_argument("--least", type=int, help="rounds of a row, at least (5; tiny 150)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="in all; rows that would end later are left out")
-    parser.add_argument("--profile", action="store_true", help="where time goes, also where shardc is ahead")
+    parser.add_argument("--steps", type=int, default=Steps().most, help="most rounds of a row")
+    parser.add_argument("--least", type=int, help="fewest rounds of a row (5; tiny 150)")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="limit of the whole run; rows that would exceed it are left out"
+    )
+    parser.add_argument("--profile", action="store_true", help="print where time goes even if shardc is ahead")
     kernels = ("fused", "foreach", "loop")
-    parser.add_argument("--optimizer", choices=kernels, default="fused", help="AdamW's kernel, for all")
+    parser.add_argument(
+        "--optimizer", choices=kernels, default="fused", help="kernel of AdamW, for shardc and peers alike"
+    )
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--mbit", type=int, help="Mbit/s of a network of the ranks' own, where the system allows it")
+    parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and steps.svg")
     return parser.parse_args(arguments)
 
 
 @contextmanager
 def network(mbit: int | None = None) -> Iterator[None]:
-    """Processes started in the block share a network with no one else; at so many Mbit/s, by ``tc``'s token bucket.
+    """A private loopback network for processes started in the block, limited to ``mbit`` Mbit/s by ``tc``.
 
-    Where the system does not allow the first, the block runs as it is and says so; the second is then an error.
+    Where the system allows none, a message says so and the block runs as usual; with ``mbit`` it is an error.
     """
     with private_loopback() as is_private:
         if not is_private:

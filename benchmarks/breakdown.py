@@ -17,7 +17,7 @@ OTHER_THREADS = "gloo:"  # begins here, ends in gloo's thread
 
 
 class Event(NamedTuple):
-    """Something the main thread did, in nanoseconds."""
+    """A profiler event of the main thread; times in nanoseconds."""
 
     name: str
     start: int
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Seconds by the clock; computed by this process, and by this thread; this thread ready, but no processor free."""
+    """Seconds of wall time, of processor time of this process and of this thread, and queued for a processor."""
 
     seconds: float
     busy: float
@@ -34,28 +34,27 @@ class Clock(NamedTuple):
 
     @classmethod
     def now(cls) -> Clock:
-        """A reading; a difference of two is what was between."""
+        """Read all clocks; only differences of two readings mean anything."""
         return cls(time.perf_counter(), time.process_time(), time.thread_time(), queued())
 
     def until_now(self) -> Clock:
-        """Since this reading."""
+        """The time since this reading."""
         return Clock(*(after - before for before, after in zip(self, Clock.now(), strict=True)))
 
 
 def queued() -> float:
-    """Seconds that this thread has waited for a processor; 0 where the system does not say (other than Linux)."""
+    """Seconds that this thread was runnable without a processor; 0 where the system does not tell (not Linux)."""
     path = Path("/proc/thread-self/schedstat")
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of a step of one rank.
+    """Where the seconds of one rank's step went.
 
     ``products``: matrix products and attention. ``elementwise``: all other kernels of forward and backward.
-    ``optimizer``: its whole step. ``dispatch``: the rest of the thread's time, Python, autograd and what compiled code
-    computes. ``waiting``: neither did this rank's thread compute, nor was it for want of a processor: for others.
-    ``network``: computed by other threads, those of gloo.
+    ``optimizer``: its whole step. ``dispatch``: the rest of the thread's processor time, which is Python, autograd and
+    compiled code. ``waiting``: the thread waited for other ranks. ``network``: processor time of gloo's threads.
     """
 
     products: float = 0.0
@@ -70,9 +69,9 @@ class Spent:
 
 
 def spent(events: Iterable[Event], profiled: Clock, timed: Sequence[Clock]) -> Spent:
-    """From the events of one step and its clock, and the clocks of steps without the profiler.
+    """Where time went, from the events and the clock of one profiled step and the clocks of steps without profiler.
 
-    Events last by the clock; the thread's waits for a processor are taken from all alike.
+    Events are in wall time; the time queued for a processor is subtracted from all of them in proportion.
     """
     nanoseconds = {"products": 0, "elementwise": 0, "optimizer": 0}
     for path, duration in own_times(events):
@@ -90,7 +89,7 @@ def spent(events: Iterable[Event], profiled: Clock, timed: Sequence[Clock]) -> S
 
 
 def _kind(path: Sequence[str]) -> str | None:
-    """Of what kind is the time of the last of nested events, less those within; None for dispatch and waiting."""
+    """The kind of the innermost of nested events, by their names; None for dispatch and waiting."""
     if any(name.startswith(OPTIMIZER) for name in path):
         return "optimizer"
     namespace, _, op = path[-1].rpartition("::")
@@ -100,7 +99,7 @@ def _kind(path: Sequence[str]) -> str | None:
 
 
 def own_times(events: Iterable[Event]) -> list[tuple[tuple[str, ...], int]]:
-    """For each event its name, after those of the events that it lies in, and its time less that of those within it."""
+    """For each event, the names of the events around it and its own, and its time without the events within it."""
     found: list[tuple[tuple[str, ...], int]] = []
     around: list[tuple[int, int]] = []  # index in found, end
     for event in sorted(events, key=lambda each: (each.start, -each.duration)):

@@ -1,8 +1,8 @@
-"""How the time of a run is shared out among its rows.
+"""The time budget of a run, divided among its rows.
 
-Each row is due the fewest rounds that say something. What is left beyond those of all rows levels them: a row goes on
-until it has had as many seconds as each other one will have, or is known well enough, and what it leaves goes to those
-after it. Where time is short a row is left out as soon as those after it that are needed as much would not end in time.
+Each row gets at least the fewest rounds that are meaningful. The remaining time is shared equally: a row continues
+until it has used its share or its ratio is known, and leaves the rest to later rows. If time is short, a row is left
+out when later rows of at least the same importance would not finish otherwise.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from enum import IntEnum
 from rounds import SCENE
 from row import Row, is_ours
 
-AROUND = 12.0  # seconds of a run before its first row and after its last: imports, processes, files
-STEP = {"tiny": 0.02, "small": 0.43, "medium": 2.5}  # seconds of two ranks on two processors
-MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc makes a step there
-COMPILING = 30.0  # seconds in which Inductor does
-SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # times a step as others are
+AROUND = 12.0  # seconds before the first row and after the last: imports, processes, files
+STEP = {"tiny": 0.02, "small": 0.43, "medium": 2.5}  # seconds of a step, two ranks on two processors
+MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc compiles
+COMPILING = 30.0  # seconds in which Inductor compiles
+SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # a step relative to other plans
 FEWEST = {"tiny": 150, "small": 5, "medium": 5}  # rounds
-BESIDE = 50  # rounds, the most that are due to a row that is not there for its time
-UNTIMED = 2  # steps of everyone beside the rounds
+BESIDE = 50  # most rounds due to a row that is there for its bytes
+UNTIMED = 2  # steps of each way before the rounds
 
 
 class Use(IntEnum):
-    """What a row is there for. Each gives way to those after it that are as great."""
+    """The purpose of a row, and its importance: a row yields to later rows of the same or greater importance."""
 
-    IF_LEFT = 0  # nothing is held back for it
-    BYTES = 1  # bytes and memory, beside what the run is for: the fewest rounds
-    LARGE = 2  # what the run is for, where the processors are fast enough
-    TIME = 3  # what it is for in every run
-    BOUND = 4  # bytes that are held to a bound: the fewest rounds, in every run
+    IF_LEFT = 0  # no time is reserved
+    BYTES = 1  # for bytes and memory: the fewest rounds
+    LARGE = 2  # for step time, if the processors are fast enough
+    TIME = 3  # for step time, in every run
+    BOUND = 4  # for bytes that must stay within a bound: the fewest rounds, in every run
 
 
 LEVELLED = (Use.LARGE, Use.TIME)
@@ -40,7 +40,7 @@ LEVELLED = (Use.LARGE, Use.TIME)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of a row: seconds before its rounds, of each, and the fewest rounds."""
+    """The time of a row: seconds before its rounds, seconds of a round, and the fewest rounds."""
 
     fixed: float
     round: float
@@ -48,17 +48,17 @@ class Need:
     use: Use = Use.TIME
 
     def seconds(self, rounds: int) -> float:
-        """With so many rounds."""
+        """The seconds of the row with so many rounds."""
         return self.fixed + rounds * self.round
 
     @property
     def least(self) -> float:
-        """Seconds with the fewest rounds."""
+        """The seconds of the row with the fewest rounds."""
         return self.seconds(self.fewest)
 
 
 def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
-    """By what steps took on two processors; how fast those of a run are, its first rows tell."""
+    """An estimate for a row, from steps on two processors; the first rows of a run calibrate it."""
     ranks, ours = row.job.ranks, sum(map(is_ours, row.names))
     step = STEP[row.size] * (1 + 0.15 * (ranks - 2)) * SLOWER.get(row.plan, 1.0)
     making = MAKING[row.size] * ranks / 2 * ours + ("compiled" in row.plan) * COMPILING * len(row.names)
@@ -69,10 +69,10 @@ def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
 
 
 class Budget:
-    """Seconds for all rows, in their order.
+    """The seconds of all rows, in order.
 
-    State: ``_next``, the row that is asked for; ``_start``, when it was; ``_taken``, seconds of those that are done,
-    and ``_expected``, by their needs.
+    State: ``_next``, the index of the current row; ``_start``, when it began; ``_taken``, seconds that finished rows
+    took, and ``_expected``, those that were estimated for them.
     """
 
     def __init__(self, seconds: float, needs: Sequence[Need], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -82,19 +82,18 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return self._clock() - self._begin
 
     @property
     def left(self) -> float:
-        """To the end."""
+        """Seconds to the end."""
         return self._end - self._clock()
 
     def share(self) -> float | None:
-        """Seconds in which the next row may take more than its fewest rounds.
+        """The seconds of the next row; None to leave it out, since it or a more important one would not end in time.
 
-        None where it or one that it gives way to would not end in time. The first is never left out: it tells how fast
-        the processors are.
+        The first row is never left out: it calibrates the estimates.
         """
         self._next += 1
         self._start = self._clock()
@@ -107,18 +106,18 @@ class Budget:
         return level([self._least(each) for each in (own, *later) if each.use in (own.use, *LEVELLED)], rest)
 
     def note(self, rounds: int) -> None:
-        """The row is done, with so many rounds."""
+        """Note that the current row has ended after so many rounds."""
         self._taken += self._clock() - self._start
         self._expected += self._needs[self._next].seconds(rounds)
 
     def _least(self, *needs: Need) -> float:
-        """Seconds of their fewest rounds, on processors as fast as they were so far."""
+        """Seconds of their fewest rounds, at the speed of the finished rows."""
         speed = self._taken / self._expected if self._expected else 1.0
         return speed * sum(each.least for each in needs)
 
 
 def level(least: Sequence[float], seconds: float) -> float:
-    """The seconds of each of those that have more than their least, where all together have so many; 0: none has."""
+    """The equal share of rows that get more than their ``least`` of ``seconds`` in all; 0 if no row does."""
     rest = sorted(least)
     while rest and seconds < rest[-1] * len(rest):
         seconds -= rest.pop()

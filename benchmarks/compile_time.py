@@ -1,8 +1,8 @@
-"""How long compiling takes, and what it makes: GPT-2 small on dp=2,tp=4, and one model for 2 and for 2048 ranks.
+"""Compile time: GPT-2 small on dp=2,tp=4, and a two-layer model for 2 and for 2048 ranks.
 
     python benchmarks/compile_time.py            # needs the hf extra
 
-The two sizes of mesh are compiled in turn, so that a change in the machine's speed meets both; the ratio is of medians.
+The two mesh sizes are compiled in turn, so that a change of the machine's speed affects both; the ratio is of medians.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def compiled(model: nn.Module, mesh: Mesh, annotations: Mapping[str, P], batch: 
 
 
 def seconds_of(model: nn.Module, ranks: int) -> tuple[float, int]:
-    """Seconds to compile for dp=ranks/2,tp=2 at 16 rows a rank, and the number of nodes."""
+    """Seconds to compile for dp=ranks/2,tp=2 at 16 rows a rank, and the number of graph nodes."""
     start = time.perf_counter()
     found = compiled(model, Mesh(dp=ranks // 2, tp=2), DATA | MEGATRON, 16 * ranks, 128)
     return time.perf_counter() - start, len(found.graph.nodes)
 
 
 def report(name: str, annotations: Mapping[str, P]) -> None:
-    """Print what GPT-2 small costs under a plan: to compile, on the wire, and in operations done twice."""
+    """Print the costs of GPT-2 small under a plan: compile time, bytes on the wire, repeated operations."""
     begun = time.process_time()
     mesh = Mesh(dp=2, tp=4)
     full = compiled(gpt2(12), mesh, annotations, 16, 1024)

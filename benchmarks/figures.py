@@ -1,4 +1,4 @@
-"""From the samples of all ranks to the figures of a row: medians, paired ratios, their intervals."""
+"""The figures of a row, from the samples of all ranks, and whether they keep shardc's promises."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from ours import PLANS
 from rounds import Ratio, ratio, ratio_apart
 from row import ONE_DEVICE, Row, is_ours
 
-TOLERANCE = 0.01  # of bytes counted on the wire
-DRAW = 1.03  # as high may a paired ratio be whose interval holds 1
-ENOUGH = 5  # rounds; of fewer nothing is said
+TOLERANCE = 0.01  # relative, of bytes counted on the wire
+DRAW = 1.03  # the highest paired ratio that counts as a draw, if its interval contains 1
+ENOUGH = 5  # rounds for a verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One way to train in one row. Bytes are a rank's: of ``wire`` the mean where it is least, of memory the most.
+    """The figures of one way to train in one row.
 
-    ``seconds``: of a step, of its slowest rank. ``busy``: computed by all ranks in a step; unlike seconds it hardly
-    depends on what else the machine does. ``multiple``: ``wire`` times ranks / (ranks - 1), in float32 elements a
-    parameter (Psi), or elements of the job's dtype. ``loss_difference``: the largest to one device's. ``samples``: a
-    step's seconds by round. ``spent``: on rank 0.
+    ``seconds``: a step of the slowest rank. ``busy``: processor seconds of all ranks in a step, which other load on
+    the machine hardly changes. ``wire``: bytes a rank sends, the mean over ranks in the step with the fewest.
+    ``multiple``: ``wire`` times ranks / (ranks - 1), in elements of the job's dtype per parameter (Psi).
+    ``persistent`` and ``peak``: bytes of the fullest rank. ``loss_difference``: the largest from one device's loss.
+    ``spent``: where rank 0 spent a step. ``samples``: seconds of a step by round.
     """
 
     name: str
@@ -52,9 +53,9 @@ class Figures:
 
 
 def figures(row: Row, ranks: Sequence[dict[str, Report]], device: Report | None = None) -> list[Figures]:
-    """Those of everyone in a row, from each rank's reports. shardc is held against the fastest peer.
+    """The figures of all ways to train in a row, from the reports of each rank; shardc is compared to the fastest peer.
 
-    ``device``: that of one device in an earlier row, where it takes no part in this one.
+    ``device``: the report of one device from an earlier row, if it takes no part in this one.
     """
     ranks = [{ONE_DEVICE: device, **rank} if device else rank for rank in ranks]
     slowest = {name: _slowest([rank[name] for rank in ranks]) for name in {ONE_DEVICE, *row.names}}
@@ -91,34 +92,34 @@ def _of(
 
 
 def _to_device(row: Row, seconds: dict[int, float], device: dict[int, float]) -> Ratio:
-    """Of rounds where one device takes part in them."""
+    """The ratio to one device: by rounds if it takes part in this row, else of medians."""
     if row.with_device:
         return ratio(seconds, device)
     return ratio_apart(list(seconds.values()), list(device.values()))
 
 
 def _slowest(reports: Sequence[Report]) -> dict[int, float]:
-    """For each round the seconds of the rank that took longest."""
+    """For each round, the seconds of the slowest rank."""
     return {i: max(report.steps[i].seconds for report in reports) for i in reports[0].steps}
 
 
 def _difference(ranks: Sequence[Sequence[float]], device: Sequence[float]) -> float:
-    """The largest between the mean loss of those who know it and one device's, over the steps of both."""
+    """The largest difference of the ranks' mean loss from one device's; a rank that does not know the loss has NaN."""
     steps = zip(*(losses for losses in ranks if losses), strict=True)
     losses = [fmean(loss for loss in each if not math.isnan(loss)) for each in steps]
     return max(abs(a - b) for a, b in zip(losses, device, strict=False))
 
 
 def is_fast(found: Ratio, limit: float) -> bool:
-    """Whether the ratio of medians is within a limit; where that is 1, a draw by rounds counts too."""
+    """Whether the ratio of medians is within the limit; if the limit is 1, a draw by rounds counts as well."""
     return found.medians <= limit or (limit == 1.0 and found.paired <= DRAW and found.low <= 1.0)
 
 
 def is_small(each: Figures) -> bool | None:
-    """Whether the bytes counted are those announced, and within the plan's bound; None where no one counts them.
+    """Whether the bytes counted on the wire are those announced and within the plan's bound; None if unknown.
 
-    Headers and acknowledgements count too, a thousandth where messages are large, a hundredth where they are small:
-    nothing is said of less than ten megabytes.
+    Headers and acknowledgements are counted as well: a thousandth for large messages, a hundredth for small ones.
+    Below ten megabytes there is no verdict.
     """
     if each.wire is None or each.announced is None or each.multiple is None or each.announced < 10**7:
         return None
@@ -128,12 +129,12 @@ def is_small(each: Figures) -> bool | None:
 
 
 def is_held(each: Figures, limit: float) -> bool | None:
-    """Whether shardc is as fast as it should be; None for a peer, and after too few rounds."""
+    """Whether shardc is within its limit of the best peer; None for a peer, and after too few rounds."""
     return is_fast(each.to_peer, limit) if each.to_peer and len(each.samples) >= ENOUGH else None
 
 
 def verdicts(row: Row, everyone: Sequence[Figures], with_profile: bool = False) -> list[str]:
-    """A line for each of shardc's in a row; where a peer is ahead, or if asked for, where both spend their time."""
+    """One line for each of shardc's ways in a row; if a peer is ahead or ``with_profile``, also where time goes."""
     lines: list[str] = []
     for each in everyone:
         if each.to_peer is None or each.peer is None:
@@ -163,12 +164,12 @@ def _of_wire(each: Figures) -> str:
 
 
 def word(is_good: bool | None) -> str:
-    """How it is said."""
+    """The verdict in words."""
     return "too few rounds" if is_good is None else "holds" if is_good else "does not"
 
 
 def summary(found: Sequence[tuple[Row, Sequence[Figures]]]) -> str:
-    """How many hold, and which do not."""
+    """How many verdicts hold, and which do not."""
     ours = [(row, each) for row, everyone in found for each in everyone if each.is_ours]
     titles = [f"{row.plan} {row.title} ({each.name})" for row, each in ours]
     times = [is_held(each, row.ways.limit) for row, each in ours]
@@ -176,7 +177,7 @@ def summary(found: Sequence[tuple[Row, Sequence[Figures]]]) -> str:
 
 
 def _counted(titles: Sequence[str], are_good: Sequence[bool | None]) -> str:
-    """How many of those of which something is said."""
+    """How many of the known verdicts are good, and the titles of the bad ones."""
     bad = [title for title, is_good in zip(titles, are_good, strict=True) if is_good is False]
     but = f"; does not: {', '.join(bad)}" if bad else ""
     return f"holds in {are_good.count(True)} of {len(are_good) - are_good.count(None)}{but}"

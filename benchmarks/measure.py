@@ -1,6 +1,6 @@
-"""One rank's part of a row: all its ways to train stay alive in the same processes, and take their steps in turn.
+"""One rank's measurements of a row: all ways to train live in the same processes and take their steps in turn.
 
-So a change of the machine's speed meets them all, and a ratio of two is of steps taken at nearly the same time.
+So a change of the machine's speed affects all of them, and a ratio compares steps taken at nearly the same time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trainer import Trainer
 
 from shardc.runtime.comm.messages import sent_bytes
 
-COUNTED = 3  # rounds in which bytes are: a message that the kernel sends once more is in one of them, not in all
+COUNTED = 3  # rounds in which bytes are counted; the least is used, since the kernel may resend a message in one
 
 
 @dataclass(slots=True)
 class Report:
-    """What one rank saw of one way to train.
+    """The measurements of one way to train on one rank.
 
-    ``parameters``: how many the model has. ``first_seconds``: to make it and take one step. ``steps``: how long each
-    took, by round. ``wire``: bytes that all ranks sent a step, by reading.
-    ``persistent``: bytes of live tensors between backward and ``zero_grad``; ``peak``: the most within a step.
-    ``collectives``: calls a step. ``spent``: where the time went.
+    ``parameters``: the model's number of them. ``first_seconds``: to build the model and take one step. ``steps``: time
+    of each step, by round. ``wire``: bytes that all ranks sent in a step, by reading. ``persistent``: bytes of live
+    tensors between backward and ``zero_grad``; ``peak``: the most within a step. ``collectives``: calls in a step.
+    ``spent``: where the time went.
     """
 
     parameters: int = 0
@@ -50,7 +50,7 @@ class Report:
 
 
 class Runner:
-    """One way to train on this rank, and what is seen of it."""
+    """One way to train on this rank, and its measurements."""
 
     def __init__(self, row: Row, name: str) -> None:
         forget_objects()
@@ -69,11 +69,11 @@ class Runner:
 
     @property
     def steps(self) -> dict[int, Clock]:
-        """What each took, by round."""
+        """The time of each step, by round."""
         return self.report.steps
 
     def step(self) -> Clock:
-        """One step, with the next batch; how long it took."""
+        """Take one step on the next batch; returns its time."""
         start = Clock.now()
         if self.takes_part:
             with threads(self.trainer), record_function(STEP):
@@ -82,7 +82,7 @@ class Runner:
         return start.until_now()
 
     def timed_step(self, number: int) -> None:
-        """A round's step, which all ranks begin together; what is sent in the first ones is counted."""
+        """Time the step of a round, which all ranks begin together; the first rounds also count bytes."""
         if number < COUNTED:
             self.report.steps[number] = self.counted_step()
             return
@@ -90,7 +90,7 @@ class Runner:
         self.report.steps[number] = self.step()
 
     def counted_step(self) -> Clock:
-        """One step between two readings of what all ranks have sent."""
+        """Take one step between two readings of the bytes that all ranks have sent."""
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
@@ -103,12 +103,12 @@ class Runner:
         return clock
 
     def finished(self) -> Report:
-        """With where the time went."""
+        """The report, completed by where the time went."""
         self.report.spent = spent(self._events, self._profiled, list(self.steps.values()))
         return self.report
 
     def _profiled_step(self) -> tuple[list[Event], Clock]:
-        """The second step, for the number of collectives and the peak of memory; what was done in it."""
+        """Profile the second step: count collectives, find the peak of memory; returns its events and its time."""
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             clock = self.counted_step()
@@ -123,7 +123,7 @@ class Runner:
         return _of_step(events), clock
 
     def _weighed_step(self, start: float) -> None:
-        """The first step, and what lives before its gradients are dropped, and after; ``start``: when all began."""
+        """Take the first step and weigh live tensors before and after ``zero_grad``; ``start``: when building began."""
         if self.takes_part:
             with threads(self.trainer):
                 self.report.losses.append(self.trainer.update(self._batches[0]))
@@ -136,17 +136,17 @@ class Runner:
 
 
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
-    """What this rank sees of everyone in a row."""
+    """Measure all ways to train of a row on this rank; returns their reports by name."""
     begun = time.perf_counter()
     runners = [Runner(row, name) for name in row.names]
-    forget_objects()  # collections do not walk what the others hold
+    forget_objects()  # garbage collection skips the objects of the other runners
     take_rounds(runners, steps, begun)
     gc.unfreeze()
     return {runner.name: runner.finished() for runner in runners}
 
 
 def _of_step(events: Iterable[Any]) -> list[Event]:
-    """What the thread that took the step did in it; nothing on a rank that took no part."""
+    """The events of the thread that took the step; none on a rank that took no part."""
     step = next((event for event in events if event.name() == STEP), None)
     if step is None:
         return []
@@ -163,7 +163,7 @@ def _of_step(events: Iterable[Any]) -> list[Event]:
 
 @contextmanager
 def threads(trainer: Trainer) -> Iterator[None]:
-    """One device has all processors, a rank has one."""
+    """One thread for a rank, all processors for one device."""
     torch.set_num_threads(os.cpu_count() or 1 if trainer.alone else 1)
     try:
         yield
@@ -172,13 +172,13 @@ def threads(trainer: Trainer) -> Iterator[None]:
 
 
 def forget_objects() -> None:
-    """What there is now is neither collected nor weighed, until ``gc.unfreeze``."""
+    """Exclude all present objects from garbage collection and from ``live_bytes``, until ``gc.unfreeze``."""
     gc.collect()
     gc.freeze()
 
 
 def live_bytes() -> int:
-    """The memory of tensors that live, of those made since objects were forgotten."""
+    """Bytes of live tensors that were made since ``forget_objects``."""
     gc.collect()
     tensors = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter, nn.Buffer) and x.device.type != "meta")
     storages = (x.untyped_storage() for x in tensors)

@@ -1,4 +1,4 @@
-"""shardc's plans: annotations, and options where there are any."""
+"""shardc's plans: mesh axis, annotations and options of each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INDUCTOR = {"compile": "inductor"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user writes: the mesh's one axis, annotations, and ``parallelize``'s other options.
+    """A plan as a user writes it: the only axis of the mesh, annotations, and further options of ``parallelize``.
 
-    ``bound``: what a rank need send at most in a step, in elements a parameter, times ranks / (ranks - 1).
+    ``bound``: the most that a rank may send in a step, times ranks / (ranks - 1), in elements per parameter.
     """
 
     axis: str
@@ -34,7 +34,7 @@ class Plan:
     bound: float | None = None
 
     def trainer(self, model: nn.Module, job: Job, size: Size) -> Trainer:
-        """The model parallelized for the batches of a size."""
+        """A trainer of the parallelized model."""
         example = tuple(batches(size, job.device, job.microbatches)[0][0])
         parallel = shardc.parallelize(model, job.mesh(self.axis), self.annotations, args=example, **self.options)
         times = {"forward": job.microbatches}  # gradients are reduced, and parameters gathered, once a step
@@ -44,13 +44,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """A pipeline whose stages have as many blocks each, as its peers' have."""
+    """A pipeline whose stages have equally many blocks, like its peers'."""
 
     schedule: str
     bound: float | None = None
 
     def trainer(self, model: Any, job: Job, size: Size) -> Trainer:
-        """The model cut in a stage a rank."""
+        """A trainer of the model in one stage a rank."""
         cuts = tuple(f"blocks.{rank * len(model.blocks) // job.ranks}" for rank in range(1, job.ranks))
         pipeline = Pipeline(microbatches=PIPED, schedule=self.schedule, cuts=cuts)
         example = tuple(batches(size, job.device)[0][0])

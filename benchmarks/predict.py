@@ -1,10 +1,10 @@
-"""A step's predicted time beside the measured one, for each of the benchmark's plans, on the machine as it is then.
+"""Predicted beside measured step time, for each of the benchmark's plans on this machine.
 
     python benchmarks/predict.py                                  # small x2, all plans
     python benchmarks/predict.py --plans data tensor --rounds 15
 
-What ``shardc bench-links`` measures and a step of every plan are timed in turn, in rounds and in the same processes,
-so that whatever else the machine does meets them all. Exits with 1 where a prediction is off by more than --within.
+The measurements of ``shardc bench-links`` and a step of every plan alternate in the same processes, so that other load
+on the machine affects all of them. Exits with 1 if a prediction is off by more than --within.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model; started processes take the path over
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the models; child processes inherit the path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ WARM = 2  # steps that are not timed
 
 @dataclass(slots=True)
 class Plan:
-    """One of shardc's ways to train, on this rank; ``seconds`` of its steps by round."""
+    """One of shardc's ways to train, on this rank, and the ``seconds`` of its steps by round."""
 
     name: str
     row: Row
@@ -48,7 +48,7 @@ class Plan:
     seconds: list[float] = field(default_factory=list)
 
     def step(self, i: int) -> float:
-        """Take a step that all ranks begin together; how long it took here."""
+        """Take a step that all ranks begin together; returns the seconds on this rank."""
         batches = self.row.batches()
         dist.barrier()
         start = time.perf_counter()
@@ -59,7 +59,7 @@ class Plan:
 def compare(
     rows: list[Row], rounds: int, warm: int = WARM
 ) -> tuple[Machine, list[tuple[str, dict[str, float], list[float]]]]:
-    """The machine, and for each plan what is predicted on it and what the slowest rank took in each round."""
+    """The measured machine, and for each plan its prediction and the slowest rank's seconds by round."""
     bench = Bench(TorchComm(make_device_mesh(Mesh(device_ids=None, **{UNNAMED: dist.get_world_size()}))))
     plans = [Plan(name, row, row.trainer(name)) for row in rows for name in row.names if is_ours(name)]
     for i in range(warm + rounds):
@@ -77,7 +77,7 @@ def compare(
 
 
 def main() -> int:
-    """Print the machine, and a row a plan."""
+    """Print the machine and one row for each plan."""
     options = _parse()
     rows = [Row(plan, options.size, Job(options.ranks), is_full=False) for plan in options.plans]
     machine, found = launch(compare, options.ranks, rows, options.rounds)[0]
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def _sent(entry: dict[str, float]) -> float:
-    """How much longer the step is for what is sent."""
+    """The seconds that communication adds to the step."""
     return entry["step"] - entry["computing"] - entry["optimizer"]
 
 

@@ -1,4 +1,4 @@
-"""Rows as a Markdown table, as JSON and as a plot."""
+"""Prints rows as Markdown tables, and writes them as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HEADER = (
 
 
 def markdown(found: Found) -> str:
-    """A line for everyone in every row."""
+    """One line for each way to train in every row."""
     lines = [HEADER, tuple("-" * 3 for _ in HEADER)]
     lines += [_cells(row, each, everyone) for row, everyone in found for each in everyone]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def brief(found: Found) -> str:
-    """A line for each of shardc's, beside the fastest peer of its row: what the README shows."""
+    """One line for each of shardc's ways beside the fastest peer of its row: the table of the README."""
     header = ("plan", "beside", "size", "step time", "(95 %)", "rounds", "MB sent", "theirs", "MB peak", "theirs")
     lines = [header, tuple("-" * 3 for _ in header)]
     for row, everyone in found:
@@ -74,7 +74,7 @@ def _megabytes(count: float | None) -> str:
 
 
 def write(folder: Path, found: Found, said: str = "") -> None:
-    """``results.json`` with every sample, ``table.md`` with what is said of it, and ``steps.svg``."""
+    """Write ``results.json`` with every sample, ``table.md`` with tables and verdicts, and ``steps.svg``."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{**_settings(row), "results": [asdict(each) for each in everyone]} for row, everyone in found]
     data = {"version": 2, "torch": torch.__version__, "machine": platform.machine(), "rows": rows, "said": said}
@@ -88,7 +88,7 @@ def _settings(row: Row) -> dict[str, object]:
 
 
 def svg(found: Found) -> str:
-    """A bar for everyone: the step's time as a multiple of one device's, with its interval."""
+    """A bar for each way to train: step time as a multiple of one device's, with its interval."""
     bars: list[str] = []
     y = 20
     for row, everyone in found:

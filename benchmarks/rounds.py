@@ -1,8 +1,8 @@
-"""How a row's rounds go: who takes part in each, and when there are enough.
+"""The rounds of a row, and the ratio of step times that they give.
 
-A row ends when its ratios are known well enough or its time is over. What is known is told by the width of the 95 %
-interval alone, never by the side of 1 on which it lies: a row that stopped as soon as it looks good would choose the
-answer that it likes. Whoever looks often finds a narrow interval by chance: it is looked at seldom.
+A row ends when the 95 % interval of its ratios is narrow enough or its time is over. Only the width of the interval
+counts, never the side of 1 on which it lies: stopping as soon as a result looks good would bias it. The width is
+checked at few rounds, since frequent checks would find a narrow interval by chance.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from breakdown import Clock
 from row import ONE_DEVICE, is_ours
 
 T = TypeVar("T")
-SCENE = 2  # rounds of everyone; those after them are of shardc and its fastest peer
-WITHIN = 0.015  # to either side of a ratio: known well enough
+SCENE = 2  # rounds in which all take part; later ones are of shardc and its fastest peer
+WITHIN = 0.015  # a ratio is known when its interval is this narrow to either side
 RESAMPLES = 2000  # of the bootstrap
-FIRST_LOOK = 10  # rounds; then at each quarter more
+FIRST_LOOK = 10  # rounds before the first check; each further check is after a quarter more
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many rounds there are, in each of which a step is timed: from ``least`` to ``most``, as ``seconds`` allow.
+    """The number of rounds of a row: ``least`` to ``most``, as many as fit in ``seconds`` from the start of the row.
 
-    The seconds are for the row, from its start to its end. After ``latest`` of them there is no round more in any case.
-    Two more steps are not timed: the first, and one that is profiled.
+    No round begins that would end after ``latest`` seconds. One step of each way is timed in a round. Two more steps
+    are not timed: the first, and a profiled one.
     """
 
     least: int = 5
@@ -43,20 +43,20 @@ class Steps:
 
 
 class Runner(Protocol):
-    """One way to train on this rank."""
+    """One way to train, on this rank."""
 
     name: str
 
     @property
     def steps(self) -> dict[int, Clock]:
-        """What each took, by round."""
+        """The time of each step, by round."""
 
     def timed_step(self, number: int) -> None:
-        """A round's step, which all ranks begin together."""
+        """Time the step of a round, which all ranks begin together."""
 
 
 def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
-    """Rounds until enough is known or it would be too late for another; all ranks do as rank 0 says."""
+    """Take rounds until the ratios are known or time is over. Rank 0 decides for all ranks."""
     clock, deciding = time.perf_counter, runners
     for i in range(steps.most):
         start = clock()
@@ -74,13 +74,13 @@ def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
 
 
 def everyone_first(runners: Sequence[T], i: int) -> list[T]:
-    """In a round's order: everyone begins a round at times, and follows everyone."""
+    """The runners in the order of round ``i``: each in turn begins a round."""
     first = i % len(runners)
     return [*runners[first:], *runners[:first]]
 
 
 def is_look(rounds: int) -> bool:
-    """Whether it is asked, after so many, how much is known."""
+    """Whether the interval is checked after this many rounds."""
     return rounds in takewhile(lambda look: look <= rounds, _looks())
 
 
@@ -92,7 +92,10 @@ def _looks() -> Iterator[int]:
 
 
 def known(deciding: Sequence[Runner]) -> bool:
-    """On rank 0 whether each of shardc's ratios to the peer is, by the slowest rank's steps; all ranks ask together."""
+    """Whether all of shardc's ratios to the peer are known, by the slowest rank's steps; always False but on rank 0.
+
+    A collective call: all ranks must make it.
+    """
     slowest = {runner.name: _slowest(runner.steps) for runner in deciding}
     theirs = next(times for name, times in slowest.items() if not is_ours(name))
     ours = [times for name, times in slowest.items() if is_ours(name)]
@@ -100,7 +103,7 @@ def known(deciding: Sequence[Runner]) -> bool:
 
 
 def _slowest(steps: Mapping[int, Clock]) -> dict[int, float]:
-    """For each round the seconds of the rank that took longest."""
+    """For each round, the seconds of the slowest rank."""
     seconds = torch.tensor([step.seconds for step in steps.values()], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return dict(zip(steps, seconds.tolist(), strict=True))
@@ -123,9 +126,10 @@ def _rank_zero_says(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of medians, and of pairs: the median of each round's ratio, and the interval that holds it in 95 % of resamples.
+    """A ratio of step times: of the medians, and the median of the rounds' own ratios (``paired``).
 
-    A round's steps are taken one after the other, so that the machine's speed hardly changes between the two.
+    ``low`` and ``high`` bound the 95 % bootstrap interval of ``paired``. The steps of one round follow each other, so
+    the speed of the machine hardly changes between them.
     """
 
     medians: float
@@ -137,15 +141,12 @@ class Ratio:
         return f"{self.paired:.2f} ({self.low:.2f} to {self.high:.2f})"
 
     def is_within(self, part: float) -> bool:
-        """Whether the interval reaches at most so far to either side, as a part of the ratio.
-
-        It sees the interval's width and not on which side of 1 it lies, so that who stops by it chooses no answer.
-        """
+        """Whether the interval is at most this wide to either side, as a part of the ratio."""
         return self.high - self.low <= 2 * part * self.paired
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio:
-    """Of the rounds of both, with a bootstrap interval over them."""
+    """The ratio over the rounds that both took part in, with a bootstrap interval."""
     rounds, rng = sorted(ours.keys() & theirs.keys()), random.Random(0)
     pairs = [ours[i] / theirs[i] for i in rounds]
     of_medians = median(ours[i] for i in rounds) / median(theirs[i] for i in rounds)
@@ -154,13 +155,13 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio:
 
 
 def ratio_apart(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Of steps that were not taken in turn, where there are no pairs: of medians alone."""
+    """The ratio of medians of steps that were not taken in the same rounds."""
     rng, of_medians = random.Random(0), median(ours) / median(theirs)
     both = ((rng.choices(ours, k=len(ours)), rng.choices(theirs, k=len(theirs))) for _ in range(RESAMPLES))
     return Ratio(of_medians, of_medians, *_interval(median(a) / median(b) for a, b in both))
 
 
 def _interval(resampled: Iterable[float]) -> tuple[float, float]:
-    """What 95 % of them lie in."""
+    """The interval that contains 95 % of the values."""
     found = sorted(resampled)
     return found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1]

@@ -1,4 +1,4 @@
-"""The rows of the benchmark: for each plan the ways to train it that are held against each other."""
+"""The rows of the benchmark: for each plan, the peers and shardc's ways that are compared."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Who trains the same model by one plan, and the ratio to its best peer that shardc's step is held to.
+    """The ways to train one model by one plan, and the highest ratio of shardc's step to the best peer's.
 
-    ``far``: peers known to be far behind.
+    ``far``: peers that are known to be far slower.
     """
 
     names: tuple[str, ...]
@@ -67,10 +67,10 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan at one size by one job.
+    """One plan at one size in one job.
 
-    ``is_full``: with the peers that are far behind. ``with_device``: with one device, whose steps are the same in all
-    rows of a ``model``.
+    ``is_full``: the far slower peers take part. ``with_device``: one device takes part; its steps are the same in all
+    rows of one ``model``.
     """
 
     plan: str
@@ -86,32 +86,32 @@ class Row:
 
     @property
     def ways(self) -> Ways:
-        """What is held against what."""
+        """The ways that are compared."""
         return ROWS[self.plan]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who takes part: one device, the peers, shardc."""
+        """The names of all that take part: one device, the peers, shardc."""
         device = (ONE_DEVICE,) if self.with_device else ()
         return (*device, *(self.ways.far if self.is_full else ()), *self.ways.names)
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Those who shardc is held against."""
+        """The peers that shardc is compared to."""
         return tuple(name for name in self.names if name != ONE_DEVICE and not is_ours(name))
 
     @property
     def model(self) -> tuple[str, bool, int]:
-        """What one device trains, as in all rows that have the same."""
+        """The key of the model that one device trains: size, experts, microbatches."""
         return self.size, self.ways.has_experts, self.ways.microbatches
 
     def trainer(self, name: str) -> Trainer:
-        """One of them, on this rank."""
+        """A trainer by its name, on this rank."""
         job = replace(self.job, microbatches=self.ways.microbatches)
         return new_trainer(name, self._size, job, self.ways.has_experts)
 
     def batches(self) -> list[Tensor]:
-        """What all of them train on."""
+        """The batches that all train on."""
         return batches(self._size, self.job.device, self.ways.microbatches)
 
     @property
@@ -120,7 +120,7 @@ class Row:
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is shardc."""
+    """Whether a name is one of shardc's ways."""
     return name.startswith("shardc")
 
 

@@ -42,7 +42,7 @@ PIPED = 8  # microbatches that a pipeline cuts a batch in: a row each
 
 
 def new_model(size: Size, has_experts: bool = False) -> nn.Module:
-    """A GPT with the same weights whenever it is called; ``has_experts``: every other block has them, as in GShard."""
+    """A GPT, with the same weights at every call; with experts in every other block if it ``has_experts`` (GShard)."""
     torch.manual_seed(0)
     model = GPT(size.config)
     for block in list(model.blocks)[1::2] if has_experts else ():
@@ -59,9 +59,9 @@ def batches(size: Size, device: str = "cpu", microbatches: int = 1) -> list[Tens
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """On how many ranks of which device, in which dtype, and which AdamW: ``fused``, ``foreach`` or ``loop``.
+    """A training job: ranks, device, dtype, and the kernel of AdamW (``fused``, ``foreach`` or ``loop``).
 
-    ``microbatches``: gradients of so many are accumulated for a step.
+    Each step accumulates the gradients of ``microbatches`` microbatches.
     """
 
     ranks: int
@@ -71,11 +71,11 @@ class Job:
     microbatches: int = 1
 
     def mesh(self, axis: str) -> DeviceMesh:
-        """All ranks along one axis."""
+        """A DeviceMesh of all ranks along one axis."""
         return init_device_mesh(self.device, (self.ranks,), mesh_dim_names=(axis,))
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """The optimizer; DTensors and plain tensors are in groups of their own."""
+        """The optimizer, with DTensors and plain tensors in separate parameter groups."""
         groups: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -91,24 +91,25 @@ Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def whole(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Every rank is given the global batch."""
+    """The global batch: every rank takes all of it."""
     return ids, targets
 
 
 def own_rows(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A rank is given its rows of the batch."""
+    """The rows of the batch that this rank trains on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return ids.chunk(ranks)[rank], targets.chunk(ranks)[rank]
 
 
 @dataclass
 class Trainer:
-    """A model, its optimizer, and how a training step goes.
+    """A model, its optimizer, and how to take a training step.
 
-    ``feed``: what a rank takes of the batch. ``around``: a context for forward and backward; ``unsynced``: one more,
-    for all microbatches but the last. ``after_backward``: what the plan does with gradients itself. ``announced``:
-    bytes that a rank sends in a step by the plan, if it says so. ``alone``: on rank 0 only, with all processors.
-    ``settle``: what it would do but once, at the start of its second step.
+    ``feed`` picks this rank's part of the batch. ``around`` is a context for forward and backward, ``unsynced`` a
+    further one for all microbatches but the last. ``after_backward`` reduces gradients that the plan does not reduce
+    by itself. ``announced``: the bytes a rank sends in a step according to the plan, if it predicts them. ``alone``:
+    the model trains on rank 0 only, with all processors. ``settle`` does the work that the peer itself would do once,
+    at the start of its second step.
     """
 
     model: Callable[..., Any]
@@ -122,13 +123,13 @@ class Trainer:
     settle: Callable[[], object] | None = None
 
     def step(self, microbatches: Tensor) -> float:
-        """One training step; the loss, of this rank's rows where ``feed`` gives no others."""
+        """Take one training step; returns the loss of the rows that ``feed`` picked."""
         loss = self.update(microbatches)
         self.optimizer.zero_grad()
         return loss
 
     def update(self, microbatches: Tensor) -> float:
-        """A step whose gradients are left. ``microbatches``: ids and targets, ``[microbatch, 2, row, token]``."""
+        """Take a step and keep the gradients. ``microbatches``: ids and targets, ``[microbatch, 2, row, token]``."""
         last = len(microbatches) - 1
         losses: list[Tensor] = []
         for i, microbatch in enumerate(microbatches):
@@ -140,7 +141,7 @@ class Trainer:
         return fmean(loss.item() for loss in losses)
 
     def _backward(self, ids: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
-        """Forward and backward of one; its loss."""
+        """Run forward and backward of one microbatch; returns its loss."""
         with self.around():
             loss = self.model(ids, targets)
             (loss / num_microbatches if num_microbatches > 1 else loss).backward()

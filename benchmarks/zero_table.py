@@ -1,14 +1,15 @@
-"""What a rank holds between steps under ZeRO: the table of the paper (Rajbhandari et al., 2020), from shardc's ledger.
+"""Memory of a rank between steps under ZeRO: the table of the paper (Rajbhandari et al., 2020), from shardc's ledger.
 
     python benchmarks/zero_table.py
 
-For each size and number of data parallel ranks GB a rank (10**9 bytes) of parameters, gradients and Adam's states, as
-``shardc dump`` announces them: by the paper's accounting, all but the optimizer's states in bfloat16, and in brackets
-with gradients that are reduced and kept in float32, as shardc does unless told otherwise. Nothing is allocated. A
-model's size is met within a thousandth, and what it holds is scaled by the rest.
+The first table has GB a rank (10**9 bytes) of parameters, gradients and Adam's states, as ``shardc dump`` announces
+them, by model size and number of data parallel ranks. Numbers are by the paper's accounting, with all but the
+optimizer's states in bfloat16; in brackets, with gradients reduced and kept in float32, which is shardc's default.
+Nothing is allocated. A model's size is met within a thousandth, and memory is scaled by the rest.
 
-Below, for a GPT of half a billion parameters on four ranks, bytes a parameter of the same between steps, and the most
-within a step: with what is gathered of parameters, and gradients before they are reduced, each beside one layer's.
+The second table is for a GPT of half a billion parameters on four ranks: bytes per parameter of the same between steps,
+and the peak within a step, which includes gathered parameters and gradients before their reduction. The last column is
+the size of one layer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OURS = Precision()
 
 
 class Matrices(nn.Module):
-    """Linear layers without biases, all of whose widths divide by the largest number of ranks."""
+    """Linear layers without biases, whose widths are multiples of the largest number of ranks."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Matrices(nn.Module):
 
 
 def widths(size: int) -> Iterator[int]:
-    """Widths of matrices with so many elements, or a thousandth more: three squares, and what is left."""
+    """Widths of matrices with so many elements in all, or a thousandth more: three squares and the rest."""
     step = RANKS[-1]
     width = int((size / 3) ** 0.5) // step * step
     yield from [width] * 4
@@ -64,7 +65,7 @@ def widths(size: int) -> Iterator[int]:
 
 
 def held(size: int, ranks: int, stage: int | None, precision: Precision) -> float:
-    """GB that a rank holds of a model of that size between steps, to three digits."""
+    """GB of a rank between steps, for a model of that size, to three digits."""
     with torch.device("meta"):
         model = Matrices(size)
     x = torch.empty(ranks, next(model.parameters()).shape[1], device="meta")
@@ -75,13 +76,13 @@ def held(size: int, ranks: int, stage: int | None, precision: Precision) -> floa
 
 
 def largest_layer(model: GPT) -> int:
-    """Bytes of the parameters of the largest layer: a block, or what stands beside the blocks."""
+    """Bytes of the parameters of the largest layer: a block, or a module beside the blocks."""
     layers: list[nn.Module] = [*model.blocks, *(each for name, each in model.named_children() if name != "blocks")]
     return max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
 
 
 def states(program: Program) -> Iterator[Storage]:
-    """What a step makes of parameters and gradients: what it gathers, and gradients before and after reductions."""
+    """The storages of gathered parameters, and of gradients before and after their reductions."""
     parameters = parameters_of(program)
     ends = zip(program.outputs, program.results, strict=True)
     gradients = {program.value(node) for output, node in ends if output.kind == "gradient" and node is not None}
@@ -94,7 +95,7 @@ def states(program: Program) -> Iterator[Storage]:
 
 
 def within_step(stage: int | None) -> tuple[float, float, float]:
-    """Bytes a parameter between steps, the most within one, and those of one layer's parameters, on four ranks."""
+    """Bytes per parameter on four ranks: between steps, at the peak of a step, and of the largest layer."""
     with torch.device("meta"):
         model = GPT(Config(vocab=32000, context=1024, layers=8, heads=16, width=2048))
         ids = torch.empty(8, 1024, dtype=torch.int64)

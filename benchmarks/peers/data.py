@@ -1,4 +1,4 @@
-"""Peers that cut the batch: one device, DDP, DDP with ZeroRedundancyOptimizer, FSDP2; with checkpoints, in bfloat16."""
+"""Data parallel peers: one device, DDP, ZeroRedundancyOptimizer, FSDP2; with checkpoints, bfloat16, compiled."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainer import Job, Trainer, own_rows
 
 
 def one_device(model: Any, job: Job) -> Trainer:
-    """The plain model in one process, which has all processors; the other ranks wait."""
+    """The plain model on rank 0 with all processors; the other ranks wait."""
     return Trainer(model, job.adamw(model.parameters()), alone=True)
 
 
 def ddp(model: Any, job: Job) -> Trainer:
-    """Gradients live in the buckets that are reduced, once for all microbatches (``no_sync``)."""
+    """DDP with gradients as views of its buckets, reduced once for all microbatches (``no_sync``)."""
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = job.adamw(parallel.parameters())
     return Trainer(parallel, optimizer, own_rows, unsynced=parallel.no_sync, settle=settle(parallel))
 
 
 def ddp_checkpoint(model: Any, job: Job) -> Trainer:
-    """Of each block only the input is saved; it runs again in backward."""
+    """DDP with activation checkpoints: only the input of each block is saved."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return ddp(model, job)
@@ -43,37 +43,37 @@ def ddp_zero(model: Any, job: Job) -> Trainer:
 
 
 def settle(parallel: DistributedDataParallel) -> Callable[[], object]:
-    """DDP begins its second step with new buckets, in the order in which gradients came in the first."""
+    """Rebuild the buckets of DDP in the order of the first backward, as DDP does at its second step."""
     return parallel.reducer._rebuild_buckets
 
 
 def fsdp2(model: Any, job: Job, **options: Any) -> Trainer:
-    """A unit a block, and one of what is left."""
+    """FSDP2 with one unit for each block and one for the rest."""
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=job.mesh("dp"), **options)
     return Trainer(model, job.adamw(model.parameters()), own_rows)
 
 
 def fsdp2_kept(model: Any, job: Job) -> Trainer:
-    """What is gathered in forward is kept for backward."""
+    """FSDP2 that keeps gathered parameters for backward."""
     return fsdp2(model, job, reshard_after_forward=False)
 
 
 def fsdp2_bf16(model: Any, job: Job) -> Trainer:
-    """Gathered and computed in bfloat16, reduced in float32."""
+    """FSDP2 that gathers and computes in bfloat16 and reduces in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return fsdp2(model, job, mp_policy=policy)
 
 
 def fsdp2_compiled(model: Any, job: Job) -> Trainer:
-    """Each block compiled by Inductor."""
+    """FSDP2 with each block compiled by Inductor."""
     for block in model.blocks:
         block.compile()
     return fsdp2(model, job)
 
 
 def ddp_compiled(model: Any, job: Job) -> Trainer:
-    """The model compiled by Inductor."""
+    """DDP with the model compiled by Inductor."""
     trainer = ddp(model, job)
     trainer.model = torch.compile(trainer.model)
     return trainer

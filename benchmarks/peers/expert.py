@@ -1,4 +1,4 @@
-"""Peers that cut experts: all_to_alls by hand beside DDP, and DTensor over the plain model."""
+"""Expert parallel peers: all_to_alls by hand beside DDP, and DTensor over the plain model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from peers.tensor import distribute, over_dtensors
 
 
 class Exchange(torch.autograd.Function):
-    """The i-th of equal pieces along dim 0 goes to rank i, and so do gradients."""
+    """An all_to_all of equal pieces along dim 0, which also exchanges gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Those received, by sender."""
+        """The received pieces, by sender."""
         return exchanged(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Back to where they came from."""
+        """The gradients, returned to the senders."""
         return exchanged(grad)
 
 
@@ -39,7 +39,7 @@ def exchanged(x: Tensor) -> Tensor:
 
 
 class CutMoE(nn.Module):
-    """The experts of this rank, for the groups of all; ``[group / ranks, token, width]`` to the same."""
+    """This rank's experts, applied to the tokens of all ranks: ``[group / ranks, token, width]`` in and out."""
 
     def __init__(self, moe: MoE, ranks: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CutMoE(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens to their experts, and back."""
+        """Send tokens to their experts and the results back."""
         combine = top2(self.gate(x).softmax(-1), int(2 * self.capacity_factor * x.shape[1] / self.experts))
         sent = torch.einsum("gsec,gsm->egcm", (combine > 0).to(x.dtype), x)
         local = Exchange.apply(sent).unflatten(0, (self.ranks, -1)).transpose(0, 1)  # [own expert, rank, group, ...]
@@ -60,7 +60,7 @@ class CutMoE(nn.Module):
 
 
 def dtensor_weights(model: Any, job: Job) -> Trainer:
-    """Experts cut and all else replicated, as DTensors; the rows of the batch cut; the plain model over them."""
+    """The plain model over DTensors: experts and batch rows cut, all else replicated."""
     mesh = job.mesh("ep")
     experts = [(block.mlp.up, block.mlp.down) for block in model.blocks if isinstance(block.mlp, MoE)]
     is_cut = {id(parameter) for pair in experts for parameter in pair}
@@ -78,7 +78,7 @@ def dtensor_weights(model: Any, job: Job) -> Trainer:
 
 
 def by_hand(model: Any, job: Job) -> Trainer:
-    """DDP for all but the experts, whose gradients are of every rank's tokens already."""
+    """DDP for all but the experts, whose gradients come from the tokens of all ranks already."""
     experts: list[nn.Parameter] = []
     for block in model.blocks:
         if isinstance(block.mlp, MoE):

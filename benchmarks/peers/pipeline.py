@@ -1,4 +1,4 @@
-"""Peers that cut the model in stages: torch.distributed.pipelining, its stages made by hand."""
+"""Pipeline parallel peers: torch.distributed.pipelining, with stages made by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer import PIPED, Job, Trainer
 
 
 class Blocks(nn.Module):
-    """A rank's stage of a GPT: its share of the blocks, on the first with the embeddings, on the last with the head."""
+    """A rank's stage of a GPT: its share of the blocks; the first also has the embeddings, the last the head."""
 
     def __init__(self, gpt: GPT, rank: int, ranks: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Blocks(nn.Module):
             self.norm, self.head = gpt.norm, gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """From ids or from what the stage before sends, ``[row, token, width]``, to what it sends, or to logits."""
+        """Ids or activations ``[row, token, width]`` in; activations, or logits on the last stage, out."""
         if self.is_first:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
@@ -38,10 +38,10 @@ class Blocks(nn.Module):
 
 @dataclass
 class StageTrainer(Trainer):
-    """A trainer whose ``model`` is a schedule of torch's: one call of it is a whole step."""
+    """A trainer whose ``model`` is one of torch's schedules: one call runs a whole step."""
 
     def update(self, microbatches: Tensor) -> float:
-        """A step whose gradients are left; the loss on the last rank, and on the others NaN."""
+        """Take a step and keep the gradients; returns the loss on the last rank, NaN on others."""
         (ids, targets), losses = microbatches[0], list[Tensor]()
         if dist.get_rank() == dist.get_world_size() - 1:
             self.model(target=targets, losses=losses)
@@ -52,17 +52,17 @@ class StageTrainer(Trainer):
 
 
 def one_forward_one_backward(model: Any, job: Job) -> Trainer:
-    """Once the pipeline is full a rank takes one backward for each forward."""
+    """The 1F1B schedule: in the steady state one backward follows each forward."""
     return _scheduled(model, job, Schedule1F1B)
 
 
 def gpipe(model: Any, job: Job) -> Trainer:
-    """All forwards, then all backwards."""
+    """The GPipe schedule: all forwards, then all backwards."""
     return _scheduled(model, job, ScheduleGPipe)
 
 
 def _scheduled(model: Any, job: Job, schedule: Any) -> Trainer:
-    """A stage a rank, of as many blocks each."""
+    """One stage on each rank, with equally many blocks."""
     rank = dist.get_rank()
     part = Blocks(model, rank, job.ranks)
     stage = PipelineStage(part, rank, job.ranks, torch.device(job.device))

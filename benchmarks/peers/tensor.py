@@ -1,4 +1,4 @@
-"""Peers that cut weights: Megatron's f and g by hand, and DTensor's plans."""
+"""Tensor parallel peers: Megatron's f and g by hand, and DTensor's plans."""
 
 from __future__ import annotations
 
@@ -168,14 +168,14 @@ def own_piece(x: Tensor, dim: int) -> nn.Parameter:
 
 
 def by_hand(model: Any, job: Job) -> Trainer:
-    """Two all_reduces forward and two backward a block."""
+    """Megatron by hand: two all_reduces in forward and two in backward for each block."""
     assert isinstance(model, GPT)
     cut = CutGPT(model, job.ranks)
     return Trainer(cut, job.adamw(cut.parameters()))
 
 
 def by_hand_compiled(model: Any, job: Job) -> Trainer:
-    """The same through Inductor."""
+    """Megatron by hand, compiled by Inductor."""
     trainer = by_hand(model, job)
     trainer.model = torch.compile(trainer.model)
     return trainer
@@ -185,7 +185,7 @@ def by_hand_compiled(model: Any, job: Job) -> Trainer:
 
 
 def dtensor_plan(model: Any, job: Job) -> Trainer:
-    """``parallelize_module``, the vocabulary cut, ``loss_parallel``."""
+    """DTensor by ``parallelize_module``, with a cut vocabulary and ``loss_parallel``."""
     block_plan: dict[str, ParallelStyle] = {
         **{f"attn.{name}": ColwiseParallel() for name in "qkv"},
         "attn.proj": RowwiseParallel(),
@@ -200,7 +200,7 @@ def dtensor_plan(model: Any, job: Job) -> Trainer:
 
 
 def dtensor_plan_compiled(model: Any, job: Job) -> Trainer:
-    """The same, each block through Inductor."""
+    """DTensor's plan with each block compiled by Inductor."""
     trainer = dtensor_plan(model, job)
     for block in model.blocks:
         block.compile()
@@ -208,7 +208,7 @@ def dtensor_plan_compiled(model: Any, job: Job) -> Trainer:
 
 
 def dtensor_sequence_plan(model: Any, job: Job) -> Trainer:
-    """Tensor and sequence parallel: between blocks the tokens are cut."""
+    """DTensor's plan of tensor and sequence parallelism: tokens are cut between blocks."""
     block_plan: dict[str, ParallelStyle] = {
         "norm1": SequenceParallel(),
         "norm2": SequenceParallel(),
@@ -238,7 +238,7 @@ def _planned(model: Any, job: Job, block_plan: dict[str, ParallelStyle], ends: d
 
 
 def dtensor_weights(model: Any, job: Job) -> Trainer:
-    """Weights as DTensors, inputs replicated, and the plain model over them."""
+    """The plain model over cut weights and replicated inputs, all as DTensors."""
     mesh = job.mesh("tp")
     cuts = {"proj.weight": 1, "down.weight": 1, "tokens.weight": 0, "head.weight": 0}
     cuts |= {f"{name}.{kind}": 0 for name in ("q", "k", "v", "up") for kind in ("weight", "bias")}
@@ -257,7 +257,7 @@ def dtensor_weights(model: Any, job: Job) -> Trainer:
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh, placement: Callable[[str, Tensor], Placement]) -> None:
-    """Make every parameter a DTensor, placed as is said of its name and value."""
+    """Make every parameter a DTensor with the placement for its name and value."""
     for name, parameter in list(model.named_parameters()):
         value = distribute_tensor(parameter.detach(), mesh, [placement(name, parameter)])
         owner, _, leaf = name.rpartition(".")
@@ -266,6 +266,6 @@ def distribute(model: nn.Module, mesh: DeviceMesh, placement: Callable[[str, Ten
 
 @contextmanager
 def over_dtensors() -> Iterator[None]:
-    """Tensors that the model makes are replicated; DTensor has no rule for the fused attention of the CPU."""
+    """Let plain tensors mix with DTensors as replicated; DTensor has no rule for the CPU's fused attention."""
     with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
         yield
