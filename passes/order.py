@@ -1,7 +1,18 @@
-"""The passes, in order: read this to know the compiler. After each, the program is verified.
+"""The passes of the compiler, in order. Each is one function ``Program -> Program`` of the file of its name.
 
-captured --canonicalize, keep_dims--> canonical --propagate, decompose--> annotated --insert_reshards, store--> agreed
---lower_reshards, fuse_collectives, mask_padding, rematerialize, bucket_collectives--> lowered --localize--> localized
+A program has a level, which says what holds of it; ``verify`` checks that after every pass:
+
+==========  ====================================================================================================
+captured    every value has a type; every op is pure
+canonical   fewer kinds of op; every product of matrices is a ``dot`` over the model's own dims
+annotated   every value has a sharding, though ops may read what does not fit together
+agreed      every op reads what its rule says; wherever a sharding changes stands a ``reshard``
+lowered     no ``reshard`` is left: collectives stand in their place. Types are still those of whole values
+localized   types and sizes are those of one rank's shards: the program that every rank runs
+==========  ====================================================================================================
+
+Reshards and collectives are identities on whole values, so a program prints and runs on one device after every pass.
+README.md beside this file tells the same story with examples.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ from .lower.localize import localize
 from .lower.mask_padding import mask_padding
 from .lower.overlap_collectives import overlap_collectives
 from .lower.rematerialize import rematerialize
+from .propagate.cut_blocks import cut_blocks
 from .propagate.propagate import propagate
 from .reshard.insert_reshards import insert_reshards
 from .reshard.lower_reshards import lower_reshards
@@ -31,23 +43,31 @@ from .verify import verify
 Pass = Callable[[Program], Program]
 
 PASSES: tuple[Pass, ...] = (
-    cut_stages,  # which stage of a pipeline each call is part of
+    # Captured: the ops that torch gave.
+    cut_stages,  # the stage of a pipeline that each call is part of
     canonicalize,  # losses, means, dropout and views in few ops that have rules
+    # Canonical: from here on a cut can pass wherever dims correspond.
     keep_dims,  # contractions keep the model's dims
-    propagate,  # a sharding on every value
+    cut_blocks,  # a cut of a fused q, k, v weight becomes one of each block
+    propagate,  # a sharding on every value, from the few that the user annotated
+    # Annotated: shardings are a wish, and ops are as they were.
     decompose,  # softmax over a cut vocabulary and its like, as local work and small reductions
     insert_reshards,  # a reshard wherever producer and consumer differ
-    store,  # parameters lie between uses as ZeRO says
-    accumulate,  # sums over microbatches before sums over ranks
+    # Agreed: each op can compute on shards; between ops values change their sharding.
+    store,  # parameters are cut further between uses, as ZeRO says
+    accumulate,  # sums over microbatches come before sums over ranks
     lower_reshards,  # each reshard as the cheapest collectives
-    fuse_collectives,  # fewer and cheaper ones
+    # Lowered: what is sent is settled after fuse_collectives; the rest moves and groups it.
+    fuse_collectives,  # fewer and cheaper collectives
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
-    rematerialize,  # what is saved for backward, and what is made again
-    bucket_collectives,  # several that go together as one
+    rematerialize,  # what is saved for backward, and what backward computes again
+    bucket_collectives,  # several collectives as one
     overlap_collectives,  # work between a collective and its first reader
+    # Localized: the program that each rank runs.
     localize,  # local shapes, one text for all ranks
 )
 
+# Milestones, for those who look at a program in between.
 UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
 SETTLED: Pass = fuse_collectives  # no later pass adds or removes a collective, or gives it another value
@@ -61,7 +81,10 @@ def run_passes(
     after: Pass | None = None,
     until: Pass = PASSES[-1],
 ) -> Program:
-    """Run every pass, or those after one, until another; ``watch`` is told each one's name, its program and seconds."""
+    """Run every pass, or those after one, up to and including another, and verify the program after each.
+
+    ``watch`` is called with each pass's name, the program after it and the seconds it took.
+    """
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
         program = run(program)

@@ -23,6 +23,7 @@ from shardc.language.sharding import Sharding
 from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.program import Program
 
+from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import propagate
 from ..reshard.choose_cuts import Plan, assign, claims_on
 from ..reshard.insert_reshards import insert_reshards
@@ -38,7 +39,7 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
     if not _meet(program):
         return ours
     pins = tuple(replace(pin, priority=-1) if pin.kind == "output" else pin for pin in program.pins)
-    theirs = decomposed(propagate(replace(program.copy(level="canonical"), pins=pins)))
+    theirs = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
     sent, flops = zip(*map(_costs, (ours, theirs)), strict=True)
     return theirs if sent[1] < sent[0] and flops[1] <= flops[0] else ours
 

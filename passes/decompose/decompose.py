@@ -28,6 +28,7 @@ from shardc.program.node import arguments
 from shardc.program.program import Program, Value
 
 from ..emitter import NEVER, Decomposition, Emitter, Form
+from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import propagate
 from ..reshard.choose_cuts import Cuts, assign, claims_on, num_pieces
 from .along import Along, Windowed
@@ -57,7 +58,7 @@ def _decomposed(program: Program) -> Program:
             with program.graph.inserting_before(node):
                 program.replace(node, found[node.name](Emitter(program, node)))
         program.remove_dead()
-        program = propagate(program)
+        program = propagate(cut_blocks(program))
 
 
 def _forms(program: Program) -> dict[str, Form]:
@@ -74,7 +75,7 @@ def _forms_behind(program: Program, found: dict[str, Form]) -> dict[str, Form]:
     loosened = [node for node in program.calls if node.target in kinds and node.target in DECOMPOSITIONS]
     for node in loosened:
         program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
-    program = propagate(program)
+    program = propagate(cut_blocks(program))
     for node in [node for node in program.calls if node.target in kinds]:
         program.forget_rule(node)
     return _forms(program) | found

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
+from .cut_blocks import cut_blocks
 from .propagate import propagate
 
 MOST = 8  # annotations that are left out one by one, each of which costs a propagation
@@ -46,7 +47,7 @@ def _candidates(after: Program) -> set[str]:
 
 def _lies_alike(before: Program, after: Program, left_out: Collection[str]) -> bool:
     left = tuple(pin for pin in before.pins if pin.text not in left_out)
-    return _lies(propagate(replace(before, pins=left))) == _lies(after)
+    return _lies(propagate(cut_blocks(replace(before, pins=left)))) == _lies(after)
 
 
 def _lies(program: Program) -> list[Sequence[Sharding | None]]:

@@ -1,4 +1,4 @@
-"""The values whose sharding the user fixed, and who of them speaks first."""
+"""Pins, the values whose sharding the user fixed, and which of them comes first where two want one axis."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import fx
 from shardc.language.errors import ShardingError, raise_all
 from shardc.language.partition import P
 from shardc.program.node import arguments, is_annotation
-from shardc.program.program import Pin, Program
+from shardc.program.program import Pin, Program, Value
 from shardc.program.provenance import DATA, PARAMETER, PARAMETER_FIRST, YIELDING
 
 PARAMETER_KINDS = ("parameter", "buffer")
 
 
 def annotated_values(program: Program) -> list[Pin]:
-    """A pin for every ``shardc.annotate`` in the model; those that do not fit are one ShardingError."""
+    """A pin for every ``shardc.annotate`` in the model. Those that do not fit raise one ShardingError."""
     pins: list[Pin] = []
     errors: dict[str, ShardingError] = {}
     for node in program.calls:
@@ -24,7 +24,7 @@ def annotated_values(program: Program) -> list[Pin]:
             try:
                 pins.append(_annotated_value(program, node))
             except ShardingError as error:
-                errors.setdefault(str(error), error)  # the gradient's would say the same
+                errors.setdefault(str(error), error)  # the gradient's error is the same
     raise_all(list(errors.values()))
     return pins
 
@@ -44,48 +44,50 @@ def _annotated_value(program: Program, node: fx.Node) -> Pin:
 
 
 def annotation_text(program: Program, node: fx.Node) -> str:
-    """What an annotated value's pin and origins name: the annotation of a module, or a call in the model."""
+    """The annotation that an annotated value has: of a module as the user wrote it, or a call in the model."""
     given = arguments(node)
     spec = P.parse(given["spec"], given["priority"])
     return str(given["said"]) or f"annotate({spec!r}) at {program.source(node).location}"
 
 
-def promotion(pins: tuple[Pin, Pin]) -> str:
-    """What the dump says of a pin that was moved into blocks."""
-    before, after = pins
-    return (
-        f"{before.name}: {before.text} cuts each block that the model takes apart, {after.sharding}, not the whole dim"
-    )
+def pinned_value(program: Program, pin: Pin) -> Value:
+    """The value that a pin fixes."""
+    if pin.kind == "value":
+        return next((node, 0) for node in program.calls if node.name == pin.name)
+    if pin.kind != "output":
+        return program.value(program.named_inputs[pin.kind, pin.name])
+    names = [output.name if output.kind == "output" else None for output in program.outputs]
+    result = program.results[names.index(pin.name)]
+    assert result is not None, pin
+    return program.value(result)
 
 
-class Ranks:
-    """Who speaks first about an axis: inputs and values, then parameters, then a value that yields to them.
+class Precedence:
+    """Which pin comes first over an axis: inputs and annotated values, then parameters, then values that yield to them.
 
-    A value yields over an axis that only parameters have beside it, which is no axis of the data: a residual that is
-    cut along time, by the axis that cuts the weights of each block, is gathered where these compute. A batch that is
-    cut where it is embedded is data. Over the axes ``first`` parameters come before all.
+    An annotated value yields over an axis that only parameters have beside it, and no input: a residual that is cut
+    along time by the axis that cuts the weights of each block is gathered where these compute. A batch that is cut
+    where it is embedded does not yield. Over the axes ``first`` parameters come before all.
     """
 
     def __init__(self, pins: Iterable[Pin], first: frozenset[str] = frozenset()) -> None:
-        self.first = first
+        self._first = first
         axes: dict[str, set[str]] = {}
         for pin in pins:
             kind = "parameter" if pin.kind in PARAMETER_KINDS else pin.kind
             axes.setdefault(kind, set()).update(part.name for part in pin.sharding.cut_axes)
-        self.model_axes = axes.get("parameter", set()) - axes.get("input", set())
+        self._model_axes = axes.get("parameter", set()) - axes.get("input", set())
+        self._has_data = "input" in axes
         self.contested = sorted(axes.get("parameter", set()) & axes.get("input", set()))
-        self.has_data = "input" in axes
 
     def of(self, pin: Pin) -> set[int]:
-        """The ranks of a pin's dims."""
-        return {self.rank(pin, dim) for dim in range(len(pin.sharding.dims))} or {DATA}
+        """The ranks of a pin's dims; the lowest comes first."""
+        return {self.of_dim(pin, dim) for dim in range(len(pin.sharding.dims))} or {DATA}
 
-    def rank(self, pin: Pin, dim: int) -> int:
-        """That of all axes that cut a dim, together."""
+    def of_dim(self, pin: Pin, dim: int) -> int:
+        """The rank of one dim of a pin, for all axes that cut it."""
+        names = {part.name for part in pin.sharding.dims[dim].all_axes}
         if pin.kind in PARAMETER_KINDS:
-            is_first = self.first & {part.name for part in pin.sharding.dims[dim].all_axes}
-            return PARAMETER_FIRST if is_first else PARAMETER
-        if pin.kind != "value":
-            return DATA
-        is_shared = any(part.name in self.model_axes for part in pin.sharding.dims[dim].all_axes)
-        return YIELDING if is_shared and (self.has_data or dim) else DATA
+            return PARAMETER_FIRST if self._first & names else PARAMETER
+        is_shared = pin.kind == "value" and bool(self._model_axes & names)
+        return YIELDING if is_shared and (self._has_data or dim) else DATA

@@ -29,7 +29,8 @@ from shardc.program.node import is_annotation
 from shardc.program.program import Program, Value, ends_of
 from shardc.program.provenance import Origin
 
-from ..propagate.pins import Ranks
+from ..propagate.cut_blocks import cut_blocks
+from ..propagate.pins import Precedence
 from ..propagate.propagate import propagate
 from .choose_cuts import Cuts, Plan, Seen, Way, assign, choose_cuts, claims_on, move_bytes, num_pieces
 
@@ -40,8 +41,9 @@ Facts = tuple[tuple[Sharding | None, ...], tuple[Mapping[str, Origin], ...]]  # 
 def cheapest_plan(program: Program) -> Plan:
     """The plan of fewest bytes over each axis that data and parameters share; the program's shardings become its."""
     plan = choose_cuts(program)
-    for axis in Ranks(program.pins).contested:
-        other = propagate(program, frozenset({axis}))
+    for axis in Precedence(program.pins).contested:
+        first = frozenset({axis})
+        other = propagate(cut_blocks(program, first), first)
         if any(
             _has_come(program, ours, other, theirs) for ours, theirs in zip(program.calls, other.calls, strict=True)
         ):

@@ -242,8 +242,8 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     ),
     "no such pass": (
         lambda compiled: compiled.at("propagte"),
-        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, propagate, decompose, "
-        "insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, rematerialize, "
+        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, cut_blocks, propagate, "
+        "decompose, insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, rematerialize, "
         "bucket_collectives, overlap_collectives, localize\n"
         "  there is no such pass\n"
         "  did you mean propagate?",

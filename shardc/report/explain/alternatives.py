@@ -15,7 +15,8 @@ from torch import fx
 
 from shardc.compiler import Compiled
 from shardc.language.sharding import Sharding, TensorType
-from shardc.passes.propagate.pins import Ranks
+from shardc.passes.propagate.cut_blocks import cut_blocks
+from shardc.passes.propagate.pins import Precedence
 from shardc.passes.propagate.propagate import propagate
 from shardc.passes.reshard.choose_cuts import Plan, choose_cuts
 from shardc.passes.reshard.choose_sides import cheapest_plan
@@ -128,9 +129,10 @@ class Chooser:
     def _sides(self) -> dict[str, list[Alternative]]:
         annotated = self.compiled.at("decompose")
         found = {}
-        for axis in Ranks(annotated.pins).contested:
+        for axis in Precedence(annotated.pins).contested:
             data = choose_cuts(annotated.copy()).wire_bytes
-            weights = choose_cuts(propagate(annotated, frozenset({axis}))).wire_bytes
+            first = frozenset({axis})
+            weights = choose_cuts(propagate(cut_blocks(annotated, first), first)).wire_bytes
             chosen, question = self.plan.wire_bytes, f"over {axis}, which cuts data and weights, in the whole step"
             ways = {"weights come to the data": data, "data come to the weights": weights}
             found[axis] = [Alternative(question, way, cost, cost == chosen) for way, cost in ways.items()]

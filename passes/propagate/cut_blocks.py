@@ -1,0 +1,100 @@
+"""cut_blocks: canonical -> canonical. A plain cut of a fused parameter becomes a cut of each block that ops take.
+
+A model with one weight for q, k and v takes three blocks of columns from their product. ``P(None, "tp")`` on the weight
+would cut across the blocks, so that each of them had to be gathered. The pin cuts each block instead, and a note of the
+program says so::
+
+    # pin of w: f32[6, 24@tp]                                   # pin of w: f32[6, (3 8@tp)]
+    dot: f32[8, 24] = dot(x, w, "a b, b c -> a c")       ->     dot: f32[8, 24] = dot(x, w, "a b, b c -> a c")
+    split: (f32[8, 8], ...) = split(dot, 8, -1)                 split: (f32[8, 8], ...) = split(dot, 8, -1)
+
+Whether the cut reaches the op that takes blocks depends on all other pins, so the pass propagates once, and reads the
+origins of the cuts. Invariants: the graph stays as it is; a pin that changes cuts the same dim by the same axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardc.language.sharding import DimSharding, num_shards
+from shardc.program.program import Pin, Program, Value
+
+from .pins import PARAMETER_KINDS, pinned_value
+from .propagate import propagate
+
+
+def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:
+    """The program with the pins of fused parameters in blocks; ``first`` as in ``propagate``."""
+    pins = {pinned_value(program, pin): pin for pin in program.pins if pin.kind in PARAMETER_KINDS}
+    cuts = [
+        (cut, size)
+        for value, pin in pins.items()
+        for cut, size in zip(pin.sharding.dims, program.value_type(value).shape, strict=True)
+    ]
+    if not any(blocks.fit(cut, size) for blocks in _blocks_taken(program) for cut, size in cuts):
+        return program
+    changes = _changes(propagate(program, first), {value[0].name: pin for value, pin in pins.items()})
+    notes = tuple(
+        f"{pin.name}: {pin.text} cuts each block that the model takes apart, {new.sharding}, not the whole dim"
+        for pin, new in changes.items()
+    )
+    new_pins = tuple(changes.get(pin, pin) for pin in program.pins)
+    return replace(program.copy(), pins=new_pins, notes=program.notes + notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """``count`` equal blocks of ``size`` elements, which an op takes apart along a dim of a value.
+
+    ``is_separate``: the op makes a value of each block; else it makes the blocks a dim.
+    """
+
+    value: Value
+    dim: int
+    count: int
+    size: int
+    is_separate: bool
+
+    def fit(self, cut: DimSharding, size: int) -> bool:
+        """Whether a cut of a dim of a parameter goes across blocks of that dim, and could cut each of them instead."""
+        shards = num_shards(cut.axes)
+        is_across = self.is_separate or bool(self.count % shards and shards % self.count)
+        is_plain = bool(cut.axes) and not cut.minor
+        return is_plain and is_across and self.count > 1 and self.count * self.size == size and self.size % shards == 0
+
+
+def _blocks_taken(program: Program) -> Iterator[Blocks]:
+    """The blocks that ops take apart: by a split, or by a view such as ``(3, heads, width)``."""
+    for node in program.calls:
+        rule = program.rule(node)
+        values = (*program.operand_values(node), *((node, i) for i in range(len(rule.results))))
+        for value, dims in zip(values, rule.operands + rule.results, strict=True):
+            for dim, factors in enumerate(dims or ()):
+                is_separate = len(factors) > 1 and factors[0] in rule.whole
+                if value is not None and (is_separate or len(factors) > 2):
+                    count = rule.sizes[factors[0]]
+                    size = program.value_type(value).shape[dim] // max(1, count)
+                    yield Blocks(value, dim, count, size, is_separate)
+
+
+def _changes(annotated: Program, pins: Mapping[str, Pin]) -> dict[Pin, Pin]:
+    """The pins whose own cut goes across blocks of some value, each with what it becomes.
+
+    ``pins``: by the name of the parameter's node.
+    """
+    changes: dict[Pin, Pin] = {}
+    for blocks in _blocks_taken(annotated):
+        node, index = blocks.value
+        sharding = annotated.shardings(node)[index]
+        assert sharding is not None, node
+        cut = sharding.dims[blocks.dim]
+        origin = annotated.origins(node)[index].get(cut.axes[0].name) if cut.axes else None
+        root, _ = origin.chain[0].value if origin else ("", 0)
+        if root in pins and cut in pins[root].sharding.dims:
+            pin = pins[root]
+            dim = pin.sharding.dims.index(cut)
+            if blocks.fit(cut, annotated.value_type(pinned_value(annotated, pin)).shape[dim]):
+                within = DimSharding((), ((blocks.size, cut.axes),))
+                changes[pin] = replace(pin, sharding=pin.sharding.with_dim(dim, within))
+    return changes
