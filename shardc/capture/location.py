@@ -6,6 +6,7 @@ import os
 import sysconfig
 import traceback
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
@@ -58,5 +59,5 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
 def _is_users(filename: str) -> bool:
     standard = filename.startswith((sysconfig.get_paths()["stdlib"], *_GENERATED)) and "site-packages" not in filename
     standard |= f"site-packages{os.sep}numpy{os.sep}" in filename
-    homes = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
+    homes = (os.path.dirname(torch.__file__), str(Path(__file__).resolve().parents[1]))
     return not standard and not filename.startswith(tuple(home + os.sep for home in homes))

@@ -12,21 +12,18 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("packaging")  # who shares what is made once
 ROOT = Path(__file__).parents[2]
-SOURCES = {
-    "shardc": "shardc",
-    "shardc/commands": "shardc/commands",
-    "shardc/ops": "shardc/ops",
-    "shardc/passes": "passes",
-    "shardc/runtime": "runtime",
-}
+FILES = ("*.py", "*.html", "*.css", "*.js", "*.schema.json", "py.typed")
 
 
-def library() -> set[str]:
-    """Every file of the library, by its installed name."""
-    modules = {f"{home}/{path.name}" for home, source in SOURCES.items() for path in (ROOT / source).glob("*.py")}
-    pages = {f"shardc/page/{path.name}" for path in (ROOT / "shardc/page").iterdir()}
-    schemas = {f"shardc/{path.name}" for path in (ROOT / "shardc").glob("*.schema.json")}
-    return modules | pages | schemas | {"shardc/py.typed"}
+def files() -> dict[str, str]:
+    """Every file of the library by its installed name, and where it stands in the checkout."""
+    found = {}
+    for source, installed in {"shardc": "shardc", "passes": "shardc/passes", "runtime": "shardc/runtime"}.items():
+        for path in (path for pattern in FILES for path in (ROOT / source).rglob(pattern)):
+            name = path.relative_to(ROOT / source).as_posix()
+            if not (source == "shardc" and name.startswith(("passes/", "runtime/"))):  # links to the folders at the top
+                found[f"{installed}/{name}"] = f"{source}/{name}"
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def wheel_names(built: Path) -> set[str]:
 
 
 def test_the_wheel_holds_every_file_and_no_other(built: Path) -> None:
-    assert {name for name in wheel_names(built) if ".dist-info/" not in name} == library()
+    assert {name for name in wheel_names(built) if ".dist-info/" not in name} == set(files())
 
 
 def test_the_wheel_leaks_no_bare_name(built: Path) -> None:
@@ -66,8 +63,7 @@ def test_the_sdist_holds_every_file(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {f"{SOURCES.get(home, home)}/{file}" for home, _, file in (name.rpartition("/") for name in library())}
-    assert sources <= names
+    assert set(files().values()) <= names
 
 
 def test_the_wheel_imports_from_its_own_place(built: Path, tmp_path: Path) -> None:
@@ -87,5 +83,6 @@ def test_the_links_stand_for_the_folders_at_the_top() -> None:
 
 def test_every_package_is_listed_by_name() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert {name.replace(".", "/") for name in settings["packages"]} == set(SOURCES)
+    packages = {name.removesuffix("/__init__.py") for name in files() if name.endswith("/__init__.py")}
+    assert {name.replace(".", "/") for name in settings["packages"]} == packages
     assert set(settings["package-dir"].values()) == {"passes", "runtime"}

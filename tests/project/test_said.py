@@ -23,8 +23,8 @@ OUR_OWN = {
 }  # fmt: skip
 ELSEWHERE = {
     ("shardc/__init__.py", "AttributeError"),  # as Python says it
-    ("runtime/launch.py", "RuntimeError"),  # with the traceback of another process
-    ("runtime/launch.py", "TimeoutError"),  # as said
+    ("runtime/comm/launch.py", "RuntimeError"),  # with the traceback of another process
+    ("runtime/comm/launch.py", "TimeoutError"),  # as said
 }
 
 
