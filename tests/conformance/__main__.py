@@ -24,13 +24,8 @@ SUITES = {
 def main() -> int:
     """Read the command line and run the suite that it names."""
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [
-        str(tests),
-        str(tests / "support"),
-        str(tests / "plans"),
-        str(tests / "runtime/pipeline"),
-        str(tests.parent / "examples"),
-    ]  # what tests share is imported by its bare name
+    paths = (tests, tests / "support", tests.parent / "examples")
+    sys.path[:0] = map(str, paths)  # what tests share is imported by its bare name
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     modules = {name: importlib.import_module(f".{name}", __package__) for name in SUITES if name in sys.argv[1:2]}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +18,6 @@ from functools import cache
 
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
-from meshes import all_meshes
 from torch import Tensor
 
 import shardc
@@ -70,6 +71,16 @@ def cases() -> list[Mesh]:
     named = [Mesh(**dict(zip(ROLES, mesh.shape, strict=False))) for mesh in meshes]
     alone = [Mesh(**{role: mesh.size}) for mesh in meshes[1:] if len(mesh.shape) == 1 for role in ("tp", "fsdp")]
     return named + alone
+
+
+def all_meshes(num_ranks: int = 16, num_axes: int = 3) -> list[Mesh]:
+    """Every mesh of at most so many ranks and axes, each axis of two ranks or more; and that of one rank."""
+    names = "abcdefgh"[:num_axes]
+    shapes = itertools.chain.from_iterable(
+        itertools.product(range(2, num_ranks + 1), repeat=count) for count in range(1, num_axes + 1)
+    )
+    fitting = [shape for shape in shapes if math.prod(shape) <= num_ranks]
+    return [Mesh(a=1), *(Mesh(**dict(zip(names, shape, strict=False))) for shape in fitting)]
 
 
 def compare(mesh: Mesh, steps: int = STEPS) -> Result:

@@ -15,8 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 
-import test_pipeline_gloo
-import test_pipeline_time
+import pipeline_models
 import torch
 from gloo_pool import ByPath
 from pipeline_models import COLUMNS, Model
@@ -26,6 +25,7 @@ import shardc
 from shardc import CaptureError, Mesh, Pipeline, ShardingError
 from shardc.runtime.comm.launch import Workers
 
+from . import bubbles
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "auto")
@@ -73,8 +73,8 @@ def main(options: argparse.Namespace) -> int:
 
 def on_processes(options: argparse.Namespace) -> int:
     """The same on gloo, with optimizer steps and two signatures; a GPT on three axes; and bubbles, measured."""
-    path, results = test_pipeline_gloo.__file__, []
-    for count, found in ((4, test_pipeline_gloo.CASES), (8, (test_pipeline_gloo.EIGHT,))):
+    path, results = pipeline_models.__file__, []
+    for count, found in ((4, pipeline_models.CASES), (8, (pipeline_models.EIGHT,))):
         with Workers(count) as workers:
             for case in found:
                 ranks = workers.run(ByPath(path, "train"), case, timeout=600)
@@ -92,15 +92,15 @@ def on_processes(options: argparse.Namespace) -> int:
 
 def idle(workers: Workers) -> Iterator[Result]:
     """Schedules whose stages sleep, each printed with its bubble and what that is simulated."""
-    path = test_pipeline_time.__file__
-    for case in test_pipeline_time.CASES:
+    path = bubbles.__file__
+    for case in bubbles.CASES:
         wanted = case.wanted()
-        found = test_pipeline_time.measured(
+        found = bubbles.measured(
             lambda function, case: workers.run(ByPath(path, function.__name__), case, timeout=600), case, wanted.bubble
         )
         print(f"{case}: bubble {found:.3f} s, simulated {wanted.bubble:.3f} s of {wanted.makespan:.3f} s")
         far = abs(found / wanted.bubble - 1)
-        yield _result(f"the bubble of {case}", far, test_pipeline_time.NEAR, "the bubble differs")
+        yield _result(f"the bubble of {case}", far, bubbles.NEAR, "the bubble differs")
 
 
 def _result(name: str, difference: float, bound: float, what: str = "losses or gradients differ") -> Result:

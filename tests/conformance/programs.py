@@ -10,6 +10,7 @@ import traceback
 
 import hypothesis
 from hypothesis import strategies as st
+from random_model import check_program
 
 from .suite import Result, exit_code, print_counts, run_cases, write_json
 
@@ -33,8 +34,6 @@ def main(options: argparse.Namespace) -> int:
 
 def run_case(seed: int) -> Result:
     """Draw and check the programs of a seed."""
-    from test_random_programs import check_program
-
     limits = hypothesis.settings(
         max_examples=PER_CASE, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
     )

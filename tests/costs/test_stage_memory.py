@@ -7,7 +7,7 @@ from typing import Any
 
 import gpt
 import pytest
-from measuring_stages import measured_by_rank
+from measuring import measured_by_rank
 
 from shardc import Mesh, P, compile
 from shardc.costs.memory import memory_by_rank

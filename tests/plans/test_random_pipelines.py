@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_device import assert_close
 from random_model import SIZES, RandomModel, Step
-from test_random_programs import assert_close
 
 import shardc
 from shardc import Mesh, P, Zero

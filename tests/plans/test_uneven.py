@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
-from parallel_models import whole
-from test_module import OPTIMIZERS, assert_same, assert_same_state
+from one_device import assert_same, assert_same_state
+from parallel_models import OPTIMIZERS, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from shardc.capture.call import fed
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
+from shardc.program.collective import all_reduce
 from shardc.program.program import Input, Output, Program
 
 aten = torch.ops.aten
@@ -50,3 +52,30 @@ class Writer:
         self.program.set_local_types(node, (TensorType(sharding.local_shape(tuple(shape)), self.dtype),))
         self.program.set_sharding(node, sharding)
         return node
+
+
+def row_parallel(mesh: Mesh) -> Program:
+    """Loss = sum((x @ w) ** 2) with x and w cut along the contraction over tp, and its gradients."""
+    w = Writer(mesh)
+    x = w.input("x", (4, 8), P("dp", "tp"))
+    weight = w.input("weight", (8, 6), P("tp"), "parameter")
+    tangent = w.input("loss", (), P(), "tangent")
+    part = w.call(aten.mm.default, (x, weight), (4, 6), P("dp"), partial="tp")
+    y = w.call(all_reduce, (part, ("tp",), "sum"), (4, 6), P("dp"))
+    square = w.call(aten.mul.Tensor, (y, y), (4, 6), P("dp"))
+    local_loss = w.call(aten.sum.default, (square,), (), P(), partial="dp")
+    loss = w.call(all_reduce, (local_loss, ("dp",), "sum"), (), P())
+    scaled = w.call(aten.mul.Tensor, (y, 2), (4, 6), P("dp"))
+    grad = w.call(aten.mul.Tensor, (scaled, tangent), (4, 6), P("dp"))
+    columns = w.call(aten.t.default, (x,), (8, 4), P("tp", "dp"))
+    weight_part = w.call(aten.mm.default, (columns, grad), (8, 6), P("tp"), partial="dp")
+    weight_grad = w.call(all_reduce, (weight_part, ("dp",), "sum"), (8, 6), P("tp"))
+    return w.result(loss=("output", loss), y=("output", y), weight=("gradient", weight_grad), x=("gradient", None))
+
+
+def row_parallel_inputs() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 8), "weight": torch.randn(8, 6)}
+
+
+def row_parallel_values(program: Program, inputs: dict[str, Tensor], loss: float = 1.0) -> list[Any]:
+    return list(fed(program, inputs, [inputs["x"]], {"loss": torch.tensor(loss)}, (0, 0)))

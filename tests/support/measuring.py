@@ -1,19 +1,27 @@
-"""An executor that looks at the bytes alive of every rank after each instruction."""
+"""Runs on virtual ranks that look at the bytes alive of every rank after each instruction, pipelines included."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
 from shardc.api import Compiled
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.program.stages import Part
+from shardc.runtime.comm.comm import REDUCE, SimulatedComm, Starter
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instruction import Env, Instruction
-from shardc.runtime.execute.interpreter import Values
-from shardc.runtime.simulator import cut_inputs
+from shardc.runtime.execute.interpreter import Values, run
+from shardc.runtime.pipeline import step as pipeline
+from shardc.runtime.pipeline import step as pipeline_step
+from shardc.runtime.pipeline.channel import Key, Mailbox, Message, Types
+from shardc.runtime.pipeline.stages import StageRunner
+from shardc.runtime.simulator import _stage_mesh, cut_inputs
+from shardc.schedules.schedule import ALL, Action
 
 
 def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
@@ -66,3 +74,142 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, (tuple, list)):
         yield from filter(lambda entry: isinstance(entry, Tensor), value)
+
+
+# Pipelines.
+
+
+def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
+    """``saved`` and ``peak`` of a step, for each rank of the pipeline that of its stages' rank that has most."""
+    program = compiled.program
+    assert program.mesh is not None
+    comm = SimulatedComm(_stage_mesh(program.mesh))
+    runner = pipeline.PipelineRunner(program, comm, channel=Posted())
+    runner.channel.place = runner.schedule.place
+    inputs = cut_inputs(program, compiled.inputs(program, args))
+    step = MeasuringRun(runner, runner._with_tangents(inputs, 1.0))
+    runner.runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.runners}
+    with mock.patch.object(pipeline_step, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
+        step.run()
+    return [{"saved": saved, "peak": peak} for saved, peak in zip(step.saved, step.peak, strict=True)]
+
+
+class Posted(Mailbox):
+    """A channel that receives into memory of its own, as from another process."""
+
+    __slots__ = ("posted", "under_way")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: dict[Key, Message] = {}
+        self.under_way: dict[Key, Message] = {}  # to another rank, after the last microbatch: to the end of the step
+
+    def send(self, key: Key, message: Message) -> None:
+        super().send(key, message)
+        if key[1] == ALL and self.place[key[0].source] != self.place[key[0].target]:
+            self.under_way[key] = message
+
+    def post(self, key: Key, types: Types) -> None:
+        if self.place[key[0].source] != self.place[key[0].target]:
+            self.posted[key] = [[torch.empty(each.shape, dtype=each.dtype) for each in types]]
+
+    def take(self, key: Key) -> Message:
+        message = super().take(key)
+        if key not in self.posted:
+            return message
+        rows = self.posted.pop(key) * len(message)
+        return [
+            [own.clone().copy_(x) for own, x in zip(*pair, strict=True)] for pair in zip(rows, message, strict=True)
+        ]
+
+
+class MeasuringRun(pipeline_step.PipelineStep):
+    """``saved`` and ``peak``: by rank, bytes; ``at``: the rank that computes."""
+
+    channel: Posted
+
+    def __init__(self, runner: pipeline.PipelineRunner, inputs: Sequence[Values]) -> None:
+        super().__init__(runner, inputs)
+        self.at, self.place = 0, runner.schedule.place
+        self.saved, self.peak = [0] * runner.schedule.num_ranks, [0] * runner.schedule.num_ranks
+
+    def _do(self, action: Action) -> None:
+        self.at = self.place[action.stage]
+        super()._do(action)
+        for i in range(self.width):
+            self.look(i)
+            kept = [value for (stage, _), envs in self.envs.items() if self._is_here(stage) for value in envs[i]]
+            once = [value for stage, envs in self.base.items() if self._is_here(stage) for value in envs[i]]
+            made, lasting = self._made(kept), self._made(once)
+            found = sum(size for address, size in made.items() if address not in lasting)
+            self.saved[self.at] = max(self.saved[self.at], found)
+
+    def watching(self, reduce: Any) -> Any:
+        """A reduction whose operands are alive still when it is done."""
+
+        def call(x: Tensor, y: Tensor) -> Tensor:
+            made: Tensor = reduce(x, y)
+            for i in range(self.width):
+                self.look(i, (made,))
+            return made
+
+        return call
+
+    def look(self, i: int, beside: Sequence[Any] = ()) -> None:
+        """At what is alive on the rank that computes, of its stages' rank ``i``."""
+        given = {_place(value): value.nbytes for value in self._given(i)}
+        alive = sum(given.values()) + sum(self._made([*self._held(i), *beside]).values())
+        self.peak[self.at] = max(self.peak[self.at], alive)
+
+    def _is_here(self, stage: int) -> bool:
+        return self.place[stage] == self.at
+
+    def _given(self, i: int) -> Iterator[Tensor]:
+        held = {
+            name for s, stage in enumerate(self.runner.stages.stages) if self._is_here(s) for name in stage.parameters
+        }
+        moves = self.runner.host is not None  # parameters are on the device as copies, among what is made
+        for slot, put in enumerate(self.runner.program.inputs):
+            rows = self.inputs[i :: self.width] if self.runner.is_timed[slot] else self.inputs[i : i + 1]
+            if put.kind != "parameter" or (put.name in held and not moves):
+                yield from (row[slot] for row in rows if row[slot] is not None)  # type: ignore[misc]
+
+    def _held(self, i: int) -> Iterator[Any]:
+        """Most places of an env are empty."""
+        for stage in filter(self._is_here, self.base):
+            yield from (*self.base[stage][i], *self.sums[stage][i].values())
+        for (stage, _), envs in self.envs.items():
+            yield from [value for value in envs[i] if value is not None] if self._is_here(stage) else ()
+        inside = {key: each for key, each in self.channel.messages.items() if self._is_here(key[0].source)}
+        inside = {key: each for key, each in inside.items() if self._is_here(key[0].target)}
+        for (way, _), message in (*inside.items(), *self.waiting.items(), *self.channel.under_way.items()):
+            yield from message[i] if self._is_here(way.source) else ()
+        for (way, _), message in self.channel.posted.items():
+            yield from message[0] if self._is_here(way.target) else ()
+
+    def _made(self, values: Sequence[Any]) -> dict[int, int]:
+        given = {value.untyped_storage().data_ptr() for row in self.inputs for value in row if value is not None}
+        found = [tensor.untyped_storage() for value in values if value is not None for tensor in _tensors(value)]
+        return {each.data_ptr(): each.nbytes() for each in found if each.data_ptr() not in given}
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.shape, value.stride()
+
+
+class MeasuringStage(StageRunner):
+    """Looks after each instruction, before anything dies of it."""
+
+    def __init__(self, step: MeasuringRun, index: int, comm: Starter) -> None:
+        super().__init__(step.runner.stages, index, comm, is_eager=False)
+        self.step, self.index = step, index
+
+    def run(self, part: Part, envs: Sequence[Env], comm: Starter) -> None:
+        self.step.at = self.step.place[self.index]
+        for each in self.calls[part]:
+            run((replace(each, dead=()),), envs, comm)
+            for i, env in enumerate(envs):
+                self.step.look(i, env)
+            for slot in each.dead:
+                for env in envs:
+                    env[slot] = None

@@ -1,10 +1,12 @@
-"""A compiled training step held against its model run eagerly, whole."""
+"""Comparisons of what runs on a mesh with what runs on one device."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from parallel_models import whole
+from torch import Tensor, nn
 
 import shardc
 
@@ -17,3 +19,23 @@ def equals_one_device(compiled: shardc.Compiled, *args: Any, **kwargs: Any) -> N
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
     for name, gradient in zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Values of float64, relative where they are above 1."""
+    assert found.shape == expected.shape, what
+    error = (found - expected).abs().max() / max(1.0, expected.abs().max().item()) if expected.numel() else 0
+    assert error <= 1e-10, f"{what} differs by {error:.1e}"
+
+
+def assert_same(mine: Tensor, theirs: Tensor) -> None:
+    """Two tensors of float64, DTensors or not."""
+    torch.testing.assert_close(whole(mine), whole(theirs), atol=1e-12, rtol=1e-12)
+
+
+def assert_same_state(parallel: nn.Module, alone: nn.Module) -> None:
+    """The names and the values of two state dicts."""
+    theirs = alone.state_dict()
+    assert list(parallel.state_dict()) == list(theirs)
+    for name, tensor in parallel.state_dict().items():
+        assert_same(tensor, theirs[name])

@@ -107,3 +107,12 @@ def ids(seed: int) -> dict[str, Any]:
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor gathered; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}

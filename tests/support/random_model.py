@@ -1,4 +1,7 @@
-"""Random models for property tests: a list of drawn steps, each keeping a value of three dims."""
+"""Random models for property tests, and a check of such a model after every pass.
+
+A model is a list of drawn steps, each of which keeps a value of three dims.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from one_device import assert_close
 from torch import Tensor, nn
 
+import shardc
 from shardc import Mesh, P, Zero
+from shardc.runtime.simulator import interpret, simulate
 
 SIZES = (4, 6, 8, 12)
 UNEVEN_SIZES = (1, 3, 5, 6, 10)
@@ -169,3 +175,26 @@ def _spec(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:
             entries[dim].append(axis)
     is_open = draw(st.booleans())
     return P(*(tuple(entry) or (P.OPEN if is_open else None) for entry in entries))
+
+
+def check_program(data: st.DataObject) -> None:
+    """Draw a model, a mesh, annotations and options, and compare with one device after every pass."""
+    model, x = data.draw(models())
+    mesh = data.draw(meshes())
+    check(model, x, mesh, data.draw(annotations(model, mesh, x)), **data.draw(options(mesh)))
+
+
+def check(model: RandomModel, x: Tensor, mesh: Mesh, chosen: dict[str, P], **options: object) -> None:
+    """The loss and every gradient, after every pass."""
+    loss = model(x)
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    compiled = shardc.compile(model, mesh, chosen, args=(x,), **options)
+    for name, program in compiled.stages.items():
+        runtime = simulate if program.level == "localized" else interpret
+        output, gradients = compiled.run(runtime, program, (x,), {})
+        assert_close(output, loss.detach(), f"the loss after {name}")
+        for (parameter, _), gradient in zip(model.named_parameters(), expected, strict=True):
+            if gradient is not None:
+                found = gradients[parameter]
+                assert found is not None
+                assert_close(found, gradient, f"the gradient of {parameter} after {name}")

@@ -3,13 +3,11 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browser import Browser, browsing, needs_browser
 from targets import mlp
 from torch import Tensor, nn
 
@@ -27,12 +25,6 @@ from shardc.report.explain.explanation import Explanation
 
 HOSTILE = '"><script>alert(1)<!--</script>\u2028{{data}}'
 pytestmark = pytest.mark.xdist_group("browser")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 def compiled(target: str, mesh: Mesh, **options: Any) -> Compiled:
@@ -65,7 +57,7 @@ def written(program: Compiled, folder: Path) -> Path:
 # The page beside the JSON.
 
 
-def collectives_shown(browser: Browser) -> list[dict[str, Any]]:
+def collectives_shown(browser: Any) -> list[dict[str, Any]]:
     rows = browser.run(
         "return [...document.querySelectorAll('#collectives-table tbody tr')].map(row => Object.fromEntries("
         "[...row.querySelectorAll('[data-key]')].map(each => [each.dataset.key, each.textContent])))"
@@ -90,10 +82,9 @@ def collectives_dumped(program: Compiled) -> list[dict[str, Any]]:
     ]
 
 
-@needs_browser
 @pytest.mark.slow
 def test_the_report_of_gpt2_is_there_at_once_and_has_every_collective_parameter_and_op(
-    gpt2: Compiled, browser: Browser, tmp_path: Path
+    gpt2: Compiled, browser: Any, tmp_path: Path
 ) -> None:
     path = written(gpt2, tmp_path)
     assert path.stat().st_size < 5_000_000
@@ -109,9 +100,8 @@ def test_the_report_of_gpt2_is_there_at_once_and_has_every_collective_parameter_
     assert browser.complaints() == []
 
 
-@needs_browser
 @pytest.mark.parametrize("plan", ["tensor", "zero", "pipeline", "forward alone", "before lowering", "local"])
-def test_the_table_of_collectives_is_that_of_the_json(plan: str, browser: Browser, tmp_path: Path) -> None:
+def test_the_table_of_collectives_is_that_of_the_json(plan: str, browser: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "zero": {"zero": Zero("dp", 3)},
         "forward alone": {"train": False},
@@ -130,9 +120,8 @@ def test_the_table_of_collectives_is_that_of_the_json(plan: str, browser: Browse
         assert boxes == 2 * 2 * 4 and "Schedule" in browser.texts("nav a")
 
 
-@needs_browser
 def test_the_program_after_every_pass_has_a_report(
-    two_layers: tuple[Compiled, Path], browser: Browser, tmp_path: Path
+    two_layers: tuple[Compiled, Path], browser: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "report.html"
     for name in two_layers[0].after:
@@ -145,9 +134,8 @@ def test_the_program_after_every_pass_has_a_report(
 # What a reader does.
 
 
-@needs_browser
 def test_a_module_that_is_opened_shows_its_ops_and_the_type_of_every_edge(
-    two_layers: tuple[Compiled, Path], browser: Browser
+    two_layers: tuple[Compiled, Path], browser: Any
 ) -> None:
     browser.open(two_layers[1])
     up = "details.module[data-module=up]"
@@ -159,9 +147,8 @@ def test_a_module_that_is_opened_shows_its_ops_and_the_type_of_every_edge(
     assert any(" dot f32[8@dp, 32@tp]" in op and "← x f32[8@dp, 8]" in op for op in ops)
 
 
-@needs_browser
 def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotations(
-    two_layers: tuple[Compiled, Path], browser: Browser
+    two_layers: tuple[Compiled, Path], browser: Any
 ) -> None:
     program, path = two_layers
     browser.open(path)
@@ -175,9 +162,8 @@ def test_a_collective_that_is_chosen_says_why_it_is_there_down_to_the_annotation
     assert browser.run("return document.getElementById('inspector').hidden && !location.hash")
 
 
-@needs_browser
 def test_what_is_to_be_typed_to_learn_what_removes_a_collective_is_copied_by_a_click(
-    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command of this very plan, as it was typed, which runs."""
     path = tmp_path / "report.html"
@@ -194,9 +180,8 @@ def test_what_is_to_be_typed_to_learn_what_removes_a_collective_is_copied_by_a_c
     assert capsys.readouterr().out.startswith("all_reduce_tp: ")
 
 
-@needs_browser
 def test_search_is_reached_finds_and_leads_by_the_keyboard_alone(
-    two_layers: tuple[Compiled, Path], browser: Browser
+    two_layers: tuple[Compiled, Path], browser: Any
 ) -> None:
     browser.open(two_layers[1])
     browser.press("/")
@@ -210,8 +195,7 @@ def test_search_is_reached_finds_and_leads_by_the_keyboard_alone(
     assert browser.complaints() == []
 
 
-@needs_browser
-def test_a_layout_shows_which_ranks_hold_each_block(browser: Browser, tmp_path: Path) -> None:
+def test_a_layout_shows_which_ranks_hold_each_block(browser: Any, tmp_path: Path) -> None:
     model = nn.Linear(4, 12)
     mesh = Mesh(dp=2, tp=2, device_ids=(3, 2, 1, 0))
     program = shardc.compile(model, mesh, {"weight": P(blocks(3, "tp"), "dp")}, args=(torch.randn(2, 4),))
@@ -221,8 +205,7 @@ def test_a_layout_shows_which_ranks_hold_each_block(browser: Browser, tmp_path: 
     assert browser.texts("#inspector rect title") == [title for row in tiles for title in row]
 
 
-@needs_browser
-def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Browser, tmp_path: Path) -> None:
+def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Any, tmp_path: Path) -> None:
     program = shardc.compile(Unruly(), Mesh(dp=2, spare=2), {"x": P("dp")}, args=(torch.randn(4, 8),))
     browser.open(written(program, tmp_path))
     first = browser.texts(".look .alarm")
@@ -236,8 +219,7 @@ def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Browse
     assert any("tests.whole" in note and "register_rule" in note for note in notes)
 
 
-@needs_browser
-def test_on_a_known_machine_the_predicted_step_is_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_on_a_known_machine_the_predicted_step_is_drawn(browser: Any, tmp_path: Path) -> None:
     program = small(links={"dp": "ethernet"})
     browser.open(written(program, tmp_path))
     assert "Predicted time" in browser.texts("nav a")
@@ -279,8 +261,7 @@ class Hostile(nn.Module):
         return (layer(__proto__) * self.constructor).sum()
 
 
-@needs_browser
-def test_names_that_are_scripts_are_shown_and_not_run(browser: Browser, tmp_path: Path) -> None:
+def test_names_that_are_scripts_are_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
     annotations = {"__proto__": P("dp"), "param:*<script>*weight": P("tp")}
     program = shardc.compile(Hostile(), Mesh(dp=2, tp=2), annotations, args=(torch.ones(4, 4),))
     path = written(program, tmp_path)
@@ -295,8 +276,7 @@ def test_names_that_are_scripts_are_shown_and_not_run(browser: Browser, tmp_path
     assert browser.run("return document.scripts.length") == 2 and browser.complaints() == []
 
 
-@needs_browser
-def test_no_script_runs_but_the_pages_own(two_layers: tuple[Compiled, Path], browser: Browser) -> None:
+def test_no_script_runs_but_the_pages_own(two_layers: tuple[Compiled, Path], browser: Any) -> None:
     browser.open(two_layers[1])
     browser.run("const made = document.createElement('script'); made.text = 'taken = 1'; document.body.append(made)")
     browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=http://127.0.0.1:9/x onerror=\"taken = 1\">')")

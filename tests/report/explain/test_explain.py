@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from explain_cases import CASES, GPT, MESH, case, compiled
 
-from shardc import Mesh, P, Pipeline, Precision, Remat, ShardingError, Zero
+from shardc import P, ShardingError
 from shardc.api import Compiled, compile
-from shardc.cli.target import Wish, load_target
 from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import REPLICATED, Explanation
 
 pytestmark = pytest.mark.xdist_group("explain")  # who shares what is made once
-EXAMPLES = Path(__file__).parents[3] / "examples"
-GPT = f"{EXAMPLES / 'gpt.py'}:gpt"
-MESH = Mesh(dp=2, tp=2)
-
-
-def compiled(target: str, mesh: Mesh, settings: dict[str, Any] | None = None, **options: Any) -> Compiled:
-    """A target of the command line."""
-    found = load_target(target, Wish(settings or {}, None, None, "meta"), mesh)
-    return compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +32,10 @@ def explained(program: Compiled) -> dict[str, Explanation]:
     return {f"{kind}:{name}": explain() for kind, table in tables.items() for name, explain in table.items()}
 
 
-CASES: dict[str, tuple[str, Mesh, dict[str, Any], dict[str, Any]]] = {
-    "gpt": (GPT, MESH, {}, {}),
-    "sequence": (f"{GPT}_sequence", MESH, {}, {}),
-    "fsdp": (f"{GPT}_fsdp", Mesh(dp=4), {}, {}),
-    "tied, zero 3": (f"{GPT}_tied", MESH, {}, {"zero": Zero("dp", 3)}),
-    "zero 1, bf16": (GPT, MESH, {}, {"zero": Zero("dp", 1), "precision": Precision()}),
-    "zero 2, remat": (f"{GPT}_dropout", MESH, {}, {"zero": Zero("dp", 2), "remat": Remat("blocks.*")}),
-    "moe": (f"{EXAMPLES / 'moe.py'}:moe", Mesh(dp=2, ep=2), {}, {}),
-    "gpt2": ("hf:gpt2", MESH, {"n_layer": 2}, {}),
-    "vit": ("hf:vit", MESH, {"num_hidden_layers": 2}, {}),
-    "pipeline": (f"{GPT}_tied", Mesh(dp=2, pp=2), {}, {"pipeline": Pipeline("pp", microbatches=4)}),
-    "pipeline, zero 3, bf16": (
-        GPT, Mesh(dp=2, pp=2), {},
-        {"pipeline": Pipeline("pp", microbatches=2), "zero": Zero("dp", 3), "precision": Precision()},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_everything_that_has_a_name_ends_in_what_the_user_said(case: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_everything_that_has_a_name_ends_in_what_the_user_said(name: str) -> None:
     """Every collective in an annotation or an option, every cut value too, all else in the default."""
-    target, mesh, settings, options = CASES[case]
-    program = compiled(target, mesh, settings, **options)
+    program = case(name)
     found, known = explained(program), said(program)
     for name, explanation in found.items():
         assert set(explanation.ends) <= known | {REPLICATED}, name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_explain import CASES, compiled
+from explain_cases import MESH, case, compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,8 +20,7 @@ from shardc.report.dump.html import report_record
 from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import Explanation
 
-pytestmark = pytest.mark.xdist_group("explain_names")  # who shares what is made once
-MESH = Mesh(dp=2, tp=2)
+pytestmark = pytest.mark.xdist_group("explain")  # who shares what is made once
 
 
 def explainer(program: Compiled) -> Explainer:
@@ -160,10 +159,7 @@ SOME = ("gpt2", "moe", "vit", "pipeline", "tied, zero 3")
 
 
 def programs(name: str) -> Compiled:
-    if name == "windows":
-        return shifted()
-    target, mesh, settings, options = CASES[name]
-    return compiled(target, mesh, settings, **options)
+    return shifted() if name == "windows" else case(name)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SOME] + ["windows"])

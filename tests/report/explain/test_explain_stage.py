@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_explain import GPT, compiled
+from explain_cases import GPT, compiled
 from torch import Tensor, nn
 
 import shardc

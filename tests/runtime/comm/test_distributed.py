@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from localized import row_parallel, row_parallel_inputs, row_parallel_values
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -184,8 +185,6 @@ def run_program(program, values):
 
 
 def run_row_parallel():
-    from test_simulator import row_parallel, row_parallel_inputs, row_parallel_values
-
     torch.manual_seed(0)
     program = row_parallel(MESH)
     values = row_parallel_values(program, row_parallel_inputs())
@@ -202,8 +201,6 @@ def test_one_program_runs_the_same_on_both_runtimes(gloo):
 
 
 def run_disagreement():
-    from test_simulator import row_parallel
-
     program = row_parallel(MESH)
     if dist.get_rank() == 2:
         node = next(node for node in program.calls if node.name == "all_reduce_1")

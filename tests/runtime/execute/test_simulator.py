@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from localized import Writer, aten
+from localized import Writer, aten, row_parallel, row_parallel_inputs, row_parallel_values
 
-from shardc.capture.call import fed
 from shardc.language.mesh import AxisPart, Mesh
 from shardc.language.partition import P, blocks
 from shardc.language.sharding import DimSharding, Sharding
@@ -21,7 +20,6 @@ from shardc.program.collective import (
     shard_slice,
     source_position,
 )
-from shardc.program.program import Program
 from shardc.runtime.comm.comm import SimulatedComm
 from shardc.runtime.comm.placement import pad, same_bits, shard, unpad, unshard
 from shardc.runtime.execute.executor import Executor
@@ -203,33 +201,6 @@ class TestCollectives:
 
     def _parts(self, axes):
         return P(axes).sharding(self.mesh, (8,), "x").cut_axes
-
-
-def row_parallel(mesh: Mesh) -> Program:
-    """Loss = sum((x @ w) ** 2) with x and w cut along the contraction over tp, and its gradients."""
-    w = Writer(mesh)
-    x = w.input("x", (4, 8), P("dp", "tp"))
-    weight = w.input("weight", (8, 6), P("tp"), "parameter")
-    tangent = w.input("loss", (), P(), "tangent")
-    part = w.call(aten.mm.default, (x, weight), (4, 6), P("dp"), partial="tp")
-    y = w.call(all_reduce, (part, ("tp",), "sum"), (4, 6), P("dp"))
-    square = w.call(aten.mul.Tensor, (y, y), (4, 6), P("dp"))
-    local_loss = w.call(aten.sum.default, (square,), (), P(), partial="dp")
-    loss = w.call(all_reduce, (local_loss, ("dp",), "sum"), (), P())
-    scaled = w.call(aten.mul.Tensor, (y, 2), (4, 6), P("dp"))
-    grad = w.call(aten.mul.Tensor, (scaled, tangent), (4, 6), P("dp"))
-    columns = w.call(aten.t.default, (x,), (8, 4), P("tp", "dp"))
-    weight_part = w.call(aten.mm.default, (columns, grad), (8, 6), P("tp"), partial="dp")
-    weight_grad = w.call(all_reduce, (weight_part, ("dp",), "sum"), (8, 6), P("tp"))
-    return w.result(loss=("output", loss), y=("output", y), weight=("gradient", weight_grad), x=("gradient", None))
-
-
-def row_parallel_inputs():
-    return {"x": torch.randn(4, 8), "weight": torch.randn(8, 6)}
-
-
-def row_parallel_values(program, inputs, loss=1.0):
-    return list(fed(program, inputs, [inputs["x"]], {"loss": torch.tensor(loss)}, (0, 0)))
 
 
 class TestPrograms:

@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 import torch
+from conformance.draws import all_meshes
 from gpt import GPT, Config
-from meshes import all_meshes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel

@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 from gloo_pool import ByPath
-from parallel_models import FSDP, MEGATRON, MLP, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
+from one_device import assert_same, assert_same_state
+from parallel_models import FSDP, MEGATRON, MLP, OPTIMIZERS, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,13 +28,6 @@ from shardc.runtime.module.border import shard_batch
 
 MESH = Mesh(dp=2, tp=2)
 MEGATRON_ALONE = {"down.weight": P(None, "tp")}
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
-    "adamw loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
-}
 
 
 def models(model=MLP, annotations=MEGATRON, mesh=MESH, **options):
@@ -41,17 +35,6 @@ def models(model=MLP, annotations=MEGATRON, mesh=MESH, **options):
     torch.manual_seed(0)
     alone = model().double()
     return alone, shardc.parallelize(alone, mesh, annotations, **options)
-
-
-def assert_same(mine, theirs):
-    torch.testing.assert_close(whole(mine), whole(theirs), atol=1e-12, rtol=1e-12)
-
-
-def assert_same_state(parallel, alone):
-    theirs = alone.state_dict()
-    assert list(parallel.state_dict()) == list(theirs)
-    for name, tensor in parallel.state_dict().items():
-        assert_same(tensor, theirs[name])
 
 
 def train(parallel, alone, make_optimizer, steps=4, clip=None):

@@ -11,7 +11,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
-from measuring_stages import measured_by_rank
+from measuring import measured_by_rank
 from pipeline_models import Model, data
 from torch import Tensor, fx, nn
 

@@ -27,9 +27,6 @@ FLAGS = (
     "--disable-sync",
     "--window-size=1280,900",
 )
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no chromium and chromedriver: apt-get install chromium chromium-driver"
-)
 
 
 class Browser:
@@ -120,3 +117,11 @@ def _await(browser: Browser) -> None:
         except OSError:
             time.sleep(0.05)
     raise TimeoutError("chromedriver does not answer")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium and chromedriver: apt-get install chromium chromium-driver")
+    with browsing(tmp_path_factory.mktemp("profile")) as found:
+        yield found

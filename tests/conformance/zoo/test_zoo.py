@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from conformance.zoo import Case, run
+from conformance.zoo.run import Case, run
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral"])

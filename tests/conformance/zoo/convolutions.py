@@ -7,7 +7,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .zoo_models import ROWS, Made, Sizes, images, model, text
+from .models import ROWS, Made, Sizes, images, model, text
 
 
 @model

@@ -13,7 +13,7 @@ import shardc
 from shardc import P
 from shardc.program.program import Program
 
-from .suite import Result
+from ..suite import Result
 
 Fields = Mapping[str, Any]
 

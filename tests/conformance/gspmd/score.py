@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import shardc
 
-from . import gspmd_propagation, gspmd_rules
-from .gspmd_ops import Case, Function, function_of, spec
-from .gspmd_values import inputs, is_large, smaller, values
-from .suite import Result, exit_code, print_counts, run_cases, write_json
+from ..suite import Result, exit_code, print_counts, run_cases, write_json
+from . import propagation, rules
+from .ops import Case, Function, function_of, spec
+from .values import inputs, is_large, smaller, values
 
-CASES = Path(__file__).with_name("gspmd_cases.json")
+CASES = Path(__file__).with_name("cases.json")
 SCORED = ("confirmed", "upstream", "analytic")
 REFUSALS = (shardc.ShardingError, shardc.CaptureError, NotImplementedError, AssertionError, RuntimeError)
 
@@ -152,7 +152,7 @@ def main(options: argparse.Namespace) -> int:
     print_counts("gspmd", results)
     _print_bytes([result for case, result in zip(chosen, results, strict=True) if is_scored(case)])
     if options.only is None:
-        for kind, check in (("rules", gspmd_rules.check), ("propagation", gspmd_propagation.check)):
+        for kind, check in (("rules", rules.check), ("propagation", propagation.check)):
             found = [check(fields) for fields in entries(kind)]
             print_counts(f"gspmd {kind}", found)
             results += found

@@ -27,10 +27,10 @@ from shardc.language.text import bytes_text, table
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
 
-from . import zoo_convolutions as zoo_convolutions
-from . import zoo_further as zoo_further
-from .suite import Result, exit_code, print_counts, run_cases, write_json
-from .zoo_models import MODELS, Made, Sizes
+from ..suite import Result, exit_code, print_counts, run_cases, write_json
+from . import convolutions as convolutions
+from . import further as further
+from .models import MODELS, Made, Sizes
 
 MESHES = {"dp=2": Mesh(dp=2), "tp=2": Mesh(tp=2), "dp=2,tp=2": Mesh(dp=2, tp=2)}
 SIZES = {"even": Sizes(), "dropout": Sizes(), "uneven": Sizes(batch=5, seq=7, vocab=67, heads=3)}

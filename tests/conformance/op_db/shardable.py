@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .op_sample import Sample, halves
+from .sample import Sample, halves
 
 Cut = tuple[int | None, ...]  # for each tensor the dim that is cut, or None
 NOT_ADDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .gspmd_gather import Dims
-from .gspmd_ops import Case, full_text, updated_dims
+from .gather import Dims
+from .ops import Case, full_text, updated_dims
 
 MOST_ELEMENTS = 30_000_000  # a case with more is run on smaller sizes
 MOST_MULTIPLICATIONS = 10_000_000_000

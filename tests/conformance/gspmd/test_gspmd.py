@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conformance import gspmd_propagation, gspmd_rules
-from conformance.gspmd import cases, entries, is_scored, score
-from conformance.gspmd_ops import Case
-from conformance.suite import Result
 from printed import compiled, value
 
+from conformance.gspmd import propagation, rules
+from conformance.gspmd.ops import Case
+from conformance.gspmd.score import cases, entries, is_scored, score
+from conformance.suite import Result
 from shardc import Mesh, P
 
 pytestmark = pytest.mark.xdist_group("gspmd")  # who shares what is made once
@@ -34,13 +34,13 @@ def test_as_many_cases_are_right_and_lean_as_before(results: list[tuple[Case, Re
 
 
 def test_what_shardy_may_cut_may_be_cut() -> None:
-    found = [gspmd_rules.check(fields) for fields in entries("rules")]
+    found = [rules.check(fields) for fields in entries("rules")]
     assert [result for result in found if result.outcome == "wrong"] == []
     assert sum(result.outcome == "right" for result in found) == 32
 
 
 def test_annotations_propagate_as_in_shardy() -> None:
-    found = [gspmd_propagation.check(fields) for fields in entries("propagation")]
+    found = [propagation.check(fields) for fields in entries("propagation")]
     assert [result for result in found if result.outcome == "wrong"] == []
     assert sum(result.outcome == "right" for result in found) == 33
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance.op_db import run_variant
-from conformance.op_sample import Sample
-from conformance.op_shardable import allowed_cuts
+
+from conformance.op_db.run import run_variant
+from conformance.op_db.sample import Sample
+from conformance.op_db.shardable import allowed_cuts
 
 VARIANTS = (
     "cumsum",

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.ops.contraction import dot
 from shardc.ops.index import put_at
 
-from .suite import Result
+from ..suite import Result
 
 aten = torch.ops.aten
 Place = tuple[str, int, int]  # operand or result, which one, which of its dims

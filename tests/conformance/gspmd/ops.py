@@ -15,8 +15,8 @@ from torch import Tensor
 import shardc
 from shardc import P
 
-from .gspmd_gather import gather, scatter
-from .gspmd_window import convolution, pool
+from .gather import gather, scatter
+from .window import convolution, pool
 
 Function = Callable[..., Any]
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers as hf
 
-from .zoo_models import BART, COLUMNS, ROWS, Made, Sizes, common, grouped, images, masked, model, text
+from .models import BART, COLUMNS, ROWS, Made, Sizes, common, grouped, images, masked, model, text
 
 ATTENTION = {"*.self_attn.[qkv]_proj.weight": ROWS, "lm_head.weight": ROWS}
 

@@ -32,10 +32,10 @@ from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
 from shardc.runtime.simulator import interpret
 
-from .op_sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants
-from .op_shardable import Cut, allowed_cuts
-from .op_values import Values, difference, eager, tangent
-from .suite import Result, exit_code, print_counts, run_cases, write_json
+from ..suite import Result, exit_code, print_counts, run_cases, write_json
+from .sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants
+from .shardable import Cut, allowed_cuts
+from .values import Values, difference, eager, tangent
 
 MESHES = (Mesh(x=4), Mesh(x=2, y=2))
 TWO = Mesh(x=2)

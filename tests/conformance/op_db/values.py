@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .op_sample import Sample
+from .sample import Sample
 
 
 @dataclass(frozen=True)

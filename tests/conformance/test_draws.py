@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conformance.draws import cases, compare
 
+from conformance.draws import cases, compare
 from shardc import Mesh
 
 
