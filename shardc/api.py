@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardc import compiler
 from shardc.capture.annotations import Match, Spec, annotated_parameters, check_annotations
-from shardc.capture.call import fed, state_of
+from shardc.capture.call import input_values, state_of
 from shardc.language.errors import raise_all
 from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
@@ -156,7 +156,7 @@ class Compiled(compiler.Compiled):
         tensors = self.convention.flatten(args, kwargs or {})
         check_values(dict(zip(self.convention.names, tensors, strict=True)))
         state = state_of(self.model, self.convention.constants)
-        return list(fed(program, state, tensors, grad_outputs or {}, (seed, step)))
+        return list(input_values(program, state, tensors, grad_outputs or {}, (seed, step)))
 
 
 def compile(

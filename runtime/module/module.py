@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.capture.call import Signature, call_leaves, signature_of
+from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
+from shardc.capture.signature import Signature, signature_of
 from shardc.language.errors import OrderError, ShardingError, said
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program

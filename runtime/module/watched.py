@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from shardc.capture.guards import GuardError
-from shardc.capture.model import APART, CONTAINERS, State, frozen, model_state, tensors_of
+from shardc.capture.model import tensors_of
+from shardc.capture.signature import APART, CONTAINERS, State, fingerprint, model_state
 from shardc.language.errors import CaptureError
 
 from .step import Step
@@ -74,7 +75,7 @@ class Watched:
 
     def _describe(self) -> list[Hashable]:
         memo: dict[int, Hashable] = {}
-        return [frozen(value, memo) for value in self._mutable]
+        return [fingerprint(value, memo) for value in self._mutable]
 
 
 def _is_settled(value: Any) -> bool:

@@ -9,8 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from shardc.capture.call import flatten, names_of, rebuild
+from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -18,10 +23,6 @@ from shardc.language.sharding import TensorType
 from shardc.ops.annotation import annotate_op
 from shardc.program.node import arguments, is_annotation
 from shardc.program.program import Pin, Program
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 Spec = P | Sequence[Any]
 """What a user may write: a P, or one DTensor placement for each axis of the mesh."""
@@ -67,8 +68,6 @@ def match(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Matched:
     """The values of a model and of a call that each pattern means."""
-    from shardc.capture.call import names_of
-
     check_annotations(annotations)
     return match_names(annotations, names_of(model, args, kwargs), mesh)
 
@@ -86,8 +85,6 @@ def check_annotations(annotations: Any) -> None:
 
 def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> dict[str, Match]:
     """What is said of parameters and buffers; patterns of other values, which only a call has, are passed over."""
-    from shardc.capture.model import state_names
-
     parameters, buffers, aliases = state_names(model)
     known = {"param": {name: name for name in (*parameters, *buffers)} | aliases}
     patterns = {p: spec for p, spec in annotations.items() if any(kind == "param" for kind, _ in named_by(p, known))}
@@ -187,10 +184,6 @@ def _annotated(x: torch.Tensor, spec: P, said: str = "") -> torch.Tensor:
 
 def annotate_output(output: Any, entry: Match) -> Any:
     """A module's output with every tensor in it annotated."""
-    import torch
-
-    from shardc.capture.call import flatten, rebuild
-
     leaves, tree = flatten(output)
     return rebuild(
         tree,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
@@ -13,75 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.model import State, attributes_of, frozen, model_state, state_names
+from shardc.capture.model import state_names
+from shardc.capture.signature import (
+    Constant,
+    Leaf,
+    Leaves,
+    Signature,
+    State,
+    TensorLeaf,
+    attributes_of,
+    leaf_of,
+    model_state,
+    signature_of,
+)
 from shardc.language.errors import CaptureError, ShardingError, did_you_mean, raise_all
 from shardc.language.sharding import TensorType
 from shardc.options import check_tangents
 from shardc.program.program import Program
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
-
-    ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
-    value. ``state``: that of the model, which is often one object and so is compared sooner than hashed. ``autocast``:
-    the dtype that autocast casts to, by device type.
-    """
-
-    leaves: tuple[tuple[str, Hashable], ...]
-    tree: Tree
-    train: bool
-    state: State = field(hash=False)
-    default_dtype: torch.dtype = torch.float32
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
-
-    def differences(self, other: Signature) -> list[str]:
-        """What two signatures of a model differ in, in words."""
-        mine, theirs = dict(self.leaves), dict(other.leaves)
-        found = [
-            f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        ]
-        mine, theirs = dict(self.state), dict(other.state)
-        found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        return found or ["gradients on or off, the default dtype, or autocast"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
-    """A tensor among the leaves of a call or of an output."""
-
-    type: TensorType
-    requires_grad: bool = False
-
-    def __str__(self) -> str:
-        return str(self.type)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Constant:
-    """A leaf that is no tensor. Equal when type and value are, as they were when it was made."""
-
-    value: Any
-    state: Hashable = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", frozen(self.value))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.state == other.state
-
-    def __hash__(self) -> int:
-        return hash(self.state)
-
-    def __str__(self) -> str:
-        return repr(self.value)
-
-
-Leaf = TensorLeaf | Constant
-Leaves = tuple[tuple[str, Leaf], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +74,6 @@ def call_signature(
     return signature_of(
         *call_leaves(model.forward, args, kwargs), train, model_state(model) if state is None else state
     )
-
-
-def signature_of(leaves: Sequence[tuple[str, Any]], tree: Tree, train: bool, state: State) -> Signature:
-    """That of a call with these leaves, of a model of this state."""
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    described = tuple((name, leaf_of(value)) for name, value in leaves)
-    return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
-
-
-def leaf_of(value: Any) -> Leaf:
-    """The description of a leaf."""
-    if isinstance(value, torch.Tensor):
-        return TensorLeaf(TensorType.of(value), value.requires_grad)
-    return Constant(value)
 
 
 def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
@@ -414,7 +348,7 @@ def state_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[st
     return {**dict(named), **constants}
 
 
-def fed(
+def input_values(
     program: Program,
     state: Mapping[str, torch.Tensor],
     tensors: Sequence[torch.Tensor],

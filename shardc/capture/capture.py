@@ -13,57 +13,62 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardc.capture.annotations import Match, annotating
+from shardc.capture.annotations import Match, annotate_output, annotating
+from shardc.capture.assembly import TraceSignature, assemble
 from shardc.capture.call import (
     CallingConvention,
-    Leaves,
-    TensorLeaf,
     Tree,
     call_leaves,
     call_signature,
     differentiable_names,
-    leaf_of,
     output_leaves,
     rebuild_call,
 )
-from shardc.capture.decompositions import Casting, PlainDropout, decompositions, plain_cells, resampling_whole
-from shardc.capture.guards import (
+from shardc.capture.decompositions import PlainDropout, decompositions, plain_cells, resampling_whole
+from shardc.capture.guards import Guards, known_number
+from shardc.capture.higher_order import REPLACED, higher_order_ops
+from shardc.capture.microbatches import counting_marks, marks_passed
+from shardc.capture.model import borrow, changed, follow_modules, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.capture.precision import Casting
+from shardc.capture.refusals import (
     DATA_DEPENDENT,
-    Guards,
+    OWN_COLLECTIVE,
+    NoValueError,
     Refusals,
+    Unfit,
     capture_error,
+    failing_place,
     is_collective,
     is_lookup_by_value,
     no_seeds,
     python_effects,
+    user_location,
 )
-from shardc.capture.higher_order import higher_order_ops
-from shardc.capture.joint import Ends, assemble
-from shardc.capture.location import failing_place
-from shardc.capture.microbatches import counting_marks
-from shardc.capture.model import borrowed, changed, held, no_checkpoints, plain_tensors, state_names, swap
-from shardc.capture.tracing import Watch
+from shardc.capture.signature import Leaves, TensorLeaf, leaf_of
 from shardc.language.errors import CaptureError, ShardingError, raised_by_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
 from shardc.program.inference import types_of
 from shardc.program.opaque import Opaque, hold_opaques
 from shardc.program.program import Input, Output, Program
-from shardc.program.provenance import Source
-
-__all__ = ["CallingConvention", "CaptureError", "Captured", "capture"]
+from shardc.program.provenance import Phase, Source
 
 InputKind = Literal["parameter", "buffer", "input"]
 
@@ -120,7 +125,7 @@ class _Joint:
     outputs: Leaves
     output_tree: Tree
     tangents: tuple[Input, ...]
-    watch: Watch
+    watch: SourceTracker
     opaque: list[Opaque]
     guards: Guards | None
 
@@ -165,7 +170,7 @@ class _Joint:
     def _trace(self, refusals: Refusals) -> fx.GraphModule:
         self.refusals = refusals
         with contextlib.ExitStack() as stack:
-            stack.enter_context(borrowed(self.model, self.train))
+            stack.enter_context(borrow(self.model, self.train))
             for context in (
                 torch.inference_mode(False),
                 torch.autograd.set_multithreading_enabled(False),
@@ -195,14 +200,14 @@ class _Joint:
         return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        """The traced function; what it returns is said in ``Ends``."""
+        """The traced function; what it returns is said in ``TraceSignature``."""
         keys = [(str(entry.kind), entry.name) for entry in self.inputs]
         named = dict(zip(keys, tensors, strict=True))
         casting = Casting(self.model, self.precision)
         used = casting.enter(named)
         swap(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
-        self.watch = Watch(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
+        self.watch = SourceTracker(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
         if self.guards:
             self.guards.begin(self.values)
         with self.watch, torch.set_grad_enabled(self.train):
@@ -244,7 +249,7 @@ class _Joint:
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
         guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
-        ends = Ends(self.inputs, tuple(results), self.tangents, guards)
+        ends = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
         types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
         program, constants = assemble(traced, ends, types, self.watch.sources, plain_tensors(self.model))
         leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
@@ -260,3 +265,89 @@ def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
     return {name: tensor for (kind, name), tensor in named.items() if kind in kinds}
+
+
+class SourceTracker(TorchDispatchMode):
+    """Notes where in the user's model each traced node comes from; a backward node comes from its forward's place.
+
+    What an op finds in values is guarded, unless the user's own line asks for it or there are no ``guards``.
+
+    State: ``modules``, the paths of the running modules; ``by_sequence``, the source of the op that made the autograd
+    node of that number; ``count`` of the calls of forward.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        annotations: Mapping[str, Match],
+        stop: CodeType,
+        refusals: Refusals,
+        guards: Guards | None,
+    ) -> None:
+        super().__init__()
+        self.stop, self.refusals, self.guards = stop, refusals, guards
+        self.modules: list[str] = []
+        self.phase: Phase = "forward"
+        self.sources: dict[fx.Node, Source] = {}
+        self.by_sequence: dict[int, Source] = {}
+        self.latest, self.count = Source(), 0
+        for path, entry in annotations.items():
+            model.get_submodule(path).register_forward_hook(partial(_annotate_hook, entry))
+        follow_modules(model, self.modules)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
+            raise Unfit(f"{func} is called as an op", "call the function of torch of that name, which takes closures")
+        if getattr(func, "namespace", "").removeprefix("_").startswith("c10d"):
+            raise Unfit(*OWN_COLLECTIVE)
+        mode = get_proxy_mode()
+        assert mode is not None
+        last = next(reversed(mode.tracer.graph.nodes))
+        source = self._source()
+        if _only_checks(func):
+            return None
+        try:
+            return func(*args, **(kwargs or {}))
+        except DATA_DEPENDENT as error:
+            return self._found(error, func, args, kwargs or {}, source)
+        finally:
+            while (last := last.next).op != "root":
+                self.sources[last] = source
+
+    def _found(self, error: Exception, func: Any, args: Any, kwargs: Mapping[str, Any], source: Source) -> Any:
+        """What an op finds in the values of tensors; the error where they are not known."""
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        if isinstance(error, DataDependentOutputException):
+            with _disable_current_modes():
+                number = known_number(next(reversed(tracer.graph.nodes)), tracer.root)
+            if number is not None:
+                return number
+        if self.guards is None or self.refusals.is_users(isinstance(error, DataDependentOutputException)):
+            raise error
+        try:
+            return self.guards.guarded(func, args, kwargs, source.location or "the model")
+        except NoValueError as reason:
+            raise error from reason
+
+    def _source(self) -> Source:
+        autograd_node = torch._C._current_autograd_node()
+        if autograd_node is None and self.phase == "forward":
+            line = user_location(sys._getframe(2), stop=self.stop)
+            found = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
+            self.count += 1
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, found)
+            return found
+        if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
+            self.latest = replace(known, phase=self.phase)
+        return self.latest
+
+
+def _only_checks(func: Any) -> bool:
+    """Whether an op of torch's own raises an error or does nothing: it looks at values, and capture has none."""
+    return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable
+
+
+def _annotate_hook(entry: Match, module: nn.Module, args: Any, output: Any) -> Any:
+    return annotate_output(output, entry)

@@ -11,22 +11,15 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch._C import DispatchKey
 from torch._decomp import get_decompositions
-from torch.fx.node import map_aggregate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.call import flatten, rebuild
-from shardc.capture.guards import Unfit
-from shardc.language.errors import CaptureError
+from shardc.capture.refusals import Unfit
 from shardc.ops.index import grouped_mm
-from shardc.ops.pointwise import is_pointwise
-from shardc.options import Precision
-from shardc.program.node import ancestors, casts_behind, is_random
-from shardc.program.program import Input, Program
 
 aten = torch.ops.aten
 
@@ -158,75 +151,6 @@ TRACED_AS: dict[Any, Any] = {
 }
 
 
-Key = tuple[str, str]  # kind and name of an input of the program
-
-
-class Casting:
-    """The casts of one traced call; without a ``Precision`` there are none.
-
-    The parameters of a norm that keeps running statistics stay as these are: torch's kernels want them of one dtype,
-    and take a narrower input beside.
-
-    State: ``casts``, the cast copy of each parameter and input that was cast.
-    """
-
-    def __init__(self, model: nn.Module, precision: Precision | None) -> None:
-        self.precision, self.casts = precision, dict[Key, torch.Tensor]()
-        self.uncast = {name for name, _ in _parameters_beside_statistics(model)}
-        for module in model.modules() if precision else ():
-            if any(parameter is not None for parameter in module._parameters.values()):
-                module.register_forward_pre_hook(self._cast_arguments, with_kwargs=True)
-
-    def enter(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """The same tensors, parameters and inputs as they are computed on."""
-        may_cast = (key for key in named if key[0] in ("parameter", "input") and key[1] not in self.uncast)
-        cast = {key: self._cast(named[key]) for key in may_cast}
-        self.casts = {key: tensor for key, tensor in cast.items() if tensor is not named[key]}
-        return {**named, **self.casts}
-
-    def leave(self, entry: Input, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient of what is computed on: as it is reduced, then as it arrives."""
-        if gradient is None or self.precision is None or (entry.kind, entry.name) not in self.casts:
-            return gradient
-        arrives = self.precision.gradients if entry.kind == "parameter" else None
-        return gradient.to(self.precision.reduce).to(arrives or entry.type.dtype)
-
-    def check_unchanged(self) -> None:
-        """A CaptureError where the forward wrote to a cast copy: the parameter would not hear of it."""
-        for (kind, name), copied in self.casts.items():
-            if copied._version:
-                remedy = "write to a clone of it, or make it a buffer"
-                raise CaptureError(f"{kind} {name!r}", "the forward changes it in place", remedy)
-
-    def _cast(self, value: Any) -> Any:
-        if self.precision is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return value if value.dtype == self.precision.compute else value.to(self.precision.compute)
-
-    def _cast_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A value that became wider on its way, by a buffer or in a norm, would not fit a module's parameters."""
-        leaves, tree = flatten((args, kwargs))
-        new = [self._cast(leaf) for _, leaf in leaves]
-        is_same = all(one is other for one, (_, other) in zip(new, leaves, strict=True))
-        return None if is_same else rebuild(tree, new)
-
-
-def _parameters_beside_statistics(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        if isinstance(getattr(module, "running_mean", None), torch.Tensor):
-            yield from module.named_parameters(path, recurse=False)
-
-
-def reduced_casts(program: Program) -> set[fx.Node]:
-    """The casts of gradients to the dtype that they are reduced in; another may follow each."""
-    precision = program.options.precision
-    if precision is None:
-        return set()
-    ends = zip(program.outputs, program.results, strict=True)
-    chains = [casts_behind(node) for output, node in ends if output.kind == "gradient" and node is not None]
-    return {node for chain in chains for node in chain[:-1] if program.type(node).dtype == precision.reduce}
-
-
 LAYERED = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -341,54 +265,6 @@ def resampling_whole() -> Iterator[None]:
         for op, kernels in zip(ops, before, strict=True):
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
-
-
-def known_number(asked: fx.Node, root: nn.Module) -> Any:
-    """What the node would return, or None where it depends on an input or on chance. ``root`` holds the constants.
-
-    A check by ``torch._check_tensor_all`` is taken to hold: it raises an error or does nothing.
-    """
-    if any(node.target is aten._is_all_true.default for node in asked.all_input_nodes):
-        return True
-    needed = ancestors(asked)
-    if any(node.op == "placeholder" or is_random(node) for node in needed):
-        return None
-    values: dict[fx.Node, Any] = {}
-    for node in asked.graph.nodes:
-        if node in needed:
-            values[node] = _evaluate(node, root, values)
-    return values[asked]
-
-
-def _evaluate(node: fx.Node, root: nn.Module, values: Mapping[fx.Node, Any]) -> Any:
-    if node.op == "get_attr":
-        return getattr(root, str(node.target))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    return _on_one_row(node.target, args, kwargs)
-
-
-def _on_one_row(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op; where the rows of dim 0 are all the same (stride 0, a batch), on one of them.
-
-    So the cost of a capture does not grow with the batch.
-    """
-    tensors: list[torch.Tensor] = []
-    map_aggregate((args, dict(kwargs)), lambda a: tensors.append(a) if isinstance(a, torch.Tensor) else None)
-    ndim = max((tensor.ndim for tensor in tensors), default=0)
-    tall = {id(tensor) for tensor in tensors if tensor.ndim == ndim and ndim and tensor.shape[0] > 1}
-    spread = [tensor for tensor in tensors if id(tensor) in tall and tensor.stride(0) == 0]
-    if not spread or len({id(tensor) for tensor in spread}) < len(tall) or not _goes_by_row(target, args, ndim):
-        return target(*args, **kwargs)
-    first: Any = lambda value: value[:1] if id(value) in tall else value  # noqa: E731
-    result = target(*map_aggregate(args, first), **kwargs)
-    return result.expand(spread[0].shape[0], *result.shape[1:]) if result.ndim else result
-
-
-def _goes_by_row(target: Any, args: tuple[Any, ...], ndim: int) -> bool:
-    """Whether equal rows in give equal rows out, or one number that does not depend on how many there are."""
-    if target in (aten.cat.default, aten.cumsum.default):
-        return len(args) > 1 and args[1] % ndim != 0
-    return is_pointwise(target) or target in (aten.all.default, aten.any.default)
 
 
 OF_EACH: dict[str, Callable[..., Tensor]] = {

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.location import user_location
 from shardc.capture.model import changed
+from shardc.capture.refusals import user_location
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
 from shardc.program.node import takes_device

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardc.capture.call import call_leaves
-from shardc.capture.location import failing_line
+from shardc.capture.refusals import failing_line
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
 from shardc.capture.call import call_leaves, output_leaves, rebuild_call
-from shardc.capture.model import borrowed, computed_tensors
+from shardc.capture.model import borrow, computed_tensors
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import command, meshed
 from shardc.cli.compiled import annotations_of, compile_options, load, progress, write
@@ -165,7 +165,7 @@ class _Run:
             if isinstance(value, Tensor)
         }
         args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
-        with borrowed(model, self.train), torch.set_grad_enabled(self.train):
+        with borrow(model, self.train), torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
         starts = [outputs[given.name] for given in program.inputs if given.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])

@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import fx
 
 from shardc.language.kinds import LOCAL_KINDS, WHOLE_PAYLOAD, Kind
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
@@ -18,9 +20,6 @@ from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.language.windows import overlap_add, rows_sent, windows
 from shardc.program.provenance import Cause, cause_text
-
-if TYPE_CHECKING:
-    from torch import fx
 
 
 def all_gather(x: Any, axes: tuple[str, ...], dim: int) -> Any:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from shardc.language.mesh import MICROBATCH
+from shardc.language.sharding import Sharding, TensorType
 from shardc.language.text import table
-from shardc.program.program import Program
+from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
-
-if TYPE_CHECKING:
-    from shardc.language.sharding import Sharding, TensorType
-    from shardc.program.program import Input, Output
 
 TABLES = (
     "collectives",

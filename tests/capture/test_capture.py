@@ -18,8 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from shardc.capture.annotations import Match, annotate
-from shardc.capture.call import TensorLeaf, call_signature, flatten, output_leaves
+from shardc.capture.call import call_signature, flatten, output_leaves
 from shardc.capture.capture import Captured, capture
+from shardc.capture.signature import TensorLeaf
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.partition import P
 from shardc.language.sharding import TensorType

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import shardc
 from shardc import Mesh, P
 from shardc.capture.decompositions import TRACED_AS
-from shardc.capture.guards import Unfit
+from shardc.capture.refusals import Unfit
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
 

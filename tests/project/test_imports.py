@@ -52,7 +52,7 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.diff_text",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
-MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.joint", "shardc.program.opaque"}
+MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {
     "shardc.passes.lower.rematerialize",
     "shardc.passes.reshard.choose_sides",

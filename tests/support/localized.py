@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.call import fed
+from shardc.capture.call import input_values
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
@@ -78,4 +78,4 @@ def row_parallel_inputs() -> dict[str, Tensor]:
 
 
 def row_parallel_values(program: Program, inputs: dict[str, Tensor], loss: float = 1.0) -> list[Any]:
-    return list(fed(program, inputs, [inputs["x"]], {"loss": torch.tensor(loss)}, (0, 0)))
+    return list(input_values(program, inputs, [inputs["x"]], {"loss": torch.tensor(loss)}, (0, 0)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.capture.model import frozen
+from shardc.capture.signature import fingerprint
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -302,7 +302,7 @@ def test_running_statistics_are_those_of_the_whole_batch_step_after_step() -> No
 def test_what_is_frozen_tells_values_apart_and_survives_cycles() -> None:
     ring: list[Any] = [1]
     ring.append(ring)
-    assert frozen(ring) == frozen(ring)
-    assert frozen(float("nan")) == frozen(float("nan"))
-    assert len({frozen(value) for value in (1, 1.0, True, "1", b"1", None, (1,), [1], {1: 1}, {1})}) == 10
-    assert frozen(list(range(1000))) != frozen(list(range(1000))), "one too large stands for itself alone"
+    assert fingerprint(ring) == fingerprint(ring)
+    assert fingerprint(float("nan")) == fingerprint(float("nan"))
+    assert len({fingerprint(value) for value in (1, 1.0, True, "1", b"1", None, (1,), [1], {1: 1}, {1})}) == 10
+    assert fingerprint(list(range(1000))) != fingerprint(list(range(1000))), "one too large stands for itself alone"

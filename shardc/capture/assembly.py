@@ -20,16 +20,28 @@ from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
 
 aten = torch.ops.aten
+
+
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
+
+
 _VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
+
+
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
+
+
 _ORDER = ("parameter", "buffer", "input", "tangent", "random")
+
+
 _PLACEMENT = {"device", "layout", "pin_memory"}  # a program runs on any device
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class TraceSignature:
     """What the traced function takes and returns, in order.
 
     It takes ``inputs``; it returns ``outputs``, then its ``inputs`` as they are at the end, then the ``tangents`` that
@@ -49,7 +61,7 @@ def traced_types(traced: fx.GraphModule) -> dict[fx.Node, Types]:
 
 def assemble(
     traced: fx.GraphModule,
-    ends: Ends,
+    ends: TraceSignature,
     types: Mapping[fx.Node, Types],
     sources: Mapping[fx.Node, Source],
     constant_names: Mapping[int, str],
@@ -72,7 +84,7 @@ class _Assembly:
     def __init__(
         self,
         traced: fx.GraphModule,
-        ends: Ends,
+        ends: TraceSignature,
         types: Mapping[fx.Node, Types],
         sources: Mapping[fx.Node, Source],
         constant_names: Mapping[int, str],

@@ -1,0 +1,304 @@
+"""What a forward may not do while it is captured, since no graph would do it again: errors with the user's line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+
+from shardc.capture.model import changed
+from shardc.language.errors import CaptureError, raised, said
+
+
+class Unfit(RuntimeError):
+    """A call that has no place in a graph."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem, self.remedy = problem, remedy
+        super().__init__(problem)
+
+
+class Refusals(TorchFunctionMode):
+    """Raises an Unfit for what tracing would silently leave out or would fail at without a reason.
+
+    State: ``_reads``, whether the function of torch that is running is one by which the user's line reads values; None
+    where none is running.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads: bool | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
+            return None
+        if func in _REFUSED:
+            raise Unfit(*_REFUSED[func])
+        if (kwargs or {}).get("generator") is not None:
+            raise Unfit(*_GENERATOR)
+        before, self._reads = self._reads, func in _READS and is_users_line(sys._getframe())
+        try:
+            if func is Tensor.__format__ and self._reads and not args[0].ndim:
+                return _formatted(*args)
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._reads = before
+
+    def is_users(self, is_number: bool) -> bool:
+        """Whether it is the user's own line that asks for a value now, and no op or module of torch."""
+        return is_number if self._reads is None else self._reads
+
+
+def _formatted(number: Tensor, spec: str) -> str:
+    """As eagerly, by its value; one without a known value and a form may be part of a message: as a tensor prints."""
+    try:
+        return format(number.item(), spec)
+    except DATA_DEPENDENT:
+        if spec:
+            raise
+        return str(number)
+
+
+_GENERATOR = (
+    "a generator of the model's own would draw the same numbers in every step, on every rank",
+    "leave generator= out: what is drawn depends on seed, step and the index of the element alone",
+)
+
+
+_SEED = (
+    "the model itself seeds torch's generator: it would draw the same numbers in every step",
+    "leave it out: what is drawn depends on seed and step, of the parallelized module or of simulate(seed=, step=)",
+)
+
+
+OWN_COLLECTIVE = (
+    "the model itself communicates: what it sends would be sent beside what annotations make necessary",
+    "take it out and write the model for one device: shardc sends what is missing; or communicate outside of it",
+)
+
+
+_NUMPY = (
+    "NumPy reads the values of a tensor, which are unknown during capture",
+    "compute it with torch, or outside of the model",
+)
+
+
+_READS = {
+    *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
+    *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+    *(Tensor.__getitem__, Tensor.__setitem__),
+}
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+_REFUSED: dict[Any, tuple[str, str]] = {
+    Tensor.numpy: _NUMPY,
+    Tensor.__array__: _NUMPY,
+    Tensor.backward: (
+        "the model itself calls backward",
+        "return the loss and call backward on that; for a gradient inside a model there is torch.autograd.grad",
+    ),
+    _SET_DATA: (
+        "the assignment to .data is seen by no graph",
+        "write to a buffer with copy_; change parameters outside of forward",
+    ),
+}
+
+
+@contextmanager
+def python_effects(model: nn.Module) -> Iterator[None]:
+    """Look for what the block does to Python's state, which no step does again.
+
+    Numbers drawn by ``random`` or NumPy are a CaptureError: every step would see the same. Numbers and strings of
+    modules that change are a warning.
+    """
+    drawn, held = _random_states(), _numbers(model)
+    yield
+    now = _random_states()
+    for name, before in drawn.items():
+        if now[name] != before:
+            raise CaptureError(
+                f"forward of {type(model).__name__}",
+                f"it draws from {name}: what was drawn during capture would be drawn in every step",
+                "draw with torch, or outside of the model and pass it as an argument",
+            )
+    changed = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
+    if changed:
+        who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changed[:4])}"
+        problem = "that happens while it is captured, and in no step after"
+        text = said(who, what, problem, "hold what changes from step to step in a buffer")
+        warnings.warn(text, stacklevel=5)
+
+
+@contextmanager
+def no_seeds() -> Iterator[None]:
+    """In the block a generator of torch's is not seeded: an Unfit."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Unfit(*_SEED)
+
+    with ExitStack() as stack:
+        for holder in (torch, torch.random):
+            for name in ("manual_seed", "seed"):
+                stack.enter_context(changed(holder, name, refuse))
+        yield
+
+
+def _random_states() -> dict[str, bytes]:
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state(legacy=False)["state"])}
+    return {"random": pickle.dumps(random.getstate()), **numpy_state}
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The flags, numbers and strings of all modules, by path."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+
+
+def capture_error(error: Exception, model: nn.Module) -> CaptureError:
+    """What an error during capture means for the user's line that raised it, and in which module."""
+    where = failing_place(error, model)
+    if isinstance(error, Unfit):
+        return CaptureError(where, error.problem, error.remedy)
+    if is_collective(error):
+        return CaptureError(where, *OWN_COLLECTIVE)
+    reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
+    if isinstance(error, DataDependentOutputException) and _is_check(failing_line(error)):
+        return CaptureError(
+            where,
+            f"the model checks the values of a tensor, which are unknown during capture{reason}",
+            "check outside of the model, or write torch._assert(condition, message), which is passed over",
+        )
+    if isinstance(error, DataDependentOutputException):
+        return CaptureError(
+            where,
+            f"what runs next depends on the value of a tensor, which is unknown during capture{reason}",
+            "use torch.where or torch.cond instead of a branch, check outside of the model, or pass the number to it",
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return CaptureError(
+            where,
+            f"the shape of a result depends on the values of a tensor{reason}",
+            "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
+        )
+    if is_lookup_by_value(error):
+        return CaptureError(
+            where,
+            "what is looked up depends on the value of a tensor, which is unknown during capture",
+            "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model",
+        )
+    if any(said in str(error) for said in _NO_DATA):
+        return CaptureError(
+            where,
+            "the values of a tensor are read, which are unknown during capture",
+            "compute it with torch: torch.stack, not torch.tensor, of numbers; store and print outside of the model",
+        )
+    return CaptureError(
+        where,
+        raised(error),
+        "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
+    )
+
+
+def _is_check(where: str) -> bool:
+    """Whether a line, ``file.py:line: code``, looks at values only to complain of them."""
+    code = where.split(": ", 1)[-1]
+    return code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
+
+
+_NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid python storage")
+
+
+def is_collective(error: Exception) -> bool:
+    """Whether a collective of torch.distributed was called, for which torch has no better error while it is traced."""
+    return isinstance(error, AssertionError) and "the function c10d." in str(error)
+
+
+def is_lookup_by_value(error: Exception) -> bool:
+    """Whether a name or a key was not found that was made of a traced tensor."""
+    return isinstance(error, (LookupError, AttributeError)) and "FunctionalTensor(" in str(error)
+
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class NoValueError(LookupError):
+    """What an op would find is not known before the program runs, since: ..."""
+
+
+_GENERATED = ("<frozen", "<string", "<eval_with_key")
+
+
+_DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
+
+
+_SUBCLASSES = os.path.join(os.path.dirname(torch.__file__), "_subclasses", "")  # of tensors, whose methods ask again
+
+
+def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
+    """``file.py:line`` of the user's innermost frame, from ``frame`` up to the one that runs ``stop``."""
+    while frame is not None and frame.f_code is not stop:
+        if _is_users(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_users_line(frame: FrameType | None) -> bool:
+    """Whether it is the user's line that calls the function of torch which a mode is asked for in ``frame``."""
+    while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename.startswith(_SUBCLASSES)):
+        is_python = frame.f_code.co_name == _DISPATCH[0]  # the function itself has a frame
+        frame = frame.f_back and frame.f_back.f_back if is_python else frame.f_back
+    return frame is not None and _is_users(frame.f_code.co_filename)
+
+
+def failing_line(error: BaseException) -> str:
+    """``file.py:line: code`` of the user's innermost frame through which an error passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not frames:
+        return "the model"
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def failing_place(error: BaseException, model: nn.Module) -> str:
+    """The ``failing_line``, and the module in which it failed where that is not the model itself."""
+    module = failing_module(error, model)
+    return f"{failing_line(error)}{f', in {module}' if module else ''}"
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """``path (Class)`` of the innermost module of a model, but itself, through which an error passed; else nothing."""
+    paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    found = [paths.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(found)), "")
+
+
+@cache
+def _is_users(filename: str) -> bool:
+    standard = filename.startswith((sysconfig.get_paths()["stdlib"], *_GENERATED)) and "site-packages" not in filename
+    standard |= f"site-packages{os.sep}numpy{os.sep}" in filename
+    homes = (os.path.dirname(torch.__file__), str(Path(__file__).resolve().parents[1]))
+    return not standard and not filename.startswith(tuple(home + os.sep for home in homes))

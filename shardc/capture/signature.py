@@ -1,0 +1,231 @@
+"""What a captured program depends on: the signature of a call, and fingerprints of a model and of its arguments."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from shardc.capture.model import state_names
+from shardc.language.sharding import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
+
+    ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
+    value. ``state``: that of the model, which is often one object and so is compared sooner than hashed. ``autocast``:
+    the dtype that autocast casts to, by device type.
+    """
+
+    leaves: tuple[tuple[str, Hashable], ...]
+    tree: Hashable
+    train: bool
+    state: State = field(hash=False)
+    default_dtype: torch.dtype = torch.float32
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def differences(self, other: Signature) -> list[str]:
+        """What two signatures of a model differ in, in words."""
+        mine, theirs = dict(self.leaves), dict(other.leaves)
+        found = [
+            f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        ]
+        mine, theirs = dict(self.state), dict(other.state)
+        found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        return found or ["gradients on or off, the default dtype, or autocast"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor among the leaves of a call or of an output."""
+
+    type: TensorType
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return str(self.type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A leaf that is no tensor. Equal when type and value are, as they were when it was made."""
+
+    value: Any
+    state: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", fingerprint(self.value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.state == other.state
+
+    def __hash__(self) -> int:
+        return hash(self.state)
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+Leaf = TensorLeaf | Constant
+
+
+Leaves = tuple[tuple[str, Leaf], ...]
+
+
+def leaf_of(value: Any) -> Leaf:
+    """The description of a leaf."""
+    if isinstance(value, torch.Tensor):
+        return TensorLeaf(TensorType.of(value), value.requires_grad)
+    return Constant(value)
+
+
+def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool, state: State) -> Signature:
+    """That of a call with these leaves, of a model of this state."""
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    described = tuple((name, leaf_of(value)) for name, value in leaves)
+    return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
+
+
+MAX_DEPTH, MAX_ENTRIES = 6, 256
+
+
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
+
+
+class Identity:
+    """Equal to another of the same object alone, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
+    """Equal for two values that a model cannot tell apart.
+
+    Numbers and strings stand for themselves with their type, containers, arrays and plain objects for what they hold,
+    functions, modules and whatever is too large or too deep for their identity. A tensor stands for its identity; one
+    of 0 dims, whose number a program may hold, for its version too. ``memo``: what is known already, by identity.
+    """
+    if isinstance(value, float):
+        return float, repr(value)  # a nan is itself, -0.0 is not 0.0
+    if value is None or isinstance(value, (bool, int, str, bytes, complex, torch.dtype, torch.device)):
+        return type(value), value
+    memo = {} if memo is None else memo
+    if id(value) not in memo:
+        memo[id(value)] = Identity(value)  # of a value that holds itself
+        memo[id(value)] = _frozen(value, memo, depth)
+    return memo[id(value)]
+
+
+def _frozen(value: Any, memo: dict[int, Hashable], depth: int) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return Identity(value), value._version if value.ndim == 0 and not value.is_inference() else 0
+    if isinstance(value, (bytearray, array)):
+        return type(value), bytes(value)
+    if _is_array(value):
+        return type(value), value.shape, str(value.dtype), value.tobytes()
+    held = _held(value)
+    if held is not None and len(held) <= MAX_ENTRIES and depth < MAX_DEPTH:
+        return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in held.items())
+    return (type(value), value) if _is_value(value) else Identity(value)
+
+
+def _held(value: Any) -> Mapping[Hashable, Any] | None:
+    """What a container or a plain object holds; None for a value that holds nothing that can be seen."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(sorted(value, key=repr))
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, MethodType):
+        return {"func": value.__func__, "self": value.__self__}
+    if isinstance(value, _BY_IDENTITY):
+        return None
+    if attributes := getattr(value, "__dict__", None):
+        return attributes
+    return None if _is_value(value) else attributes_of(value) or None  # one without attributes may hide what it holds
+
+
+def attributes_of(value: Any) -> dict[Any, Any]:
+    """The attributes of a plain object, those in ``__slots__`` too."""
+    state = object.__getstate__(value)
+    if isinstance(state, tuple):
+        return {**(state[0] or {}), **state[1]}
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def _is_value(value: Any) -> bool:
+    """Whether a value says itself what it is equal to."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return "__eq__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+State = tuple[tuple[str, Hashable], ...]
+
+
+CONTAINERS = {dict, OrderedDict, list, set}  # empty they are left out, which saves most of the time
+
+
+APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+
+
+def model_state(model: nn.Module) -> State:
+    """The ``requires_grad`` of every parameter, what every module is and holds besides tensors, by name, and its sizes.
+
+    ``training`` and hooks are among it: forward may read all. Of what has several names, which of them are one.
+    """
+    memo: dict[int, Hashable] = {}
+    parameters, buffers, aliases = state_names(model)
+    state: list[tuple[str, Hashable]] = [
+        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in parameters.items()
+    ]
+    state += [(f"the shape of {name}", tuple(tensor.shape)) for name, tensor in {**parameters, **buffers}.items()]
+    state += [(f"what {name} is tied to", first) for name, first in aliases.items()]
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        first = paths.setdefault(id(module), path)
+        state.append((f"module {path!r}", _module_state(module, memo) if first == path else first))
+    return tuple(state)
+
+
+def _module_state(module: nn.Module, memo: dict[int, Hashable]) -> Hashable:
+    return type(module), tuple(
+        (name, fingerprint(value, memo))
+        for name, value in vars(module).items()
+        if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
+    )
