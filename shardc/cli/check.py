@@ -1,4 +1,4 @@
-"""``shardc check``: a plan held against budgets, for CI."""
+"""``shardc check``: hold a plan against budgets, for CI."""
 
 from __future__ import annotations
 
@@ -6,50 +6,53 @@ import argparse
 from typing import Any
 
 from shardc.cli import CHECK_FAILED, GOOD
-from shardc.cli.arguments import check_dumps, command, compiling, unread, written
-from shardc.cli.compiled import compiled, write
+from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps, unreadable
+from shardc.cli.compile import compiled, write
 from shardc.language.errors import UsageError
 from shardc.language.text import json_text
-from shardc.report.dump.budget import Budget, check_record, check_text, held
-from shardc.report.dump.json import is_dump, read_dump
+from shardc.report.dump.budget import Budget, check_record, check_text, measure
+from shardc.report.dump.schema import is_dump, read_dump
 
 HELP = "hold a plan against budgets: exit 1 where one is broken, and print what breaks it"
 BUDGETS = """\
 A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
-  all_gather>10MB      an all_gather of which one rank sends more; collectives>10MB: one of any kind
-  all_gather@tp>4      more than 4 over axis tp in a step; all_gather@tp: any
-  wire/backward>1GB    all that one rank sends in backward; wire/all_gather>1GB: in all_gathers
-  fallback, note       an op without a rule; a remark of the compiler; fallback>2: more of them
-  memory>8GB           one rank's peak and its optimizer state; also peak, parameters, gradients, saved, ...
+  all_gather>10MB      one all_gather in which a rank sends more; collectives>10MB: one collective of any kind
+  all_gather@tp>4      more than 4 all_gathers over axis tp in a step; all_gather@tp: any
+  wire/backward>1GB    all that a rank sends in backward; wire/all_gather>1GB: in all_gathers
+  fallback, note       an op without a rule; a note of the compiler; fallback>2: more of them
+  memory>8GB           the peak of one rank and its optimizer state; also peak, parameters, gradients, saved, ...
   flops>1e12           floating-point operations of one rank in a step
   step>50ms            the predicted time of a step, on the machine of --links and --device
-Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. >= is broken by as much, too.
+Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >= the amount itself breaks it, too.
 
 """
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    check = written(compiling(command(commands, "check", HELP), is_required=False), "check")
-    check.epilog = BUDGETS + str(check.epilog)
-    check.add_argument(
-        "--fail-on",
-        metavar="BUDGET",
-        action="append",
-        default=[],
-        type=_budget,
-        dest="budgets",
+    """Add the command."""
+    parser = add_command(commands, "check", HELP)
+    add_compile_options(parser, is_required=False)
+    add_output_options(parser, "check", ("text", "json"))
+    parser.epilog = BUDGETS + str(parser.epilog)
+    parser.add_argument(
+        "--fail-on", metavar="BUDGET", action="append", default=[], type=_budget, dest="budgets",
         help="all_gather>10MB, wire@tp>1GB, collectives>20, fallback, ...; may be repeated",
-    )
-    check.add_argument(
-        "--max-memory",
-        metavar="BYTES",
-        action="append",
-        type=_memory,
-        dest="budgets",
-        help="what one rank may hold, with the optimizer's state: 8GB",
-    )
-    check.add_argument("--format", choices=("text", "json"), default="text")
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-memory", metavar="BYTES", action="append", dest="budgets", type=_memory_budget,
+        help="the most that one rank may hold, with the optimizer's state: 8GB",
+    )  # fmt: skip
+
+
+def _memory_budget(text: str) -> Budget:
+    return _budget(text, "memory>")
+
+
+def _budget(text: str, prefix: str = "") -> Budget:
+    try:
+        return Budget.parse(prefix + text)
+    except UsageError as error:
+        raise unreadable(text, error.problem, error.remedy, error.what) from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,9 +61,8 @@ def run(options: argparse.Namespace) -> int:
         what, remedy = "neither --fail-on nor --max-memory", "say --fail-on 'all_gather>10MB' or --max-memory 8GB"
         raise UsageError("check", what, "there is no budget to hold", remedy)
     record = _record(options)
-    findings = [held(budget, record) for budget in options.budgets]
-    text = json_text(check_record(findings)) if options.format == "json" else check_text(findings)
-    write(text, options.output)
+    findings = [measure(budget, record) for budget in options.budgets]
+    write(json_text(check_record(findings)) if options.format == "json" else check_text(findings), options.output)
     return CHECK_FAILED if any(finding.is_broken for finding in findings) else GOOD
 
 
@@ -71,17 +73,6 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
     from shardc.report.dump.json import program_json
 
     if options.mesh is None:
-        what, remedy = options.target, "say --mesh dp=2,tp=4; only a dump, FILE.json, needs none"
-        raise UsageError("--mesh", what, "a target is compiled for a mesh", remedy)
+        remedy = "say --mesh dp=2,tp=4; only a dump, FILE.json, needs none"
+        raise UsageError("--mesh", options.target, "a target is compiled for a mesh", remedy)
     return program_json(compiled(options).whole)
-
-
-def _budget(text: str, prefix: str = "") -> Budget:
-    try:
-        return Budget.parse(prefix + text)
-    except UsageError as error:
-        raise unread(text, error.problem, error.remedy, error.what) from None
-
-
-def _memory(text: str) -> Budget:
-    return _budget(text, "memory>")

@@ -1,4 +1,4 @@
-"""``shardc diff``: what lies between two plans."""
+"""``shardc diff``: compare two plans."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli import CHECK_FAILED, GOOD
-from shardc.cli.arguments import check_dumps, command, compiling, written
-from shardc.cli.compiled import compiled, write
+from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps
+from shardc.cli.compile import compiled, write
 from shardc.language.errors import UsageError
 from shardc.language.text import json_text
-from shardc.report.dump.diff import diff, is_same
-from shardc.report.dump.diff_text import diff_text
-from shardc.report.dump.json import is_dump, read_dump
+from shardc.report.dump.diff import diff, diff_text, is_same
+from shardc.report.dump.schema import is_dump, read_dump
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
 
-HELP = "say what lies between two plans: which collectives came, went and grew, and all else; exit 1 where they differ"
+HELP = "compare two plans: which collectives came, went and grew, and every other difference; exit 1 where they differ"
 OPERANDS = """\
-A and B are each a dump (FILE.json, of shardc dump --format json), which takes no time to read, or a TARGET, compiled
-for --mesh, or TARGET@PASS, as it stands after that pass. In a table what went has -, what came +.
+A and B are each a dump (FILE.json, from shardc dump --format json), which takes no time to read; or a TARGET, which is
+compiled for --mesh; or TARGET@PASS, the program after that pass. In a table - marks what went, + what came.
 
 """
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    found = written(compiling(command(commands, "diff", HELP, ("A", "B")), is_required=False), "diff")
-    found.epilog = OPERANDS + str(found.epilog)
-    found.add_argument("--format", choices=("text", "json"), default="text")
+    """Add the command."""
+    parser = add_command(commands, "diff", HELP, ("A", "B"))
+    add_compile_options(parser, is_required=False)
+    add_output_options(parser, "diff", ("text", "json"))
+    parser.epilog = OPERANDS + str(parser.epilog)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare; GOOD where both are the same, as of ``diff``."""
+    """Compare, and write the difference. GOOD where there is none, as with ``diff``."""
     if is_dump(options.a) and is_dump(options.b):
         check_dumps(options, [options.a, options.b])
-    known: dict[str, Compiled] = {}
-    before, after = (_record(options, each, known) for each in (options.a, options.b))
+    targets: dict[str, Compiled] = {}
+    before, after = (_record(options, each, targets) for each in (options.a, options.b))
     difference = diff(before, after)
     write(json_text(difference) if options.format == "json" else diff_text(difference), options.output)
     return GOOD if is_same(difference) else CHECK_FAILED
 
 
-def _record(options: argparse.Namespace, operand: str, known: dict[str, Compiled]) -> dict[str, Any]:
-    """The JSON form of an operand; ``known`` are the targets that were compiled for the other."""
+def _record(options: argparse.Namespace, operand: str, targets: dict[str, Compiled]) -> dict[str, Any]:
+    """The JSON form of an operand; ``targets`` are those that are compiled already."""
     if is_dump(operand):
         return read_dump(operand)
     from shardc.report.dump.json import program_json
 
     if options.mesh is None:
-        what, remedy = operand, "say --mesh dp=2,tp=4; only dumps, FILE.json, need none"
-        raise UsageError("--mesh", what, "a target is compiled for a mesh", remedy)
+        remedy = "say --mesh dp=2,tp=4; only dumps, FILE.json, need none"
+        raise UsageError("--mesh", operand, "a target is compiled for a mesh", remedy)
     target, _, name = operand.partition("@")
-    if target not in known:
-        known[target] = compiled(argparse.Namespace(**{**vars(options), "target": target}))
-    record = program_json(known[target].at(name) if name else known[target].whole)
+    if target not in targets:
+        targets[target] = compiled(argparse.Namespace(**{**vars(options), "target": target}))
+    record = program_json(targets[target].at(name) if name else targets[target].whole)
     return dict(json.loads(json_text(record)))  # as a file has it: lists for tuples

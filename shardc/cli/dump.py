@@ -7,62 +7,55 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardc.cli import GOOD
-from shardc.cli.arguments import command, compiling, named, written
-from shardc.cli.compiled import compiled, retyped, write
+from shardc.cli.arguments import add_command, add_compile_options, add_output_options, name
+from shardc.cli.compile import compiled, retyped, write
 from shardc.language.errors import UsageError, did_you_mean
-from shardc.program.text import TABLES
+from shardc.report.dump.schema import FORMATS, TABLES
 
-OWN = {  # options that explain lacks, and whether each has a value
+LACKED_BY_EXPLAIN = {  # options of dump, and whether each takes a value
     **dict.fromkeys(("--format", "--after", "--diff", "--only", "--output", "-o"), True),
     **dict.fromkeys(("--schema", "--verbose", "-v"), False),
 }
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    dump = written(compiling(command(commands, "dump", "print the program, its shardings and its collectives")), "dump")
-    dump.add_argument(
-        "--format",
-        choices=("text", "json", "dot", "html"),
-        default="text",
-        help="dot is for graphviz; html is one page for a browser, with pictures and why everything is as it is",
+    """Add the command."""
+    parser = add_command(commands, "dump", "print the program, its shardings and its collectives")
+    add_compile_options(parser)
+    add_output_options(
+        parser, "dump", FORMATS, "dot is for Graphviz; html is a page for a browser, with pictures and explanations"
     )
-    which = dump.add_mutually_exclusive_group()
-    which.add_argument("--after", metavar="PASS", type=named, help="the program as it stands after this pass")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--after", metavar="PASS", type=name, help="print the program after this pass")
     which.add_argument(
-        "--diff",
-        metavar="PASS[,PASS]",
-        type=named,
-        help="which values came, went and changed between two passes; one alone is held against the one before it",
-    )
-    dump.add_argument(
-        "--only",
-        metavar="TABLE|GLOB[,...]",
-        type=named,
-        help=f"leave out all else: of {', '.join(TABLES)}, or values and modules by name, as h.0.attn or '*norm*'",
-    )
-    dump.add_argument("-v", "--verbose", action="store_true", help="also the seconds that each pass took")
+        "--diff", metavar="PASS[,PASS]", type=name,
+        help="print which values came, went and changed between two passes; one pass is compared with the one before it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", metavar="TABLE|GLOB[,...]", type=name,
+        help=f"print these tables alone ({', '.join(TABLES)}), or these values and modules, as h.0.attn or '*norm*'",
+    )  # fmt: skip
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print the seconds of each pass")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, and write what is asked for."""
+    """Compile, and write the program or the difference of two passes."""
     from shardc.report.dump.dump import dump
     from shardc.report.dump.pass_diff import dump_diff
 
     _check(options)
-    found = compiled(options)
+    program = compiled(options)
     if options.diff:
-        text = dump_diff(found, options.diff, options.format, options.only or "")
+        text = dump_diff(program, options.diff, options.format, options.only or "")
     else:
-        asking = retyped(options.typed, "explain", OWN)
-        after, only = options.after or "", options.only or ""
-        text = dump(found, options.format, after, only, options.verbose, asking)
+        explain = retyped(options.typed, "explain", LACKED_BY_EXPLAIN)
+        text = dump(program, options.format, options.after or "", options.only or "", options.verbose, explain)
     write(text, options.output)
     return GOOD
 
 
 def _check(options: argparse.Namespace) -> None:
-    """A UsageError for what needs no compiling to be refused."""
+    """Raise a UsageError for options that do not fit each other, before anything is compiled."""
     passes = options.diff.split(",") if options.diff else []
     _check_passes("--after", [options.after] if options.after else [])
     _check_passes("--diff", passes)
@@ -73,16 +66,16 @@ def _check(options: argparse.Namespace) -> None:
         what, remedy = f"with --format {options.format}", "say --format text or json"
         raise UsageError(f"--diff {options.diff}", what, "a difference is a listing", remedy)
     if options.verbose and (options.diff or options.only or options.format in ("dot", "html")):
-        name = next(each for each in ("--diff", "--only", "--format") if each in options.given)
+        option = next(each for each in ("--diff", "--only", "--format") if each in options.changed)
         problem = "the seconds of each pass are for a whole dump, as text or JSON"
-        raise UsageError("-v", f"with {name}", problem, f"leave -v or {name} out")
+        raise UsageError("-v", f"with {option}", problem, f"leave -v or {option} out")
 
 
-def _check_passes(option: str, given: Sequence[str]) -> None:
+def _check_passes(option: str, typed: Sequence[str]) -> None:
     from shardc.passes.order import PASSES
 
-    names = ["capture", *(run.__name__ for run in PASSES)]
-    for name in given:
-        if name not in names:
-            what, remedy = f"the passes are {', '.join(names)}", did_you_mean(name, names) or "name one of them"
-            raise UsageError(f"{option} {name!r}", what, "there is no such pass", remedy)
+    known = ["capture", *(run.__name__ for run in PASSES)]
+    for each in typed:
+        if each not in known:
+            what, remedy = f"the passes are {', '.join(known)}", did_you_mean(each, known) or "name one of them"
+            raise UsageError(f"{option} {each!r}", what, "there is no such pass", remedy)

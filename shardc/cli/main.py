@@ -1,4 +1,4 @@
-"""The command line: what a user types after ``shardc``. Data goes to stdout, talk to stderr."""
+"""The command line: runs the command that a user types after ``shardc``. Data goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; argparse itself exits with 2."""
+    """Run a command and return its exit code. Usage errors of argparse exit with 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal has no letter for
+            stream.reconfigure(errors="backslashreplace")  # letters that the terminal lacks
     try:
         return _run(_parser().options(argv))
     except BrokenPipeError:
@@ -57,35 +57,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if place := place_in_model(error):
             remedy = "run the model eagerly on these inputs, and mend it"
-            return _complain(CaptureError(place, raised(error), remedy), CAPTURE_FAILED)
+            return _report(CaptureError(place, raised(error), remedy), CAPTURE_FAILED)
         traceback.print_exc()
         return INTERNAL
 
 
 def _parser() -> Parser:
-    whole = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add(commands)
-    return whole
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
         return COMMANDS[options.command].run(options)
     except OptionError as error:
-        return _complain(error, USAGE)
+        return _report(error, USAGE)
     except (CaptureError, NotImplementedError) as error:
-        return _complain(error, CAPTURE_FAILED)
+        return _report(error, CAPTURE_FAILED)
     except ShardingError as error:
-        return _complain(error, BAD_ANNOTATION)
+        return _report(error, BAD_ANNOTATION)
     except SystemExit as error:
         from shardc.capture.refusals import failing_line
 
         remedy = "raise an error there, or leave it out"
-        return _complain(CaptureError(failing_line(error), "it ends the process", remedy), CAPTURE_FAILED)
+        return _report(CaptureError(failing_line(error), "it ends the process", remedy), CAPTURE_FAILED)
 
 
-def _complain(error: Exception, code: int) -> int:
+def _report(error: Exception, code: int) -> int:
     print(f"shardc: {error}", file=sys.stderr)
     return code

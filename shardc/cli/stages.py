@@ -1,4 +1,4 @@
-"""``shardc stages``: the model cut into pipeline stages, before one is chosen."""
+"""``shardc stages``: cut a model into pipeline stages, before a schedule is chosen."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import argparse
 from typing import Any
 
 from shardc.cli import GOOD
-from shardc.cli.arguments import command, count, mesh, named, written
-from shardc.cli.compiled import load, progress, write
+from shardc.cli.arguments import add_command, add_output_options, count, mesh, name
+from shardc.cli.compile import load, progress, write
 from shardc.language.mesh import Mesh
 from shardc.options import BALANCES
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    help_ = "cut the model into pipeline stages: what each holds, does and is sent"
-    stages = written(command(commands, "stages", help_), "stages")
-    stages.add_argument("--stages", metavar="N", type=count, required=True, help="how many")
-    stages.add_argument("--by", choices=BALANCES, default="params", help="in what they are even (params)")
-    stages.add_argument(
-        "--cut",
-        metavar="GLOB",
-        action="append",
-        default=[],
-        type=named,
-        help="a stage begins at these modules; may be repeated",
-    )
-    stages.add_argument("--microbatches", metavar="M", type=count, help="how many there are, each of the inputs' size")
-    stages.add_argument("--max-memory", metavar="BYTES", type=count, help="what a rank may hold under 1F1B")
-    stages.add_argument("--mesh", type=mesh, help="what a function that takes mesh is given (pp=N)")
-    stages.add_argument("--format", choices=("text", "json"), default="text")
+    """Add the command."""
+    help_ = "cut the model into pipeline stages: what each stage holds, computes and receives"
+    parser = add_command(commands, "stages", help_)
+    add_output_options(parser, "stages", ("text", "json"))
+    parser.add_argument("--stages", metavar="N", type=count, required=True, help="the number of stages")
+    parser.add_argument("--by", choices=BALANCES, default="params", help="what to balance over stages (params)")
+    parser.add_argument(
+        "--cut", metavar="GLOB", action="append", default=[], type=name,
+        help="begin a stage at these modules; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--microbatches", metavar="M", type=count, help="how many, each of the size of the inputs")
+    parser.add_argument("--max-memory", metavar="BYTES", type=count, help="the most that a rank may hold under 1F1B")
+    parser.add_argument("--mesh", type=mesh, help="the mesh for a function that takes one (pp=N)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,6 +39,6 @@ def run(options: argparse.Namespace) -> int:
     target = load(options, device="meta")
     with progress(f"cutting into {options.stages} stages"):
         program = capture(target.model, target.args, target.kwargs, train=options.train).program
-        found = split_stages(program, wish)
-    write(stages_text(found, options.format), options.output)
+        stages = split_stages(program, wish)
+    write(stages_text(stages, options.format), options.output)
     return GOOD

@@ -1,14 +1,18 @@
-"""TARGET: the model and inputs that a command works on, from a file, a module or transformers' default config."""
+"""TARGET: the model and inputs that a command works on, from a file, a module or transformers' default config.
+
+This is the one file of the command line that imports torch at once: commands import it when they load a model.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from shardc.capture.call import call_leaves
 from shardc.capture.refusals import failing_line
+=======
+from shardc.capture.call import call_leaves, flatten, rebuild
+from shardc.capture.location import failing_line
+>>>>>>> d0d7eae (CLI: shared options are functions that add them, no command imports torch before it needs a model; verify is a library function above the front door; a dump's schema and both forms of diff stand in one file each)
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -37,10 +46,10 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a target: config or function settings, the size of made up inputs, and where those are made.
+class TargetOptions:
+    """How to load a target: settings of its config or function, sizes of made-up inputs, and the device of those.
 
-    ``device="meta"``: only shapes are needed, so nothing is allocated; a function makes its own all the same.
+    ``device="meta"`` allocates nothing for an ``hf:`` target. A function makes its own inputs all the same.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -49,34 +58,36 @@ class Wish:
     device: str = "cpu"
 
 
-def load_target(text: str, wish: Wish, mesh: Mesh) -> Target:
-    """``path.py:function``, ``package.module:function`` or ``hf:MODEL_TYPE``; a UsageError where there is none.
+def load_target(text: str, options: TargetOptions, mesh: Mesh) -> Target:
+    """Load ``path.py:function``, ``package.module:function`` or ``hf:MODEL_TYPE``.
 
-    A function is called with the settings, and with the mesh where it takes a ``mesh``; it returns
-    ``(model, args[, kwargs[, annotations]])``.
+    A function is called with the settings, and with ``mesh`` if it has a parameter of that name. It returns
+    ``(model, args[, kwargs[, annotations]])``. Raises a UsageError where there is no such target.
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name):
-        raise UsageError(
-            f"TARGET {text!r}", "it has no function or model type", "a target is a place and a name", FORMS
-        )
+        what, problem = "it has no function or model type", "a target is a place and a name"
+        raise UsageError(f"TARGET {text!r}", what, problem, FORMS)
     if place == "hf":
-        return _transformers_target(name, wish, mesh)
-    if wish.batch or wish.seq:
+        return _transformers_target(name, options, mesh)
+    if options.batch or options.seq:
         problem = "--batch and --seq are for hf: targets, whose inputs are made up"
         raise UsageError(f"TARGET {text!r}", "a function", problem, "give the function an argument: --set batch=8")
-    function = function_of(place, name)
-    given = _arguments(text, function, wish, mesh)
+    function = find_function(place, name)
+    arguments = _arguments(text, function, options, mesh)
     try:
-        made = function(**given)
+        result = function(**arguments)
     except (Exception, SystemExit) as error:
         raise _failed(text, f"{name}()", error) from error
-    return _checked(text, made)
+    return _checked(text, result)
 
 
-def function_of(place: str, name: str) -> Callable[..., Any]:
-    """The function that a target names; a UsageError where there is none."""
-    module = _module(place)
+# Functions.
+
+
+def find_function(place: str, name: str) -> Callable[..., Any]:
+    """The function of a file or module. Raises a UsageError where there is none."""
+    module = _import(place)
     function = getattr(module, name, None)
     if callable(function):
         return function
@@ -86,27 +97,8 @@ def function_of(place: str, name: str) -> Callable[..., Any]:
     raise UsageError(f"TARGET {place}:{name}", what, "a target names a function", remedy)
 
 
-def _arguments(text: str, function: Callable[..., Any], wish: Wish, mesh: Mesh) -> dict[str, Any]:
-    """What the function is called with: the settings, and the mesh where it takes one."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        problem, remedy = "it does not say what it takes", "name a function that is written in Python"
-        raise UsageError(f"TARGET {text!r}", f"of type {type(function).__name__}", problem, remedy) from None
-    given = {**wish.settings, **({"mesh": mesh} if "mesh" in signature.parameters else {})}
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        absent = [name for name in wish.settings if name not in signature.parameters]
-        lost = next((name for name in signature.parameters if name not in given), "NAME")
-        near = did_you_mean(absent[0], signature.parameters) or f"leave --set {absent[0]}= out" if absent else ""
-        remedy = near or f"write --set {lost}=VALUE"
-        raise UsageError(f"TARGET {text!r}", f"the function takes {signature}", str(error), remedy) from None
-    return given
-
-
-def _module(place: str) -> ModuleType:
-    """A file or module, run as python runs it: what stands beside it can be imported."""
+def _import(place: str) -> ModuleType:
+    """Import a file or module. As when python runs it, it can import what stands beside it."""
     path, is_file = Path(place), place.endswith(".py")
     if is_file and not os.path.isfile(path):
         near = did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*.py")))
@@ -114,34 +106,16 @@ def _module(place: str) -> ModuleType:
         raise UsageError(f"TARGET {place}", "a file", "there is no such file", remedy)
     sys.path.insert(0, str(path.parent.resolve()) if is_file else os.getcwd())
     try:
-        return _run_file(path) if is_file else importlib.import_module(place)
+        return _import_file(path) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and not is_file and f"{place}.".startswith(f"{error.name}."):
-            raise _no_module(place) from None
+            is_script = os.path.isfile(f"{place}.py")
+            near = f"did you mean {place}.py?" if is_script else did_you_mean(place.lower(), ["hf"])
+            raise UsageError(f"TARGET {place}", "a module", "there is no such module", near or FORMS) from None
         raise _failed(place, "importing it", error) from error
 
 
-def _no_module(place: str) -> UsageError:
-    near = f"did you mean {place}.py?" if os.path.isfile(f"{place}.py") else did_you_mean(place.lower(), ["hf"])
-    return UsageError(f"TARGET {place}", "a module", "there is no such module", near or FORMS)
-
-
-def _failed(text: str, action: str, error: BaseException) -> UsageError:
-    """The error for what the user's own code raised, and on which line."""
-    what = f"{action} raised {type(error).__name__}"
-    line = _line(error) or (Path(text).name if text.endswith(".py") else "")
-    remedy = f"mend {line}, and run the file with python to see more" if line else FORMS
-    return UsageError(f"TARGET {text!r}", what, " ".join(str(error).split()) or "it says no more", remedy)
-
-
-def _line(error: BaseException) -> str:
-    """``file.py:line`` of the user's code that an error is about, or through which it passed last."""
-    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
-        return f"{Path(error.filename).name}:{error.lineno or 1}"
-    return failing_line(error).partition(": ")[0].removeprefix("the model")
-
-
-def _run_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"target_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -149,31 +123,64 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _checked(text: str, made: Any) -> Target:
-    """What a function returned as a target; a UsageError unless it is a tuple of the right types."""
-    parts = made if isinstance(made, tuple) else (made,)
-    optional = all(part is None or isinstance(part, Mapping) for part in parts[2:])
-    if not (isinstance(made, tuple) and 2 <= len(parts) <= 4 and isinstance(parts[0], nn.Module) and optional):
-        what = (
-            f"it returned {'a tuple of ' * isinstance(made, tuple)}{', '.join(type(part).__name__ for part in parts)}"
-        )
+def _failed(text: str, action: str, error: BaseException) -> UsageError:
+    """The error for an exception of the user's own code, with the line that raised it."""
+    what = f"{action} raised {type(error).__name__}"
+    line = _line(error) or (Path(text).name if text.endswith(".py") else "")
+    remedy = f"mend {line}, and run the file with python to see more" if line else FORMS
+    return UsageError(f"TARGET {text!r}", what, " ".join(str(error).split()) or "it says no more", remedy)
+
+
+def _line(error: BaseException) -> str:
+    """``file.py:line`` of the user's code that does not parse, or that the exception passed last."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{Path(error.filename).name}:{error.lineno or 1}"
+    return failing_line(error).partition(": ")[0].removeprefix("the model")
+
+
+def _arguments(text: str, function: Callable[..., Any], options: TargetOptions, mesh: Mesh) -> dict[str, Any]:
+    """The arguments to call a function with: the settings, and the mesh if it takes one."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        problem, remedy = "it does not say what it takes", "name a function that is written in Python"
+        raise UsageError(f"TARGET {text!r}", f"of type {type(function).__name__}", problem, remedy) from None
+    arguments = {**options.settings, **({"mesh": mesh} if "mesh" in signature.parameters else {})}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        unknown = [name for name in options.settings if name not in signature.parameters]
+        missing = next((name for name in signature.parameters if name not in arguments), "NAME")
+        near = did_you_mean(unknown[0], signature.parameters) or f"leave --set {unknown[0]}= out" if unknown else ""
+        remedy = near or f"write --set {missing}=VALUE"
+        raise UsageError(f"TARGET {text!r}", f"the function takes {signature}", str(error), remedy) from None
+    return arguments
+
+
+def _checked(text: str, result: Any) -> Target:
+    """The result of a function as a target. Raises a UsageError unless it is a tuple of the right types."""
+    parts = result if isinstance(result, tuple) else (result,)
+    is_optional = all(part is None or isinstance(part, Mapping) for part in parts[2:])
+    if not (isinstance(result, tuple) and 2 <= len(parts) <= 4 and isinstance(parts[0], nn.Module) and is_optional):
+        types = ", ".join(type(part).__name__ for part in parts)
+        what = f"it returned {'a tuple of ' * isinstance(result, tuple)}{types}"
         remedy = "return (model, args[, kwargs[, annotations]]): an nn.Module, a tuple and two dicts"
         raise UsageError(f"TARGET {text!r}", what, "that is no model with its inputs", remedy)
     args = parts[1] if isinstance(parts[1], (tuple, list)) else (parts[1],)
-    found = Target(parts[0], tuple(args), *(part or {} for part in parts[2:]))
+    target = Target(parts[0], tuple(args), *(part or {} for part in parts[2:]))
     try:
-        check_model(found.model)
-        call_leaves(found.model.forward, found.args, found.kwargs)
+        check_model(target.model)
+        call_leaves(target.model.forward, target.args, target.kwargs)
     except ShardingError as error:
         raise UsageError(f"TARGET {text!r}: {error.who}", error.what, error.problem, error.remedy) from None
-    return found
+    return target
 
 
-# transformers.
+# Models of transformers.
 
 
-def _transformers_target(model_type: str, wish: Wish, mesh: Mesh) -> Target:
-    """The default config of a type with random weights; nothing is downloaded."""
+def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) -> Target:
+    """The default config of a model type with random weights. Nothing is downloaded."""
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
@@ -182,36 +189,36 @@ def _transformers_target(model_type: str, wish: Wish, mesh: Mesh) -> Target:
     if model_type not in CONFIG_MAPPING:
         remedy = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "name one as in the config.json of a model"
         raise UsageError(f"TARGET hf:{model_type}", "a model type", "transformers has no such model type", remedy)
-    _check_settings(CONFIG_MAPPING[model_type](), wish)
+    _check_settings(CONFIG_MAPPING[model_type](), options)
     torch.manual_seed(0)
     try:
-        config = AutoConfig.for_model(model_type, **wish.settings)
-        with torch.device(wish.device):
-            model, kwargs = _model_and_inputs(config, wish)
+        config = AutoConfig.for_model(model_type, **options.settings)
+        with torch.device(options.device):
+            model, kwargs = _model_and_inputs(config, options)
     except UsageError:
         raise
     except Exception as error:
-        sizes = [f"--{name} {size}" for name, size in (("batch", wish.batch), ("seq", wish.seq)) if size]
-        settings = " ".join([*(f"--set {name}={value}" for name, value in wish.settings.items()), *sizes])
+        sizes = [f"--{name} {size}" for name, size in (("batch", options.batch), ("seq", options.seq)) if size]
+        settings = " ".join([*(f"--set {name}={value}" for name, value in options.settings.items()), *sizes])
         what, problem = f"transformers raised {type(error).__name__}", " ".join(str(error).split())
         remedy = f"give values that fit each other, other than {settings}" if settings else "write a function for it"
         raise UsageError(f"TARGET hf:{model_type}", what, problem, remedy) from error
     return Target(model, (), kwargs, _default_annotations(model_type, kwargs, mesh))
 
 
-def _check_settings(config: Any, wish: Wish) -> None:
-    """A UsageError for every setting that the config does not have: transformers would keep it, unread."""
+def _check_settings(config: Any, options: TargetOptions) -> None:
+    """Raise a UsageError for every setting that the config lacks: transformers would keep it and never read it."""
     known = [*config.to_dict(), *config.attribute_map]
     raise_all([
         UsageError(
             f"--set {name}=", f"a field of {type(config).__name__}", "it has no such field",
             did_you_mean(name, known) or f"name one of {', '.join(known[:8])}, ...",
-        ) for name in wish.settings if name not in known and not hasattr(config, name)
+        ) for name in options.settings if name not in known and not hasattr(config, name)
     ])  # fmt: skip
 
 
-def _model_and_inputs(config: Any, wish: Wish) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The first of the kinds of model that the type has: what it is trained for comes before what it can do as well."""
+def _model_and_inputs(config: Any, options: TargetOptions) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The first kind of model that the type has. Kinds that models are trained as come before others."""
     import transformers as hf
     from transformers.models.auto import modeling_auto as auto
 
@@ -223,26 +230,26 @@ def _model_and_inputs(config: Any, wish: Wish) -> tuple[nn.Module, dict[str, tor
     )
     for mapping, auto_class, inputs in kinds:
         if type(config) in mapping:
-            return auto_class.from_config(config), inputs(config, wish)
+            return auto_class.from_config(config), inputs(config, options)
     problem, remedy = "inputs are made up for language and image models only", "write a function: path.py:function"
     raise UsageError(f"TARGET hf:{config.model_type}", type(config).__name__, problem, remedy)
 
 
-def _tokens(config: Any, wish: Wish) -> dict[str, torch.Tensor]:
+def _tokens(config: Any, options: TargetOptions) -> dict[str, torch.Tensor]:
     names = ("input_ids", "decoder_input_ids", "labels") if config.is_encoder_decoder else ("input_ids", "labels")
     config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or 64
-    if (wish.seq or 0) > longest > 1 and hasattr(config, "max_position_embeddings"):
+    if (options.seq or 0) > longest > 1 and hasattr(config, "max_position_embeddings"):
         what, problem = f"max_position_embeddings={longest}", "the model has no position for what is longer"
-        raise UsageError(f"--seq {wish.seq}", what, problem, f"say --seq {longest} or less")
-    shape = (wish.batch or 8, wish.seq or min(64, longest))
+        raise UsageError(f"--seq {options.seq}", what, problem, f"say --seq {longest} or less")
+    shape = (options.batch or 8, options.seq or min(64, longest))
     return {name: torch.randint(config.vocab_size, shape) for name in names}
 
 
-def _images(config: Any, wish: Wish) -> dict[str, torch.Tensor]:
+def _images(config: Any, options: TargetOptions) -> dict[str, torch.Tensor]:
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else size
-    batch = wish.batch or 8
+    batch = options.batch or 8
     pixels = torch.randn(batch, getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,))}
 
@@ -253,7 +260,75 @@ TWO_WEIGHTS_A_BLOCK = {
 
 
 def _default_annotations(model_type: str, kwargs: Mapping[str, Any], mesh: Mesh) -> dict[str, P]:
-    """The batch on ``dp``, and on ``tp`` the weights that are known to be enough."""
+    """The batch on ``dp``, and on ``tp`` the weights from which the others follow."""
     data = {name: P("dp") for name in kwargs} if "dp" in mesh.axis_names else {}
     weights = TWO_WEIGHTS_A_BLOCK.get(model_type, {}) if "tp" in mesh.axis_names else {}
     return {**data, **weights}
+
+
+# The sizes of a target, and the same target at other sizes.
+
+
+def input_shapes(target: Target) -> dict[str, tuple[int, ...]]:
+    """The shape of each input tensor, by the name that annotations use."""
+    arguments = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
+    leaves = ((name.removeprefix("kwargs."), leaf) for name, leaf in flatten(dict(arguments))[0])
+    return {name: tuple(leaf.shape) for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def module_lists(model: nn.Module) -> dict[str, int]:
+    """The lengths of the outermost lists of two or more modules of one structure, by path."""
+    lengths: dict[str, int] = {}
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in lengths)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not is_inside:
+            if len(set(map(_structure, module))) == 1:
+                lengths[path] = len(module)
+    return lengths
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+    return type(module), shapes, tuple(type(each) for each in module.modules())
+
+
+def default_sizes(text: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The settings of a target that are whole numbers, as they were set or by default."""
+    place, _, name = text.rpartition(":")
+    known: dict[str, Any]
+    if place == "hf":
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(name, **settings)
+        known = config.to_dict() | {name: getattr(config, name, None) for name in config.attribute_map}
+    else:
+        known = {name: each.default for name, each in inspect.signature(find_function(place, name)).parameters.items()}
+    return {name: value for name, value in {**known, **settings}.items() if type(value) is int}
+
+
+def with_input_sizes(target: Target, sizes: Mapping[tuple[int, int], int]) -> Target:
+    """The target with inputs on meta, where ``sizes`` maps each ``(dim, size)`` of an input to another size."""
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = [sizes.get((dim, size), size) for dim, size in enumerate(leaf.shape)]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    leaves, tree = flatten((tuple(target.args), dict(target.kwargs)))
+    args, kwargs = rebuild(tree, [resized(leaf) for _, leaf in leaves])
+    return replace(target, args=args, kwargs=kwargs)
+
+
+def set_list_length(model: nn.Module, path: str, length: int) -> None:
+    """Shorten a list of modules to its first ones, or lengthen it by copies of the last.
+
+    Lists of one length beside each other, which a model walks side by side, change together.
+    """
+    before: Any = model.get_submodule(path)
+    owner = model.get_submodule(path.rpartition(".")[0])
+    for name, several in owner.named_children():
+        if isinstance(several, (nn.ModuleList, nn.Sequential)) and len(several) == len(before) != length:
+            modules = [*several][:length]
+            modules += [copy.deepcopy(modules[-1]) for _ in range(length - len(modules))]
+            setattr(owner, name, nn.ModuleList(modules) if isinstance(several, nn.ModuleList) else type(several)(*modules))

@@ -1,4 +1,4 @@
-"""``shardc trace``: a step as it is predicted, for a viewer of traces."""
+"""``shardc trace``: the predicted timeline of a step, for a viewer of traces."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import argparse
 from typing import Any
 
 from shardc.cli import GOOD
-from shardc.cli.arguments import command, compiling, written
-from shardc.cli.compiled import compiled, write
+from shardc.cli.arguments import add_command, add_compile_options, add_output_options
+from shardc.cli.compile import compiled, write
 
+HELP = "predict when each op and each collective of a step runs: JSON for ui.perfetto.dev and chrome://tracing"
 MEASURED = """A measured step has the same names, phase/module/op:
-    with torch.profiler.profile() as found:
+    with torch.profiler.profile() as profile:
         step()
-    found.export_chrome_trace("measured.json")
-With compile="inductor" it has one for each part that is compiled, forward/(model)/inductor and
-backward/(model)/inductor: what Inductor fuses is of no one op or module."""
+    profile.export_chrome_trace("measured.json")
+With compile="inductor" a measured step has one range for each compiled part, forward/(model)/inductor and
+backward/(model)/inductor, since Inductor fuses ops of several modules."""
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    help_ = "predict when each op and each collective of a step runs: JSON for ui.perfetto.dev and chrome://tracing"
-    parser = written(compiling(command(commands, "trace", help_)), "trace")
-    parser.description = f"{help_}. {MEASURED}"
+    """Add the command."""
+    parser = add_command(commands, "trace", HELP)
+    add_compile_options(parser)
+    add_output_options(parser, "trace")
+    parser.description = f"{HELP}. {MEASURED}"
 
 
 def run(options: argparse.Namespace) -> int:

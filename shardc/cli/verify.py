@@ -1,22 +1,11 @@
-"""verify: the sharded program against a single device, and the captured program against the user's eager model.
-
-In float64 and in float32, outputs and every gradient, as max|a-b| / max(1, max|b|). The single device runs the
-canonical program whole. The eager model runs with its random ops off. In float64 explicit casts to float32, such as
-those of losses and norms in transformers, become casts to float64 in all of them.
-
-Some models magnify what float32 rounds, such as deep ones with batch norms of few images. A tensor that float32 puts
-further than the tolerance from float64 on one device already is held to four times that distance, and is said to be.
-"""
+"""``shardc verify``: run the sharded program, the single device and the eager model, and compare their tensors."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+<<<<<<< HEAD
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -284,26 +273,28 @@ def _remark(found: Difference) -> str:
     if found.is_rounding:
         return f"of {found.tolerance:.1e}, four times what {found.dtype} is off by on one device"
     return "" if found.is_small else "differs"
+=======
+from shardc.cli import CHECK_FAILED, GOOD
+from shardc.cli.arguments import add_command, add_mesh_options
+from shardc.cli.compile import annotations_of, compile_options, load, progress, write
+>>>>>>> d0d7eae (CLI: shared options are functions that add them, no command imports torch before it needs a model; verify is a library function above the front door; a dump's schema and both forms of diff stand in one file each)
 
 
 def add(commands: Any) -> None:
-    """The arguments of the command."""
-    meshed(command(commands, "verify", "hold the sharded program against a single device, and against the eager model"))
+    """Add the command."""
+    help_ = "compare the sharded program with a single device, and that with the eager model: exit 1 where they differ"
+    add_mesh_options(add_command(commands, "verify", help_))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, run both ways and compare: CHECK_FAILED where they differ."""
+    """Compile, run and compare. CHECK_FAILED where a tensor differs."""
+    from shardc.verify import differences_text, verify
+
     target = load(options, device="cpu")
     annotations = annotations_of(options, target)
     found = verify(
-        target.model,
-        options.mesh,
-        annotations,
-        args=target.args,
-        kwargs=target.kwargs,
-        train=options.train,
-        options=compile_options(options),
-        progress=progress,
-    )
+        target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
+        options=compile_options(options), progress=progress,
+    )  # fmt: skip
     write(differences_text(found), None)
-    return GOOD if all(difference.is_small for difference in found) else CHECK_FAILED
+    return GOOD if all(each.is_small for each in found) else CHECK_FAILED

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_IS_ORIGIN = re.compile(r"\S+ from ").match
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows in columns; numbers stand to the right, and a column of empty cells is left out."""
+    """Rows in columns under a header, or "" without rows.
+
+    Columns of numbers are aligned to the right. Columns whose cells are all empty are left out.
+    """
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    if len(cells) == 1:
+        return ""
     kept = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
     right = {i for i in kept if all(row[i][:1].isdigit() for row in cells[1:])}
     widths = {i: max(len(row[i]) for row in cells) for i in kept}
     aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in kept) for row in cells)
     return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
+
+
+def shortened(text: str, separator: str = ", ") -> str:
+    """A list of what is said of each member of a bucket, cut to the first entry, a count, and the annotations.
+
+    Entries such as ``dp from x: P('dp')`` name annotations and are all kept.
+    """
+    parts = text.split(separator)
+    origins = [part for part in parts if _IS_ORIGIN(part)]
+    others = len(parts) - len(origins) - 1
+    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
 def bytes_text(count: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.text import table
+from shardc.language.text import shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.windowed import fit
 from shardc.program.collective import (
@@ -27,7 +26,6 @@ from shardc.program.stages import collectives_of_stages, has_stages
 Size = Any  # an int; a sympy.Expr where sizes have names
 
 
-_IS_ORIGIN = re.compile(r"\S+ from ").match
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +106,6 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
         header = ("stage", "times", *header)  # type: ignore[assignment]
         listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
     return f"{traffic_text(traffic_of(collectives))}\n{table(header, listed)}"
-
-
-def shortened(text: str, separator: str = ", ") -> str:
-    """What is said of each member of a bucket, as the first and how many more; then the annotations it comes from."""
-    parts = text.split(separator)
-    origins = [part for part in parts if _IS_ORIGIN(part)]
-    others = len(parts) - len(origins) - 1
-    return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
 def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import CaptureError, Mesh, P
 from shardc.capture.guards import GuardError
-from shardc.cli.verify import verify
+from shardc.verify import verify
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.module.watched import MAX_VARIANTS
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from targets import mlp
 
-from shardc import Mesh, P, compile
-from shardc.cli import dump, verify
+from shardc import Mesh, P, compile, verify
+from shardc.cli import dump
 from shardc.cli.main import main
-from shardc.cli.target import Wish, load_target
+from shardc.cli.target import TargetOptions, load_target
 from shardc.language.errors import UsageError
 
 HERE = Path(__file__).parents[1] / "support"
@@ -237,8 +237,8 @@ def test_what_float32_does_to_a_tensor_on_one_device_excuses_as_much_and_never_m
 
 
 def test_gpt2_of_transformers_gets_inputs_and_two_annotations_a_block() -> None:
-    wish = Wish({"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}, batch=4)
-    target = load_target("hf:gpt2", wish, Mesh(dp=2, tp=2))
+    options = TargetOptions({"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}, batch=4)
+    target = load_target("hf:gpt2", options, Mesh(dp=2, tp=2))
     shapes = {name: tuple(value.shape) for name, value in target.kwargs.items()}
     assert shapes == {"input_ids": (4, 16), "labels": (4, 16)}
     assert target.annotations == {
@@ -247,17 +247,17 @@ def test_gpt2_of_transformers_gets_inputs_and_two_annotations_a_block() -> None:
         "transformer.h.*.attn.c_proj.weight": P("tp"),
         "transformer.h.*.mlp.c_proj.weight": P("tp"),
     }
-    assert set(load_target("hf:gpt2", wish, Mesh(tp=2)).annotations) == set(target.annotations) - set(target.kwargs)
+    assert set(load_target("hf:gpt2", options, Mesh(tp=2)).annotations) == set(target.annotations) - set(target.kwargs)
 
 
 def test_a_target_of_transformers_is_dumped_without_allocating_and_alike(capsys: pytest.CaptureFixture[str]) -> None:
     small = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}
     settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
     assert main(["dump", "hf:gpt2", *ON_FOUR, *settings]) == 0
-    target = load_target("hf:gpt2", Wish(small), Mesh(dp=2, tp=2))
+    target = load_target("hf:gpt2", TargetOptions(small), Mesh(dp=2, tp=2))
     compiled = compile(target.model, Mesh(dp=2, tp=2), target.annotations, kwargs=target.kwargs)
     assert capsys.readouterr().out == compiled.dump()
-    on_meta = load_target("hf:gpt2", Wish(small, device="meta"), Mesh(dp=2, tp=2))
+    on_meta = load_target("hf:gpt2", TargetOptions(small, device="meta"), Mesh(dp=2, tp=2))
     assert all(parameter.is_meta for parameter in on_meta.model.parameters())
 
 
@@ -274,14 +274,14 @@ def test_the_model_of_a_type_is_the_one_it_is_trained_as(model_type: str, name: 
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     small |= {} if model_type == "vit" else {"vocab_size": 64}
     t5 = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 4, "d_kv": 8, "vocab_size": 64}
-    target = load_target(f"hf:{model_type}", Wish(t5 if model_type == "t5" else small, batch=2), Mesh(dp=2))
+    target = load_target(f"hf:{model_type}", TargetOptions(t5 if model_type == "t5" else small, batch=2), Mesh(dp=2))
     assert type(target.model).__name__ == name
     assert target.model(**target.kwargs).loss.ndim == 0
 
 
 def test_an_unknown_model_type_names_near_ones() -> None:
     with pytest.raises(UsageError, match="transformers has no such model type\n  did you mean .*gpt2"):
-        load_target("hf:gtp2", Wish(), Mesh(dp=2))
+        load_target("hf:gtp2", TargetOptions(), Mesh(dp=2))
 
 
 def test_zero_is_said_by_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ HERE = Path(__file__).parents[1] / "support"
 HEAVY = {"networkx", "numpy", "sympy", "torch", "transformers"}
 ALONE = f"""
 import sys
-from shardc.cli import main
+from shardc.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
@@ -48,7 +48,7 @@ COMMAND_LINES = [
 RUN_ALL = f"""
 import os, sys
 sys.path[:0] = [{str(HERE)!r}]
-from shardc.cli import main
+from shardc.cli.main import main
 for line in {COMMAND_LINES!r}:
     print("$", *line, flush=True)
     print("exit", main(line), flush=True)

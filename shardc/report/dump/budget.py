@@ -21,8 +21,8 @@ from typing import Any, get_args
 from shardc.language.errors import UsageError, did_you_mean
 from shardc.language.kinds import LOCAL_KINDS, Kind
 from shardc.language.mesh import axis_of
-from shardc.language.text import table
-from shardc.program.traffic import shortened
+from shardc.language.text import shortened, table
+
 
 KINDS = tuple(kind for kind in get_args(Kind) if kind not in (*LOCAL_KINDS, "rechunk"))
 PHASES = ("forward", "backward", "update")
@@ -137,7 +137,7 @@ class Finding:
     lines: tuple[str, ...] = ()
 
 
-def held(budget: Budget, record: Mapping[str, Any]) -> Finding:
+def measure(budget: Budget, record: Mapping[str, Any]) -> Finding:
     """A budget held against the JSON form of a program; a UsageError where that lacks what the budget is of."""
     _check_axis(budget, record)
     if budget.subject in LISTED:

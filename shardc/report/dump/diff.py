@@ -1,174 +1,181 @@
-"""What lies between two dumps in JSON: collectives that came, went, grew, and all else that is not the same."""
+"""Compare two dumps in JSON: collectives that came, went or changed, and every other difference; JSON and text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from shardc.language.text import shortened, table
 
 Record = Mapping[str, Any]
 Pairs = list[tuple[Record, Record]]
 
 STORED = ("parameters", "buffers", "inputs", "outputs")
-NUMBERS = ("memory", "flops", "schedule", "time")
-PHASES = ("forward", "backward", "update", "")  # the last being all of them
+NUMBERS = {
+    "memory": "memory of one rank, bytes",
+    "flops": "floating-point operations",
+    "schedule": "schedule",
+    "time": "predicted step, seconds",
+}
+PHASES = ("forward", "backward", "update", "")  # "" stands for all of them
 PAYLOAD = ("dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "times", "stage")
+TOTALS = ("count", "bytes", "wire_bytes")
 
 
 def diff(before: Record, after: Record) -> dict[str, Any]:
-    """The JSON form of a difference, version 1, of two dumps: ``{"version": 1}`` where they are the same.
+    """The difference of two dumps in JSON form, version 1; ``{"version": 1}`` where they are equal.
 
-    ``collectives``: those that ``came`` and ``went``, and pairs of those ``changed``; ``totals`` of them by phase, kind
-    and axes. Of parameters, buffers, inputs and outputs each that is not the same, as it was and as it is, None where
-    it is not there. ``memory``, ``flops``, ``stages``, ``schedule``, ``time``, ``ops`` (how many of each): of all that
-    differs, both. ``fallbacks`` and ``notes``: came and went. What one of the dumps leaves out is in ``left_out``.
+    ``collectives``: those that ``came`` and ``went``, pairs of those ``changed``, and ``totals`` by phase, kind and
+    axes. Parameters, buffers, inputs and outputs that differ are listed as they were and are, None where absent.
+    ``memory``, ``flops``, ``stages``, ``schedule``, ``time`` and ``ops`` (how many of each op) list pairs of numbers
+    that differ. ``fallbacks`` and ``notes``: those that came and went. ``left_out``: tables that one dump lacks.
     """
     is_partial = "only" in before or "only" in after
     if not is_partial:
         before, after = ({"schedule": {}, "time": {}, **dump} for dump in (before, after))
-    found = {key: compare(before, after) for key, compare in COMPARED.items() if key in before and key in after}
-    found["ops"] = found.pop("nodes", {})
-    found["left_out"] = [key for key in COMPARED if (key in before) != (key in after)]
-    return {"version": 1, **{key: value for key, value in found.items() if value}}
+    difference = {key: compare(before, after) for key, compare in COMPARED.items() if key in before and key in after}
+    difference["ops"] = difference.pop("nodes", {})
+    difference["left_out"] = [key for key in COMPARED if (key in before) != (key in after)]
+    return {"version": 1, **{key: value for key, value in difference.items() if value}}
 
 
 def is_same(difference: Record) -> bool:
-    """Whether two dumps say the same of all that both have."""
+    """Whether two dumps agree in every table that both have."""
     return not {*difference} - {"version", "left_out"}
-
-
-def _pair(old: Any, new: Any) -> list[Any] | None:
-    return None if old == new else [old, new]
 
 
 # Collectives.
 
 
 def matched(before: Record, after: Record) -> tuple[Pairs, list[Record], list[Record]]:
-    """The collectives of two dumps that are one, and those that only the first has, and only the second.
+    """Pairs of collectives that correspond, those of the first dump alone, and those of the second alone.
 
-    Names shift where ops come and go, so they speak first, and after them the modules and lines that values come from;
-    what goes over other axes, in another phase or as another kind is another collective. A bucket is the one that has
-    most of its modules.
+    Collectives of another kind, phase or axes never correspond. Names shift where ops come and go, so equal names count
+    most, and then equal modules and source lines. A bucket corresponds to the one that shares most modules with it.
     """
     rest: list[list[Record]] = [list(before["collectives"]), list(after["collectives"])]
     modules = [{node["name"]: node["module"] for node in dump.get("nodes", ())} for dump in (before, after)]
     pairs: Pairs = []
-    ways: list[Callable[..., dict[int, int]]] = [*(partial(_taken, key) for key in KEYS), _buckets]
-    for take in ways:
-        taken = take(*rest, *modules)
-        pairs += [(rest[0][i], rest[1][j]) for i, j in taken.items()]
-        gone = ({*taken}, {*taken.values()})
-        rest = [[found for i, found in enumerate(each) if i not in its] for each, its in zip(rest, gone, strict=True)]
+    ways: list[Callable[..., dict[int, int]]] = [*(partial(_with_equal_keys, key) for key in KEYS), _buckets]
+    for way in ways:
+        places = way(*rest, *modules)
+        pairs += [(rest[0][i], rest[1][j]) for i, j in places.items()]
+        paired = ({*places}, {*places.values()})
+        rest = [[each for i, each in enumerate(side) if i not in its] for side, its in zip(rest, paired, strict=True)]
     return pairs, rest[0], rest[1]
 
 
-Modules = Mapping[str, str]  # of each value
+Modules = Mapping[str, str]  # the module of each value, by name
+Key = Callable[[Record, Modules], Hashable]
 
 
-def _taken(key: Key, old: Sequence[Record], new: Sequence[Record], of_old: Modules, of_new: Modules) -> dict[int, int]:
-    """Places of equal keys, in order; a key of None is like no other."""
+def _with_equal_keys(
+    key: Key, old: Sequence[Record], new: Sequence[Record], of_old: Modules, of_new: Modules
+) -> dict[int, int]:
+    """Places of collectives with equal keys, in order. None equals no key."""
     places: dict[Hashable, list[int]] = {}
-    for j, found in reversed(list(enumerate(new))):
-        places.setdefault(key(found, of_new), []).append(j)
-    keys = enumerate(key(found, of_old) for found in old)
+    for j, each in reversed(list(enumerate(new))):
+        places.setdefault(key(each, of_new), []).append(j)
+    keys = enumerate(key(each, of_old) for each in old)
     return {i: places[its].pop() for i, its in keys if its is not None and places.get(its)}
 
 
 def _buckets(old: Sequence[Record], new: Sequence[Record], of_old: Modules, of_new: Modules) -> dict[int, int]:
-    """Places of buckets of one kind, those that have most modules in common."""
-    taken: dict[int, int] = {}
-    for i, found in enumerate(old):
-        free = [j for j, other in enumerate(new) if j not in taken.values() and _kind(other) == _kind(found)]
-        common = {j: len({*_modules(found, of_old)} & {*_modules(new[j], of_new)}) for j in free}
+    """Places of buckets of one kind that share most modules."""
+    places: dict[int, int] = {}
+    for i, each in enumerate(old):
+        free = [j for j, other in enumerate(new) if j not in places.values() and _kind(other) == _kind(each)]
+        common = {j: len({*_modules(each, of_old)} & {*_modules(new[j], of_new)}) for j in free}
         best = max(common, key=lambda j: common[j], default=None)
-        if best is not None and common[best] and ", " in found["node"] + new[best]["node"]:
-            taken[i] = best
-    return taken
+        if best is not None and common[best] and ", " in each["node"] + new[best]["node"]:
+            places[i] = best
+    return places
 
 
-def _kind(found: Record) -> tuple[Hashable, ...]:
-    return found["kind"], tuple(found["axes"]), found["phase"]
+def _kind(collective: Record) -> tuple[Hashable, ...]:
+    return collective["kind"], tuple(collective["axes"]), collective["phase"]
 
 
-def _payload(found: Record) -> tuple[Hashable, ...]:
-    return tuple(str(found.get(name)) for name in PAYLOAD)
+def _payload(collective: Record) -> tuple[Hashable, ...]:
+    return tuple(str(collective.get(name)) for name in PAYLOAD)
 
 
-def _modules(found: Record, modules: Modules) -> tuple[str, ...]:
-    return tuple(sorted({modules[name] for name in found["node"].split(", ") if name in modules}))
+def _modules(collective: Record, modules: Modules) -> tuple[str, ...]:
+    return tuple(sorted({modules[name] for name in collective["node"].split(", ") if name in modules}))
 
 
-Key = Callable[[Record, Modules], Hashable]
-KEYS: tuple[Key, ...] = (
-    lambda found, modules: (_kind(found), found["node"], _modules(found, modules), _payload(found)),
-    lambda found, modules: (_kind(found), _modules(found, modules), found["source"], _payload(found)),
-    lambda found, modules: (_kind(found), found["id"]) if found["kind"] == "send" else None,
-    lambda found, modules: (_kind(found), _modules(found, modules), found["source"], found.get("stage")),
-    lambda found, modules: (_kind(found), _modules(found, modules), found["source"]),
-    lambda found, modules: (_kind(found), _modules(found, modules)) if _modules(found, modules) else None,
-    lambda found, modules: (_kind(found), found["source"]) if found["source"] else None,
-    lambda found, modules: (_kind(found), found["node"]),
+KEYS: tuple[Key, ...] = (  # the most telling first; c is a collective, m the modules of values
+    lambda c, m: (_kind(c), c["node"], _modules(c, m), _payload(c)),
+    lambda c, m: (_kind(c), _modules(c, m), c["source"], _payload(c)),
+    lambda c, m: (_kind(c), c["id"]) if c["kind"] == "send" else None,
+    lambda c, m: (_kind(c), _modules(c, m), c["source"], c.get("stage")),
+    lambda c, m: (_kind(c), _modules(c, m), c["source"]),
+    lambda c, m: (_kind(c), _modules(c, m)) if _modules(c, m) else None,
+    lambda c, m: (_kind(c), c["source"]) if c["source"] else None,
+    lambda c, m: (_kind(c), c["node"]),
 )
 
 
 def _collectives(before: Record, after: Record) -> dict[str, Any]:
     pairs, went, came = matched(before, after)
     changed = [{"before": old, "after": new} for old, new in pairs if _payload(old) != _payload(new)]
-    found = {"came": came, "went": went, "changed": changed, "totals": _totals(before, after)}
-    return found if came or went or changed else {}
+    difference = {"came": came, "went": went, "changed": changed, "totals": _totals(before, after)}
+    return difference if came or went or changed else {}
 
 
 def _totals(before: Record, after: Record) -> list[dict[str, Any]]:
-    """Of each phase, kind and axes, and of all together, what is not as it was: pairs of how many and of bytes."""
+    """Pairs of counts and bytes that differ, by phase, kind and axes, and of all collectives together."""
     sums = [_sums(dump["collectives"]) for dump in (before, after)]
     rows = []
     for key in sorted({**sums[0], **sums[1]}, key=lambda key: (PHASES.index(key[0]), key[1:])):
         old, new = (each.get(key, (0, 0, 0)) for each in sums)
         if old != new:
-            names = zip(("phase", "kind", "axes"), key, strict=True)
-            numbers = zip(("count", "bytes", "wire_bytes"), zip(old, new, strict=True), strict=True)
-            rows.append({**dict(names), **{name: list(pair) for name, pair in numbers}})
+            pairs = map(list, zip(old, new, strict=True))
+            rows.append(dict(zip(("phase", "kind", "axes", *TOTALS), (*key, *pairs), strict=True)))
     return rows
 
 
 def _sums(collectives: Sequence[Record]) -> dict[tuple[str, str, str], tuple[int, ...]]:
-    """By phase, kind and axes how many in a step, their bytes and wire bytes; then of all, by empty names."""
+    """Counts, bytes and wire bytes of a step by phase, kind and axes; of all collectives under empty names."""
     sums: dict[tuple[str, str, str], tuple[int, ...]] = {("", "", ""): (0, 0, 0)}
-    for found in collectives:
-        times = found.get("times", 1)
-        numbers = times, found["bytes"] * times, found["wire_bytes"] * times
-        for key in ((found["phase"], found["kind"], "+".join(found["axes"])), ("", "", "")):
+    for each in collectives:
+        times = each.get("times", 1)
+        numbers = times, each["bytes"] * times, each["wire_bytes"] * times
+        for key in ((each["phase"], each["kind"], "+".join(each["axes"])), ("", "", "")):
             sums[key] = tuple(a + b for a, b in zip(sums.get(key, (0, 0, 0)), numbers, strict=True))
     return sums
 
 
-# All else.
+# Other tables.
+
+
+def _changed(key: str) -> Callable[[Record, Record], list[Any] | None]:
+    return lambda before, after: None if before[key] == after[key] else [before[key], after[key]]
 
 
 def _by_name(key: str) -> Callable[[Record, Record], list[dict[str, Any]]]:
-    def found(before: Record, after: Record) -> list[dict[str, Any]]:
+    def compare(before: Record, after: Record) -> list[dict[str, Any]]:
         old, new = ({entry["name"]: entry for entry in dump[key]} for dump in (before, after))
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        return [{"name": name, "before": old.get(name), "after": new.get(name)} for name in names]
+        return [{"name": name, "before": pair[0], "after": pair[1]} for name, pair in _differing(old, new).items()]
 
-    return found
+    return compare
 
 
 def _by_number(key: str) -> Callable[[Record, Record], dict[str, Any]]:
-    return lambda before, after: _numbers(before[key], after[key])
+    return lambda before, after: _differing(before[key], after[key])
 
 
-def _numbers(old: Record, new: Record) -> dict[str, Any]:
-    """What is not the same of each entry of two objects."""
-    return {name: [old.get(name), new.get(name)] for name in {**old, **new} if old.get(name) != new.get(name)}
+def _differing(old: Record, new: Record) -> dict[str, Any]:
+    """The entries of two objects that differ, as pairs."""
+    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
 def _stages(before: Record, after: Record) -> list[dict[str, Any]]:
     old, new = ({stage["stage"]: stage for stage in dump["stages"]} for dump in (before, after))
-    numbers = {stage: _numbers(old.get(stage, {}), new.get(stage, {})) for stage in {**old, **new}}
-    return [{**differing, "stage": stage} for stage, differing in numbers.items() if differing]
+    pairs = {stage: _differing(old.get(stage, {}), new.get(stage, {})) for stage in {**old, **new}}
+    return [{**differing, "stage": stage} for stage, differing in pairs.items() if differing]
 
 
 def _ops(before: Record, after: Record) -> dict[str, list[int]]:
@@ -177,24 +184,23 @@ def _ops(before: Record, after: Record) -> dict[str, list[int]]:
 
 
 def _came_and_went(key: str, name: Callable[[Any], Hashable]) -> Callable[[Record, Record], dict[str, Any]]:
-    def missing(entries: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    def absent(entries: Iterable[Any], others: Iterable[Any]) -> Iterator[Any]:
         left = Counter(map(name, others))
-        found = []
         for entry in entries:
             left[name(entry)] -= 1
-            found += [entry] * (left[name(entry)] < 0)
-        return found
+            if left[name(entry)] < 0:
+                yield entry
 
-    def found(before: Record, after: Record) -> dict[str, Any]:
-        came, went = missing(after[key], before[key]), missing(before[key], after[key])
+    def compare(before: Record, after: Record) -> dict[str, Any]:
+        came, went = list(absent(after[key], before[key])), list(absent(before[key], after[key]))
         return {"came": came, "went": went} if came or went else {}
 
-    return found
+    return compare
 
 
 COMPARED: dict[str, Callable[[Record, Record], Any]] = {
-    "level": lambda before, after: _pair(before["level"], after["level"]),
-    "mesh": lambda before, after: _pair(before["mesh"], after["mesh"]),
+    "level": _changed("level"),
+    "mesh": _changed("mesh"),
     "collectives": _collectives,
     **{key: _by_name(key) for key in STORED},
     **{key: _by_number(key) for key in NUMBERS},
@@ -203,3 +209,99 @@ COMPARED: dict[str, Callable[[Record, Record], Any]] = {
     "notes": _came_and_went("notes", str),
     "nodes": _ops,
 }
+
+
+# Text.
+
+
+def diff_text(difference: Record) -> str:
+    """The text form of a difference: a table for each key that differs."""
+    parts = [part for part in _parts(difference) if part]
+    return "\n".join(["no difference\n", *parts] if is_same(difference) else parts)
+
+
+def _parts(difference: Record) -> Iterator[str]:
+    for key in ("level", "mesh"):
+        if key in difference:
+            old, new = (_mesh_text(each) if key == "mesh" else each for each in difference[key])
+            yield f"{key}: {old} -> {new}\n"
+    if "collectives" in difference:
+        yield from _collective_tables(difference["collectives"])
+    for key in STORED:
+        rows = ((each["name"], _stored_text(each["before"]), _stored_text(each["after"])) for each in difference.get(key, ()))
+        yield table((key.removesuffix("s"), "before", "after"), rows)
+    yield _signed_table("run whole, having no rule", difference.get("fallbacks", {}))
+    for key, title in NUMBERS.items():
+        yield _number_table(title, difference.get(key, {}))
+    for stage in difference.get("stages", ()):
+        yield _number_table(f"stage {stage['stage']}", {key: pair for key, pair in stage.items() if key != "stage"})
+    yield _number_table("op, how many", difference.get("ops", {}))
+    yield _signed_table("note", difference.get("notes", {}))
+    left_out = ", ".join(difference.get("left_out", ()))
+    yield f"one dump leaves out {left_out}, which are not compared\n" if left_out else ""
+
+
+def _mesh_text(mesh: Record) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.items()) or "none"
+
+
+def _collective_tables(difference: Record) -> Iterator[str]:
+    rows = [(sign, each, each) for sign, key in (("-", "went"), ("+", "came")) for each in difference[key]]
+    rows += [(_growth(each), each["before"], each["after"]) for each in difference["changed"]]
+    header = ("collective", "kind", "axes", "phase", "name", "result", "times", "wire bytes", "source", "cause")
+    yield table(header, (_collective_row(*row) for row in rows))
+    totals = (
+        (each["phase"] or "total", each["kind"], each["axes"], *(_pair_text(each[key]) for key in TOTALS))
+        for each in difference["totals"]
+    )
+    yield table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), totals)
+
+
+def _growth(pair: Record) -> str:
+    old, new = (each["wire_bytes"] * each.get("times", 1) for each in (pair["before"], pair["after"]))
+    return "grew" if new > old else "shrank" if new < old else "changed"
+
+
+def _collective_row(sign: str, old: Record, new: Record) -> tuple[object, ...]:
+    results = [f"{each['dtype']}{each['local_shape_out']}" for each in (old, new)]
+    times = [each.get("times", "") for each in (old, new)]
+    sent = [each["wire_bytes"] for each in (old, new)]
+    return (
+        sign, new["kind"], "+".join(new["axes"]), new["phase"], new["id"], *map(_pair_text, (results, times, sent)),
+        shortened(new["source"], ", "), shortened(new["cause"], "; "),
+    )  # fmt: skip
+
+
+def _pair_text(pair: Sequence[Any]) -> str:
+    """``old -> new``, or one text where both are equal."""
+    return " -> ".join(dict.fromkeys(map(str, pair)))
+
+
+def _stored_text(entry: Record | None) -> str:
+    if entry is None:
+        return "none"
+    type_ = entry["sharding"] or f"{entry['dtype']}{entry['shape']}"
+    stages = f", stage {'+'.join(map(str, entry['stages']))}" if entry.get("stages") else ""
+    return f"{type_}, {entry['local_shape']} on one rank{stages}"
+
+
+def _signed_table(title: str, difference: Record) -> str:
+    """What came, after +, and what went, after -: notes, or ops with their places."""
+    signed = [(sign, each) for sign, key in (("-", "went"), ("+", "came")) for each in difference.get(key, ())]
+    if all(isinstance(each, str) for _, each in signed):
+        return table(("", title), signed)
+    rows = ((sign, each["op"], each["module"], each["source"]) for sign, each in signed)
+    return table(("", title, "module", "source"), rows)
+
+
+def _number_table(title: str, difference: Record) -> str:
+    """Each number as it was and is, and its growth; of other values that they changed."""
+    rows = []
+    for name, (old, new) in difference.items():
+        if all(isinstance(each, int | float) for each in (old, new)):
+            rows.append((name, old, new, f"{new - old:+,}" if isinstance(new - old, int) else f"{new - old:+.3g}"))
+        elif all(each is None or isinstance(each, int | float | str) for each in (old, new)):
+            rows.append((name, *("none" if each is None else each for each in (old, new)), ""))
+        else:
+            rows.append((name, "", "", "changed"))
+    return table((title, "before", "after", "change"), rows)

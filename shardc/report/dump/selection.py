@@ -13,8 +13,9 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.program.collective import Collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
-from shardc.program.text import TABLES, value_names
+from shardc.program.text import value_names
 from shardc.program.traffic import collectives_of
+from shardc.report.dump.schema import TABLES
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardc import Mesh, P
 from shardc.api import Compiled
-from shardc.cli.verify import Difference, verify
+from shardc.verify import Difference, verify
 from shardc.costs.count import flops_of
 from shardc.language.text import bytes_text, table
 from shardc.program.node import op_name

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.cli.verify import difference
+from shardc.verify import difference
 
 
 class Pair(nn.Module):

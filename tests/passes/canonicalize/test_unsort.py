@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.cli.verify import difference
+from shardc.verify import difference
 from shardc.program.node import op_name
 
 aten = torch.ops.aten

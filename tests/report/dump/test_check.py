@@ -11,7 +11,7 @@ from targets import mlp
 from shardc import Mesh, Pipeline, compile
 from shardc.cli.main import main
 from shardc.language.errors import UsageError
-from shardc.report.dump.budget import KINDS, SUBJECTS, UNITS, Budget, held
+from shardc.report.dump.budget import KINDS, SUBJECTS, UNITS, Budget, measure
 from shardc.report.dump.json import program_json
 
 
@@ -84,14 +84,14 @@ RECORD: dict[str, Any] = {
     ],
 )
 def test_a_budget_is_broken_by_more_than_it_allows(text: str, broken: bool, count: int) -> None:
-    found = held(Budget.parse(text), RECORD)
+    found = measure(Budget.parse(text), RECORD)
     assert (found.is_broken, len(found.collectives)) == (broken, count)
 
 
 def test_ops_without_a_rule_break_a_budget_of_them() -> None:
-    found = held(Budget.parse("fallback"), RECORD)
+    found = measure(Budget.parse("fallback"), RECORD)
     assert found.is_broken and found.fallbacks == tuple(RECORD["fallbacks"])
-    assert not held(Budget.parse("fallback>1"), RECORD).is_broken
+    assert not measure(Budget.parse("fallback>1"), RECORD).is_broken
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_budget_that_a_dump_cannot_answer_says_why() -> None:
     ):
         if message:
             with pytest.raises(UsageError) as error:
-                held(Budget.parse(text), record)
+                measure(Budget.parse(text), record)
             assert message in str(error.value)
         else:
-            assert not held(Budget.parse(text), record).is_broken
+            assert not measure(Budget.parse(text), record).is_broken
 
 
 def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -> None:
@@ -142,13 +142,13 @@ def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -
     record = program_json(compiled.whole)
     record["time"] = {"step": 0.01}
     for subject in SUBJECTS:
-        assert held(Budget.parse(f"{subject}>=0B" if subject in KINDS else f"{subject}>=0"), record).text
-        assert not held(Budget.parse(f"{subject}>1e15"), record).is_broken
+        assert measure(Budget.parse(f"{subject}>=0B" if subject in KINDS else f"{subject}>=0"), record).text
+        assert not measure(Budget.parse(f"{subject}>1e15"), record).is_broken
     for unit, count in UNITS.items():
         assert Budget.parse(f"wire>2{unit}").limit == 2 * count
     sent = sum(each["wire_bytes"] * each["times"] for each in record["collectives"])
-    assert held(Budget.parse(f"wire>={sent}"), record).is_broken
-    assert not held(Budget.parse(f"wire>{sent}"), record).is_broken
+    assert measure(Budget.parse(f"wire>={sent}"), record).is_broken
+    assert not measure(Budget.parse(f"wire>{sent}"), record).is_broken
 
 
 def test_check_prints_what_breaks_each_budget_and_what_holds(

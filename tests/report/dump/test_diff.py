@@ -12,8 +12,7 @@ from targets import mlp
 
 from shardc import Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
-from shardc.report.dump.diff import diff, is_same, matched
-from shardc.report.dump.diff_text import diff_text
+from shardc.report.dump.diff import diff, diff_text, is_same, matched
 from shardc.report.dump.json import program_json
 
 pytestmark = pytest.mark.xdist_group("diff")  # who shares what is made once

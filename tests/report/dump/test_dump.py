@@ -12,7 +12,7 @@ from targets import mlp, weighed
 from shardc import Compiled, Mesh, P, Pipeline, ShardingError, Zero, compile
 from shardc.cli.main import main
 from shardc.report.dump.dump import dump
-from shardc.report.dump.json import schema_of
+from shardc.report.dump.schema import schema_of
 from shardc.report.dump.pass_diff import dump_diff
 
 SCHEMA = schema_of("dump")

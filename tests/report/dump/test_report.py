@@ -15,7 +15,7 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
 from shardc.cli.main import main
-from shardc.cli.target import Wish, load_target
+from shardc.cli.target import TargetOptions, load_target
 from shardc.costs.count import memory_of
 from shardc.costs.memory import memory_curve
 from shardc.report.dump.dump import dump
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 
 
 def compiled(target: str, mesh: Mesh, **options: Any) -> Compiled:
-    found = load_target(target, Wish({}, None, None, "meta"), mesh)
+    found = load_target(target, TargetOptions({}, None, None, "meta"), mesh)
     return shardc.compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 

@@ -17,7 +17,8 @@ from shardc.cli.main import main
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
 from shardc.program.provenance import NeedKind
 from shardc.report.dump.diff import diff
-from shardc.report.dump.json import program_json, schema_of
+from shardc.report.dump.json import program_json
+from shardc.report.dump.schema import schema_of
 from shardc.report.explain import advice, explanation
 
 GOLDEN = Path(__file__).parents[2] / "golden"

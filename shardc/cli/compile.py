@@ -1,0 +1,154 @@
+"""What commands share: load a target, compile it for the options of a command line, write the output, show progress."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardc.cli.arguments import DTYPES
+from shardc.language.errors import ShardingError, UsageError
+from shardc.language.machine import machine_of
+from shardc.language.partition import P
+from shardc.options import Precision
+
+if TYPE_CHECKING:
+    from shardc.api import Compiled
+    from shardc.cli.target import Target
+
+
+def compiled(options: argparse.Namespace) -> Compiled:
+    """Load the target on meta tensors and compile it for ``--mesh``."""
+    target = load(options, device="meta")
+    with progress(f"compiling for {options.mesh}"):
+        return compile_target(options, target)
+
+
+def load(options: argparse.Namespace, device: str) -> Target:
+    """Load the model, inputs and annotations of TARGET; made-up inputs are on ``device``."""
+    from shardc.cli.target import TargetOptions, load_target
+
+    with progress(f"loading {options.target}"):
+        wanted = TargetOptions(dict(options.settings), options.batch, options.seq, device)
+        return load_target(options.target, wanted, options.mesh)
+
+
+def compile_target(options: argparse.Namespace, target: Target) -> Compiled:
+    """Compile a target that is loaded already."""
+    from shardc.api import compile
+
+    return compile(
+        target.model, options.mesh, annotations_of(options, target), args=target.args, kwargs=target.kwargs,
+        train=options.train, precision=_precision(options.precision), **compile_options(options),
+    )  # fmt: skip
+
+
+def compile_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``shardc.compile`` that every command with a mesh takes."""
+    names = ("zero", "pipeline", "remat", "bucket", "strict")
+    return {name: getattr(options, name) for name in names} | {"links": machine_of(options.links, options.device)}
+
+
+def _precision(name: str | None) -> Precision | None:
+    if name is None:
+        return None
+    import torch
+
+    return Precision(getattr(torch, DTYPES[name]))
+
+
+def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The annotations to compile with: ``--annotate`` replaces those of an ``hf:`` target and adds to a function's.
+
+    Raises a ShardingError where an ``--annotate`` does not read as PATTERN=SPEC, or two contradict each other.
+    """
+    typed: dict[str, Any] = {}
+    for text in options.annotate:
+        pattern, equals, spec = text.rpartition("=")
+        if not pattern:
+            what = "no pattern" if equals else "no '='"
+            remedy = f"write --annotate '{'x' if equals else text or 'x'}={spec if equals else 'dp'}'"
+            raise ShardingError(f"--annotate {text!r}", what, "an annotation reads PATTERN=SPEC", remedy)
+        parsed = _spec(text, spec)
+        if typed.get(pattern, parsed) != parsed:
+            what, problem = f"{spec}, and {typed[pattern]}", f"two annotations of {pattern} say different things"
+            raise ShardingError(f"--annotate {text!r}", what, problem, "leave one of them out")
+        typed[pattern] = parsed
+    if options.target.startswith("hf:"):
+        return typed or dict(target.annotations)
+    return {**target.annotations, **typed}
+
+
+def _spec(annotation: str, text: str) -> P:
+    try:
+        return P.parse(text)
+    except ShardingError as error:
+        remedy = f"{error.remedy}; a SPEC reads dp,-,tp: an axis, - whole, ? open, dp+tp several axes"
+        raise ShardingError(f"--annotate {annotation!r}", error.what, error.problem, remedy) from None
+
+
+def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:
+    """The command line ``typed`` as a line for a shell that calls another command with the same TARGET and options.
+
+    ``left_out``: the options that the other command lacks, and whether each takes a value.
+    """
+    words, rest = [], iter(typed[1:])
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        own = [option for option in left_out if _is_option(name, option)]
+        if not own:
+            words.append(word)
+        elif left_out[own[0]] and not equals and (name.startswith("--") or len(name) == 2):
+            next(rest, None)
+    return shlex.join(["shardc", command, *words])
+
+
+def _is_option(word: str, option: str) -> bool:
+    """Whether a word of a command line is this option: its name, the beginning of its name, or ``-oFILE``."""
+    if option.startswith("--"):
+        return len(word) > 2 and option.startswith(word)
+    return word.startswith(option) and not word.startswith("--")
+
+
+def write(text: str, path: str | None) -> None:
+    """Write a command's data to a file, or to stdout. Raises a UsageError where that fails."""
+    if path is None:
+        return _write_to_stdout(text)
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        remedy = "name a file in a folder that exists and may be written"
+        raise UsageError(f"-o {path}", f"{error.strerror}", "it cannot be written", remedy) from None
+    print(f"shardc: wrote {path}", file=sys.stderr)
+
+
+def _write_to_stdout(text: str) -> None:
+    problem, remedy = "it cannot be written", "write to a file: -o FILE"
+    if sys.stdout is None:
+        raise UsageError("stdout", "it is closed", problem, remedy)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError("stdout", f"{error.strerror}", problem, remedy) from None
+
+
+@contextmanager
+def progress(step: str) -> Iterator[None]:
+    """Print on stderr what runs now and how long it took. What the user's code prints meanwhile goes to stderr too."""
+    print(f"shardc: {step} ...", end="", flush=True, file=sys.stderr)
+    start = time.perf_counter()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except BaseException:
+        print(" failed", file=sys.stderr)
+        raise
+    print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
