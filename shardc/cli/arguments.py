@@ -94,7 +94,10 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         "never called",
     )  # fmt: skip
     parser.add_argument(
-        "--device", metavar="NAME", type=name, help=f"the processor of a rank, for predicted times: {', '.join(DEVICES)}"
+        "--device",
+        metavar="NAME",
+        type=name,
+        help=f"what a rank computes on, for predicted times: {', '.join(DEVICES)}",
     )
 
 

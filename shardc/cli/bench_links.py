@@ -16,8 +16,8 @@ from shardc.language.mesh import Mesh
 
 HELP = """\
 Measure latency and bandwidth between ranks along each mesh axis, and how fast a rank computes. With --links FILE the
-other commands then predict times for this machine. Start it with torchrun to measure the ranks of that job. Otherwise it
-starts local processes that use gloo."""
+other commands then predict times for this machine. Start it with torchrun to measure the ranks of that job. Otherwise
+it starts local processes that use gloo."""
 
 
 def add(commands: Any) -> None:

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     which.add_argument("--after", metavar="PASS", type=name, help="print the program after this pass")
     which.add_argument(
         "--diff", metavar="PASS[,PASS]", type=name,
-        help="print which values came, went and changed between two passes; one pass is compared with the one before it",
+        help="print which values came, went and changed between two passes, or between a pass and the one before it",
     )  # fmt: skip
     parser.add_argument(
         "--only", metavar="TABLE|GLOB[,...]", type=name,

@@ -331,4 +331,6 @@ def set_list_length(model: nn.Module, path: str, length: int) -> None:
         if isinstance(several, (nn.ModuleList, nn.Sequential)) and len(several) == len(before) != length:
             modules = [*several][:length]
             modules += [copy.deepcopy(modules[-1]) for _ in range(length - len(modules))]
-            setattr(owner, name, nn.ModuleList(modules) if isinstance(several, nn.ModuleList) else type(several)(*modules))
+            setattr(
+                owner, name, nn.ModuleList(modules) if isinstance(several, nn.ModuleList) else type(several)(*modules)
+            )

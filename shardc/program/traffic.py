@@ -26,8 +26,6 @@ from shardc.program.stages import collectives_of_stages, has_stages
 Size = Any  # an int; a sympy.Expr where sizes have names
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes.

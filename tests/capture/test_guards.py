@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import shardc
 from shardc import CaptureError, Mesh, P
 from shardc.capture.guards import GuardError
-from shardc.verify import verify
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.module.watched import MAX_VARIANTS
+from shardc.verify import verify
 
 MESH = Mesh(dp=2, tp=2)
 ANNOTATIONS = {"x": P("dp"), "linear.weight": P("tp")}

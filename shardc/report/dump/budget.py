@@ -23,7 +23,6 @@ from shardc.language.kinds import LOCAL_KINDS, Kind
 from shardc.language.mesh import axis_of
 from shardc.language.text import shortened, table
 
-
 KINDS = tuple(kind for kind in get_args(Kind) if kind not in (*LOCAL_KINDS, "rechunk"))
 PHASES = ("forward", "backward", "update")
 MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")

@@ -228,7 +228,10 @@ def _parts(difference: Record) -> Iterator[str]:
     if "collectives" in difference:
         yield from _collective_tables(difference["collectives"])
     for key in STORED:
-        rows = ((each["name"], _stored_text(each["before"]), _stored_text(each["after"])) for each in difference.get(key, ()))
+        rows = (
+            (each["name"], _stored_text(each["before"]), _stored_text(each["after"]))
+            for each in difference.get(key, ())
+        )
         yield table((key.removesuffix("s"), "before", "after"), rows)
     yield _signed_table("run whole, having no rule", difference.get("fallbacks", {}))
     for key, title in NUMBERS.items():
@@ -296,7 +299,7 @@ def _signed_table(title: str, difference: Record) -> str:
 
 def _number_table(title: str, difference: Record) -> str:
     """Each number as it was and is, and its growth; of other values that they changed."""
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for name, (old, new) in difference.items():
         if all(isinstance(each, int | float) for each in (old, new)):
             rows.append((name, old, new, f"{new - old:+,}" if isinstance(new - old, int) else f"{new - old:+.3g}"))

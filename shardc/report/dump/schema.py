@@ -1,4 +1,4 @@
-"""The JSON form of a dump as files have it: its schema, the names of its tables, and reading it back. Needs no torch."""
+"""The form of a dump: its formats, tables and JSON schema, and reading a JSON file back. Needs no torch."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from shardc import Mesh, P
 from shardc.api import Compiled
-from shardc.verify import Difference, verify
 from shardc.costs.count import flops_of
 from shardc.language.text import bytes_text, table
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
+from shardc.verify import Difference, verify
 
 from ..suite import Result, exit_code, print_counts, run_cases, write_json
 from . import convolutions as convolutions

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
-from shardc.verify import difference
 from shardc.program.node import op_name
+from shardc.verify import difference
 
 aten = torch.ops.aten
 
