@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
 from shardc.capture.call import call_leaves, output_leaves, rebuild_call
-from shardc.capture.model import borrowed, computed_tensors
+from shardc.capture.model import borrow, computed_tensors
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import dtype_name
 from shardc.language.text import table
@@ -161,7 +161,7 @@ class _Run:
             if isinstance(value, Tensor)
         }
         args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
-        with borrowed(model, self.train), torch.set_grad_enabled(self.train):
+        with borrow(model, self.train), torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
         starts = [outputs[given.name] for given in program.inputs if given.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])

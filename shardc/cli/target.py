@@ -20,13 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from shardc.capture.call import call_leaves
-from shardc.capture.refusals import failing_line
-=======
 from shardc.capture.call import call_leaves, flatten, rebuild
-from shardc.capture.location import failing_line
->>>>>>> d0d7eae (CLI: shared options are functions that add them, no command imports torch before it needs a model; verify is a library function above the front door; a dump's schema and both forms of diff stand in one file each)
+from shardc.capture.refusals import failing_line
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P

@@ -14,26 +14,6 @@ from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
 
-<<<<<<< HEAD
-TABLES = (
-    "collectives",
-    "parameters",
-    "inputs",
-    "outputs",
-    "fallbacks",
-    "memory",
-    "flops",
-    "stages",
-    "time",
-    "nodes",
-    "notes",
-)
-=======
-if TYPE_CHECKING:
-    from shardc.language.sharding import Sharding, TensorType
-    from shardc.program.program import Input, Output
-
->>>>>>> d0d7eae (CLI: shared options are functions that add them, no command imports torch before it needs a model; verify is a library function above the front door; a dump's schema and both forms of diff stand in one file each)
 SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
 
 

@@ -53,12 +53,8 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.schema",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
-<<<<<<< HEAD
-MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
-=======
 LOADS_MODELS = {"shardc.cli.target"}  # commands import it once they need a model
-MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.joint", "shardc.program.opaque"}
->>>>>>> d0d7eae (CLI: shared options are functions that add them, no command imports torch before it needs a model; verify is a library function above the front door; a dump's schema and both forms of diff stand in one file each)
+MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {
     "shardc.passes.lower.rematerialize",
     "shardc.passes.reshard.choose_sides",
