@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardc.program.user_rules import check_rule, register_rule
     from shardc.runtime.module.border import shard_batch
     from shardc.schedules.balance import balance
-    from shardc.schedules.orders import schedule
-    from shardc.schedules.schedule import Edge, Schedule
-    from shardc.schedules.simulate import Costs, StageCost
+    from shardc.schedules.costs import Costs, StageCost
+    from shardc.schedules.named import Schedule, schedule
+    from shardc.schedules.schedule import Edge
 
 __all__ = [
     "CaptureError",
@@ -62,10 +62,10 @@ _HOMES = {
     "reshard_plan": "passes.reshard.plan_reshard",
     "Collective": "program.collective",
     "Compiled": "api",
-    "Costs": "schedules.simulate",
+    "Costs": "schedules.costs",
     "Edge": "schedules.schedule",
-    "Schedule": "schedules.schedule",
-    "StageCost": "schedules.simulate",
+    "Schedule": "schedules.named",
+    "StageCost": "schedules.costs",
     "Mesh": "language.mesh",
     "P": "language.partition",
     "Pipeline": "options",
@@ -81,7 +81,7 @@ _HOMES = {
     "compile": "api",
     "init_parameters": "api",
     "parallelize": "api",
-    "schedule": "schedules.orders",
+    "schedule": "schedules.named",
     "shard_batch": "runtime.module.border",
     "stage_boundary": "capture.microbatches",
 }

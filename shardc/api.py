@@ -30,6 +30,7 @@ from shardc.program.collective import Collective
 from shardc.program.program import Pin, Program, gradient_names, shardings_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.strict import strict_offences
+from shardc.schedules.named import Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from shardc.report.explain.alternatives import Alternative
     from shardc.report.explain.explanation import Explanation
     from shardc.runtime.module.module import ParallelModule
-    from shardc.schedules.timeline import Timeline
 
 
 class Compiled(compiler.Compiled):
@@ -70,7 +70,7 @@ class Compiled(compiler.Compiled):
         """A step as it is predicted: when each call and each collective of a rank runs; of a pipeline, of all ranks."""
         from shardc.costs.time import step_timeline
 
-        return step_timeline(self.program)
+        return Timeline.of(step_timeline(self.program))
 
     @property
     def cost(self) -> StepCost:

@@ -16,7 +16,8 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import BALANCES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
-from shardc.schedules.balance import MOST_LOOPED, Runs, Split, Walk, balance_ranks, chain, ideals, stages_after, walk
+from shardc.schedules.balance import MinMaxPath, Split, chain_path, ideal_path, ideals, stages_after
+from shardc.schedules.balance_ranks import MOST_LOOPED, Ranges, balance_ranks
 
 WORTH = 0.98  # of the weight of the heaviest stage: what crosses more cuts must save that much
 
@@ -167,12 +168,12 @@ class Walks:
     forced: Sequence[int]
     is_chain: bool
 
-    def walk(self, load: Callable[[int, int, int], int | None]) -> Walk:
+    def walk(self, load: Callable[[int, int, int], int | None]) -> MinMaxPath:
         """The walk of the least greatest load."""
         if self.is_chain:
-            return chain(len(self.loads.units), self.wish.num_stages, load, self.received, self.forced)
+            return chain_path(len(self.loads.units), self.wish.num_stages, load, self.received, self.forced)
         rises = self.wish.balance != "memory" and load == self.load
-        return walk(self.masks, self.wish.num_stages, load, self.behind, self.received, rises)
+        return ideal_path(self.masks, self.wish.num_stages, load, self.behind, self.received, rises)
 
     @cached_property
     def behind(self) -> list[int]:
@@ -243,7 +244,7 @@ def _on_ranks(loads: StageLoads, wish: Wish) -> Split:
     ]
     shared = [(of_name(name), units) for name, units in readers.items() if len(units) > 1 and of_name(name)]
 
-    def received(runs: Runs) -> int:
+    def received(runs: Ranges) -> int:
         return loads.received_bytes(mask_of({i for start, end in runs for i in range(start, end)}))
 
     found = balance_ranks(weights, wish.place, shared=shared, received=received)

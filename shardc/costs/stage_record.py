@@ -16,9 +16,11 @@ from shardc.language.text import table
 from shardc.program.program import Program, parameters_of
 from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, kept, stages_of
 from shardc.program.text import value_names
-from shardc.schedules.orders import schedule
-from shardc.schedules.picture import text as picture
-from shardc.schedules.schedule import Schedule
+from shardc.schedules.check import check
+from shardc.schedules.events import with_messages
+from shardc.schedules.named import schedule
+from shardc.schedules.picture import timeline_text
+from shardc.schedules.schedule import Schedule, to_csv
 from shardc.schedules.simulate import simulate
 from shardc.schedules.timeline import Timeline, rounded
 
@@ -105,7 +107,7 @@ class StageRecord:
             "name": self.schedule.name,
             "microbatches": self.schedule.num_microbatches,
             "place": list(self.schedule.place),
-            "rows": self.schedule.to_csv().splitlines(),
+            "rows": to_csv(self.schedule).splitlines(),
             "makespan": rounded(self.timeline.makespan),
             "bubble": rounded(self.timeline.bubble),
         }
@@ -132,7 +134,7 @@ class StageRecord:
             f"{_counted(found.num_stages, 'stage')} on {_counted(found.num_ranks, 'rank')} along {axis.axis}, "
             f"{_counted(found.num_microbatches, 'microbatch')} by {found.name}, times estimated"
         )
-        return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{picture(self.timeline)}"
+        return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{timeline_text(self.timeline)}"
 
     def _stage_table(self) -> str:
         entries, whole = self.entries(), sum(self.flops) or 1
@@ -204,4 +206,6 @@ def schedule_of(program: Program) -> Schedule:
     )  # fmt: skip
     assert found.place == place, (found.place, place)
     trains = any(put.kind == "tangent" for put in program.inputs)
-    return (found if trains else found.forward_only()).with_messages(edges, costs).check()
+    complete = with_messages(found if trains else found.forward_only(), costs)
+    check(complete)
+    return complete

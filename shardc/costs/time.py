@@ -29,8 +29,8 @@ from shardc.program.provenance import Phase
 from shardc.program.stages import SCHEDULED, Crossing, Part, Stage, Stages, has_stages
 from shardc.program.text import range_name
 from shardc.program.traffic import collectives_of
+from shardc.schedules.costs import Costs, StageCost
 from shardc.schedules.schedule import ActionPhase, Edge
-from shardc.schedules.simulate import Costs, StageCost
 from shardc.schedules.timeline import Task, Timeline, timeline
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes

@@ -1,34 +1,29 @@
-"""What each rank of a pipeline does, in order: actions, the edges that messages go over, and a schedule of them."""
+"""A pipeline schedule as pure data: the actions of each rank in order, the edges for messages, and its CSV form."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 from shardc.language.errors import ShardingError
-
-if TYPE_CHECKING:
-    from shardc.schedules.simulate import Costs, StageCost
-    from shardc.schedules.timeline import Timeline
 
 ActionPhase = Literal["F", "B"]
 
 COMPUTE = ("F", "I", "W", "B")
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 KINDS = (*COMPUTE, *SENDS, *RECEIVES, "REDUCE")
-ALL = -1  # the microbatch of what comes once a step: a REDUCE, or a message after the last microbatch
+ALL = -1  # the microbatch of an action that runs once a step: a REDUCE, or a message after the last microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does for one stage and one microbatch.
+    """One thing that a rank does for one stage and one microbatch.
 
-    ``F`` forward; ``B`` backward, which is ``I`` (gradients of the stage's inputs) and ``W`` (gradients of its weights)
-    in one; ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B`` move what one stage makes for another in forward and in
-    backward; ``REDUCE`` sums the stage's gradients over ranks that share its weights. ``peer`` is the stage at the
-    other end of a message.
+    ``F``: forward. ``B``: backward, which is ``I`` (gradients of the stage's inputs) followed by ``W`` (gradients of
+    its weights). ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``: move activations or gradients between stages; ``peer``
+    is the stage at the other end. ``REDUCE``: sums the stage's gradients over the ranks that share its weights.
     """
 
     kind: str
@@ -37,56 +32,88 @@ class Action:
     peer: int | None = None
 
     def __str__(self) -> str:
+        """``2F0``, ``3SEND_B1``, ``0REDUCE_GRAD``; ``0SEND_F1>3`` where the peer is not the neighbouring stage.
 
-        return action_text(self)
+        torch reads the first three forms, and of the last one ignores what follows the number.
+        """
+        kind = "REDUCE_GRAD" if self.kind == "REDUCE" else self.kind
+        number = "" if self.microbatch == ALL else str(self.microbatch)
+        is_near = self.peer is None or self.peer == _neighbour(self.kind, self.stage)
+        return f"{self.stage}{kind}{number}" + ("" if is_near else f">{self.peer}")
 
     @property
     def phase(self) -> ActionPhase:
-        """Of which kind of message: ``F`` of activations, ``B`` of gradients."""
+        """``F`` for forward and messages of activations, ``B`` for backward and messages of gradients."""
         return "F" if self.kind in ("F", "SEND_F", "RECV_F") else "B"
 
     @property
     def makes_messages(self) -> bool:
-        """Whether other stages may wait for what it makes: a W, a message and a REDUCE make nothing for them."""
+        """Whether other stages may wait for its result. Nothing waits for a W, a message or a REDUCE."""
         return self.kind in ("F", "I", "B")
+
+
+def _neighbour(kind: str, stage: int) -> int:
+    return stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Stage ``source`` makes in forward (``F``) or backward (``B``) what stage ``target`` reads there: one message."""
+    """Stage ``target`` reads what stage ``source`` computes in forward (``F``) or backward (``B``).
+
+    Each microbatch sends one message over an edge, with all values that cross there.
+    """
 
     source: int
     target: int
     phase: ActionPhase
 
     def send(self, microbatch: int) -> Action:
-        """What the rank of ``source`` does."""
+        """The action of the rank of ``source``."""
         return Action(f"SEND_{self.phase}", self.source, microbatch, self.target)
 
     def receive(self, microbatch: int) -> Action:
-        """What the rank of ``target`` does."""
+        """The action of the rank of ``target``."""
         return Action(f"RECV_{self.phase}", self.target, microbatch, self.source)
 
 
 def edge_of(message: Action) -> Edge:
-    """The edge that a SEND or a RECV serves."""
+    """The edge over which a SEND or a RECV goes."""
     assert message.peer is not None, message
     ends = (message.stage, message.peer) if message.kind in SENDS else (message.peer, message.stage)
     return Edge(*ends, message.phase)
 
 
-def chain(num_stages: int) -> tuple[Edge, ...]:
-    """Each stage's activations go to the next one, its gradients to the one before."""
+def chain_edges(num_stages: int) -> tuple[Edge, ...]:
+    """Edges of a chain: activations go to the next stage, gradients to the previous one."""
     forward = [Edge(stage, stage + 1, "F") for stage in range(num_stages - 1)]
     return (*forward, *(Edge(edge.target, edge.source, "B") for edge in forward))
 
 
+EdgesByStage = dict[tuple[int, str], list[Edge]]  # by stage and phase
+
+
+def edges_from(edges: Iterable[Edge]) -> EdgesByStage:
+    """The edges that leave each stage in each phase."""
+    leaving: EdgesByStage = {}
+    for edge in edges:
+        leaving.setdefault((edge.source, edge.phase), []).append(edge)
+    return leaving
+
+
+def edges_into(edges: Iterable[Edge]) -> EdgesByStage:
+    """The edges that enter each stage in each phase."""
+    entering: EdgesByStage = {}
+    for edge in edges:
+        entering.setdefault((edge.target, edge.phase), []).append(edge)
+    return entering
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every pipeline rank in order, and which rank holds which stage.
+    """The actions of every pipeline rank in order, and the rank of each stage.
 
-    ``place[stage]`` is a rank. Over ``edges`` goes one message a microbatch, with all values of that edge; between two
-    stages of one rank none is sent. A schedule is *compute-only* until ``with_messages`` writes the messages into it.
+    ``place[stage]`` is a rank. ``edges`` are the ways of messages; two stages of one rank exchange values without a
+    message. A schedule is *compute-only* until ``with_messages`` inserts its sends and receives.
     """
 
     name: str
@@ -97,12 +124,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """The number of stages on all ranks together."""
         return len(self.place)
 
     @property
     def num_ranks(self) -> int:
-        """Of the pipeline axis."""
+        """The number of ranks along the pipeline axis."""
         return len(self.actions)
 
     @property
@@ -112,123 +139,74 @@ class Schedule:
 
     @property
     def has_messages(self) -> bool:
-        """Whether they are written into it, or whether there are none to write."""
-        sent = any(action.kind in SENDS for _, action in self.walk())
-        return sent or not self.crossing()
+        """Whether its messages are inserted, or it needs none."""
+        return any(action.kind in SENDS for _, action in self.walk()) or not self.crossing()
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages that lie on a rank."""
+        """The stages of a rank."""
         return [stage for stage, home in enumerate(self.place) if home == rank]
 
     def walk(self) -> Iterator[tuple[int, Action]]:
-        """Every rank's actions, rank by rank."""
+        """Every action with its rank, rank by rank."""
         return ((rank, action) for rank, row in enumerate(self.actions) for action in row)
 
+    def is_crossing(self, edge: Edge) -> bool:
+        """Whether the two stages of an edge are on different ranks, so that it needs messages."""
+        return self.place[edge.source] != self.place[edge.target]
+
     def crossing(self) -> tuple[Edge, ...]:
-        """The edges between ranks, forward only where the schedule is."""
+        """The edges between ranks; only those of forward if the schedule has no backward."""
         phases = ("F",) if self.is_forward_only else ("F", "B")
-        return tuple(
-            edge for edge in self.edges if edge.phase in phases and self.place[edge.source] != self.place[edge.target]
-        )
+        return tuple(edge for edge in self.edges if edge.phase in phases and self.is_crossing(edge))
 
-    def compute_only(self) -> Schedule:
+    def compute_only(self) -> Self:
         """The same order without messages and reductions."""
-        return self._keep(lambda action: action.kind in COMPUTE)
+        return self._filtered(lambda action: action.kind in COMPUTE)
 
-    def forward_only(self) -> Schedule:
-        """Its forward part, in the same order: how a model is evaluated under any schedule."""
-        return self._keep(lambda action: action.phase == "F")
+    def forward_only(self) -> Self:
+        """The forward part in the same order, for evaluating a model."""
+        return self._filtered(lambda action: action.phase == "F")
 
-    def with_messages(self, edges: Iterable[Edge] | None = None, costs: Costs | None = None) -> Schedule:
-        """The same computation with every message sent once it is made, and received in the order it was sent.
-
-        ``costs`` say when which action ends; without them all take equally long. Raises a ShardingError where the
-        order of computation is itself impossible.
-        """
-        from shardc.schedules.simulate import with_messages
-
-        return with_messages(self if edges is None else replace(self, edges=tuple(edges)), costs)
-
-    def with_reductions(self) -> Schedule:
-        """With a REDUCE of each stage at the end of its rank, by stage number."""
-        rows = [
-            (*row, *(Action("REDUCE", stage) for stage in self.stages_on(rank)))
-            for rank, row in enumerate(self.actions)
-        ]
-        return replace(self, actions=tuple(rows))
-
-    def check(self) -> Schedule:
-        """Itself, proven: it is complete, ends, and every message meets its receiver. A ShardingError otherwise."""
-        from shardc.schedules.check import check
-
-        check(self)
-        return self
-
-    def simulate(self, costs: Costs | StageCost | None = None) -> Timeline:
-        """When everything happens and how many bytes it takes; without costs F, I and W take one second each."""
-        from shardc.schedules.simulate import simulate
-
-        return simulate(self, costs)
-
-    def to_csv(self) -> str:
-        """A line a rank, as torch.distributed.pipelining reads it."""
-        return to_csv(self)
-
-    @staticmethod
-    def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) -> Schedule:
-        """What ``to_csv`` or torch wrote; see ``schedule_text.from_csv``."""
-        return from_csv(text, name, edges)
-
-    def _keep(self, is_kept: Callable[[Action], bool]) -> Schedule:
+    def _filtered(self, is_kept: Callable[[Action], bool]) -> Self:
         return replace(self, actions=tuple(tuple(filter(is_kept, row)) for row in self.actions))
 
+    def with_reductions(self) -> Self:
+        """The schedule with a REDUCE of each stage at the end of its rank, by stage number."""
+        ends = [tuple(Action("REDUCE", stage) for stage in self.stages_on(rank)) for rank in range(self.num_ranks)]
+        return replace(self, actions=tuple((*row, *end) for row, end in zip(self.actions, ends, strict=True)))
+
+
+# The CSV form of torch.distributed.pipelining.
 
 _CELL = re.compile(r"(\d+)(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)(?:>(\d+))?")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
-_STORAGE = re.compile(r"\d+(UNSHARD|RESHARD)")  # FSDP's own: here a gather is part of its stage's computation
-
-
-def action_text(action: Action) -> str:
-    """``2F0``, ``3SEND_B1``, ``0REDUCE_GRAD``; ``0SEND_F1>3`` where the other end is no neighbour.
-
-    torch reads that last one as if nothing stood behind the number.
-    """
-    kind = "REDUCE_GRAD" if action.kind == "REDUCE" else action.kind
-    number = "" if action.microbatch == ALL else str(action.microbatch)
-    is_near = action.peer is None or action.peer == _neighbour(action.kind, action.stage)
-    return f"{action.stage}{kind}{number}" + ("" if is_near else f">{action.peer}")
-
-
-def _neighbour(kind: str, stage: int) -> int:
-    return stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+_STORAGE = re.compile(r"\d+(UNSHARD|RESHARD)")  # FSDP's gathers, which are part of a stage's computation here
 
 
 def to_csv(schedule: Schedule) -> str:
-    """A line a rank, a cell an action."""
+    """One line for each rank, one cell for each action."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
 def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule that a CSV of torch or of ``to_csv`` says; a ShardingError for a cell that means nothing.
+    """The schedule in a CSV that torch or ``to_csv`` wrote. Raises a ShardingError for a cell that is no action.
 
-    Empty cells are idle time and left out, as are UNSHARD and RESHARD; a cell of overlapped actions is those actions
-    in turn. A stage lies on the rank that computes it. Where ``edges`` are not given they are the chain of stages and
-    whatever else the messages name.
+    Empty cells (idle time), UNSHARD and RESHARD are left out. A cell of overlapped actions becomes these actions one
+    after the other. A stage is on the rank that computes it. ``edges`` default to the chain of stages and whatever else
+    the messages use.
     """
     if not isinstance(text, str):
         problem, remedy = "a CSV is text", "give what to_csv() returns, or Path(file).read_text()"
         raise ShardingError("schedule", f"of type {type(text).__name__}", problem, remedy)
     rows = [tuple(_actions(line, rank)) for rank, line in enumerate(text.strip("\n").split("\n"))]
-    named = {edge_of(action) for row in rows for action in row if action.kind in (*SENDS, *RECEIVES)}
     place = _place(rows)
-    near = chain(len(place))
-    wanted = (*near, *sorted(named - set(near), key=_edge_order)) if edges is None else tuple(edges)
+    if edges is None:
+        used = {edge_of(action) for row in rows for action in row if action.kind in (*SENDS, *RECEIVES)}
+        chain = chain_edges(len(place))
+        others = sorted(used - set(chain), key=lambda edge: ("FB".index(edge.phase), edge.source, edge.target))
+        edges = (*chain, *others)
     count = 1 + max((action.microbatch for row in rows for action in row), default=ALL)
-    return Schedule(name, tuple(rows), place, count, wanted)
-
-
-def _edge_order(edge: Edge) -> tuple[int, int, int]:
-    return "FB".index(edge.phase), edge.source, edge.target
+    return Schedule(name, tuple(rows), place, count, tuple(edges))
 
 
 def _actions(line: str, rank: int) -> Iterator[Action]:
@@ -240,7 +218,7 @@ def _actions(line: str, rank: int) -> Iterator[Action]:
 
 
 def parse_action(text: str, who: str = "action") -> Action:
-    """The reverse of ``action_text``."""
+    """The action in a cell, as ``str(action)`` writes it. Raises a ShardingError for any other text."""
     match = _CELL.fullmatch(text)
     if match is None or (match[2] != "REDUCE_GRAD" and not match[3]):
         remedy = "write stage, kind and microbatch, as in 2F0, 3SEND_B1 or 0SEND_F1>3"

@@ -1,4 +1,4 @@
-"""Tasks on lanes: when each runs, what it waits for, and how many bytes live between them."""
+"""A timeline of tasks on lanes: when each task runs, why it waited, and how many bytes are alive on each rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardc.language.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something that takes time: a computation on one rank, a message, a collective that several ranks enter at once.
+    """Work that takes time: a computation of a rank, a message, or a collective that several ranks enter together.
 
-    It holds all its ``lanes`` while it runs, and starts once they are free and every task named in ``after`` has ended.
-    In the ``memory`` of its lanes, or of the ranks that it names, it ``reads`` values, ``makes`` some (bytes by name)
-    and ``frees`` others once it ends.
+    It starts once all its ``lanes`` are free and every task named in ``after`` has ended, and occupies the lanes for
+    ``seconds``. On the ranks of ``memory`` (by default its lanes) it ``reads`` values, ``makes`` new ones (name and
+    bytes), and ``frees`` others at its end.
     """
 
     name: Hashable
@@ -29,13 +29,17 @@ class Task:
     memory: tuple[Hashable, ...] | None = None
 
     def touches(self, rank: Hashable) -> bool:
-        """Whether it reads or makes values of that rank."""
+        """Whether it reads, makes or frees values of a rank."""
         return rank in (self.lanes if self.memory is None else self.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each task runs. ``reasons`` are the tasks whose end each of them waited for last, where it waited at all."""
+    """The start of each task in seconds from the first one.
+
+    ``reasons``: for each task that waited, the task whose end it waited for last. ``ranks``: the lanes that compute.
+    ``peak_bytes``: the most bytes alive on each of them.
+    """
 
     tasks: tuple[Task, ...]
     starts: Mapping[Hashable, float]
@@ -44,16 +48,16 @@ class Timeline:
     peak_bytes: tuple[int, ...]
 
     def end(self, task: Task) -> float:
-        """In seconds from the first start."""
+        """The end of a task, in seconds from the first start."""
         return self.starts[task.name] + task.seconds
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end, in seconds."""
+        """Seconds from the first start to the last end."""
         return max((self.end(task) for task in self.tasks), default=0)
 
     def on(self, lane: Hashable) -> list[Task]:
-        """What a rank or a channel does, in order."""
+        """The tasks of a rank or a channel, in order."""
         return [task for task in self.tasks if lane in task.lanes]
 
     @property
@@ -63,30 +67,31 @@ class Timeline:
 
     @property
     def span(self) -> tuple[float, ...]:
-        """Seconds from each rank's first computation to the end of its last."""
+        """Seconds from the start of each rank's first computation to the end of its last."""
+        rows = [[task for task in self.on(rank) if task.seconds] for rank in self.ranks]
         return tuple(
-            _span([(self.starts[t.name], self.end(t)) for t in self.on(rank) if t.seconds]) for rank in self.ranks
+            max(map(self.end, row)) - min(self.starts[task.name] for task in row) if row else 0 for row in rows
         )
 
     @property
     def bubble(self) -> float:
-        """Seconds for which the busiest rank is idle within the makespan."""
+        """Seconds of the makespan in which the busiest rank is idle."""
         return self.makespan - max(self.work)
 
     @property
     def gap(self) -> float:
-        """Seconds for which a rank is idle between its first computation and its last: the most of all ranks."""
+        """The most seconds that a rank is idle between its first and its last computation."""
         return max(span - work for span, work in zip(self.span, self.work, strict=True))
 
     @property
     def idle_fraction(self) -> float:
-        """The part of all ranks' time within the makespan for which they are idle."""
+        """The idle part of all ranks' time, between 0 and 1."""
         total = self.makespan * len(self.ranks)
         return 1 - sum(self.work) / total if total else 0
 
     @property
     def critical_path(self) -> tuple[Task, ...]:
-        """The tasks of which each waited for the one before: none may take longer without a longer makespan."""
+        """Tasks of which each waited for the previous one, up to the last end: a longer one delays that end."""
         by_name = {task.name: task for task in self.tasks}
         last = max(self.tasks, key=self.end, default=None)
         path = []
@@ -95,36 +100,14 @@ class Timeline:
             last = by_name.get(self.reasons.get(last.name))
         return tuple(reversed(path))
 
-    def text(self, width: int = 100) -> str:
-        """A picture of at most so many columns, a line a rank."""
-        from shardc.schedules.picture import text
-
-        return text(self, width)
-
-    def svg(self) -> str:
-        """A picture for a browser."""
-        from shardc.schedules.picture import svg
-
-        return svg(self)
-
-    def chrome_trace(self) -> str:
-        """JSON for chrome://tracing and Perfetto."""
-        from shardc.schedules.picture import chrome_trace
-
-        return chrome_trace(self)
-
-
-def _span(times: Sequence[tuple[float, float]]) -> float:
-    return max(end for _, end in times) - min(start for start, _ in times) if times else 0
-
 
 def timeline(
     tasks: Sequence[Task], ranks: Sequence[Hashable], resident: Mapping[Hashable, int] | None = None
 ) -> Timeline:
-    """Run every lane's tasks in the order in which they are given, each as soon as it can.
+    """Run the tasks of every lane in the order given, each as soon as possible.
 
-    ``resident`` bytes lie on a rank from the start. Raises a ShardingError where tasks wait for each other in a circle,
-    and where one reads or frees what does not live in its memory.
+    ``resident``: bytes that are allocated on a rank from the start. Raises a ShardingError if tasks wait for each other
+    in a circle, or if one reads or frees a value that is not alive in its memory.
     """
     by_name = {task.name: task for task in tasks}
     waits = _waits(tasks)
@@ -136,13 +119,13 @@ def timeline(
             reasons[name] = max(waits[name], key=ends.__getitem__)
         starts[name] = ends[reasons[name]] if waits[name] else 0
         ends[name] = starts[name] + by_name[name].seconds
-    by_end = [by_name[name] for name in sorted(ends, key=ends.__getitem__)]  # of one end in the order of waiting
+    by_end = [by_name[name] for name in sorted(ends, key=ends.__getitem__)]  # stable: equal ends in order of waiting
     peaks = [peak_live([t for t in by_end if t.touches(rank)], rank, (resident or {}).get(rank, 0)) for rank in ranks]
     return Timeline(tuple(tasks), starts, reasons, tuple(ranks), tuple(peaks))
 
 
 def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
-    """For each task the ones that end before it starts: before it on its lanes, and those it names."""
+    """The tasks that must end before each task starts: the previous one on each of its lanes, and its ``after``."""
     lanes: dict[Hashable, list[Hashable]] = {}
     for task in tasks:
         for lane in task.lanes:
@@ -152,11 +135,9 @@ def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
         for before, after in pairwise(names):
             waits[after].append(before)
     for task in tasks:
-        absent = [str(name) for name in task.after if name not in waits]
+        absent = ", ".join(str(name) for name in task.after if name not in waits)
         if absent:
-            raise ShardingError(
-                "timeline", f"{task.name} waits for {', '.join(absent)}", "no such task runs", "give it too"
-            )
+            raise ShardingError("timeline", f"{task.name} waits for {absent}", "no such task runs", "give it too")
         waits[task.name] += task.after
     return waits
 
@@ -170,7 +151,10 @@ def _in_order(waits: Mapping[Hashable, Sequence[Hashable]]) -> list[Hashable]:
 
 
 def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
-    """The most bytes that live on a rank after any of its tasks, in order; a ShardingError where one reads another."""
+    """The most bytes alive on a rank after any of its tasks, which run in this order.
+
+    Raises a ShardingError if a task reads or frees a value that is not alive.
+    """
     live: dict[Hashable, int] = {}
     now = peak = resident
     for task in tasks:
@@ -186,6 +170,6 @@ def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
     return peak
 
 
-def rounded(number: float) -> float:
-    """To six digits: what estimates have, the same on every machine."""
-    return float(f"{number:.6g}")
+def rounded(seconds: float) -> float:
+    """An estimate to six significant digits, so that it is the same on every machine."""
+    return float(f"{seconds:.6g}")

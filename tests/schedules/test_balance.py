@@ -13,7 +13,8 @@ import pytest
 from shardc import ShardingError, balance
 from shardc.costs.choose_stages import Wish, side_by_side, split_units
 from shardc.costs.stage_units import StageLoads
-from shardc.schedules.balance import Loads, Split, balance_ranks
+from shardc.schedules.balance import Split
+from shardc.schedules.balance_ranks import RankLoads, balance_ranks
 
 CASES = {
     case["id"]: case for case in json.loads((Path(__file__).parent / "stage_split_cases.json").read_text())["cases"]
@@ -175,9 +176,9 @@ def test_random_lists_on_ranks_are_cut_as_trying_every_cut_would(kind: str, num_
         shared = [
             (generator.randint(0, 50), generator.sample(range(num_units), 2)) for _ in range(generator.randint(0, 2))
         ]
-        loads = Loads(weights, shared)
+        loads = RankLoads(weights, shared)
 
-        def cost(cuts: Sequence[int], loads: Loads = loads) -> tuple[Any, ...]:
+        def cost(cuts: Sequence[int], loads: RankLoads = loads) -> tuple[Any, ...]:
             each = loads.all(cuts, place)
             return max(each), sum(load * load for load in each)
 
@@ -188,7 +189,7 @@ def test_random_lists_on_ranks_are_cut_as_trying_every_cut_would(kind: str, num_
 
 def test_what_cannot_be_said_to_be_best_says_how_much_better_the_best_may_be() -> None:
     weights, place = [5, 1, 1, 1, 4, 2, 2, 3], placement("thrice", 2)
-    found, loads = balance_ranks(weights, place), Loads(weights, ())
+    found, loads = balance_ranks(weights, place), RankLoads(weights, ())
     least = min(max(loads.all(cuts, place)) for cuts in every_cut(8, 6))
     assert found.bound == 9.5 <= least <= found.heaviest == max(loads.all(cuts_of(found), place)) <= 1.1 * least
     assert not found.is_exact

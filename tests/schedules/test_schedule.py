@@ -3,8 +3,9 @@
 import pytest
 
 import shardc
+from shardc import Schedule
 from shardc.language.errors import ShardingError
-from shardc.schedules.schedule import Action, Edge, Schedule, parse_action
+from shardc.schedules.schedule import Action, Edge, parse_action
 
 NAMED = ("gpipe", "1f1b")  # backward in one, a stage a rank
 

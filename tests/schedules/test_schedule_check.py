@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 import shardc
+from shardc import Schedule
 from shardc.language.errors import ShardingError
 from shardc.schedules.orders import CHUNKED, ORDERS
-from shardc.schedules.schedule import SENDS, Action, Edge, Schedule, edge_of
+from shardc.schedules.schedule import SENDS, Action, Edge, edge_of
 
 SKIP = (Edge(0, 3, "F"), Edge(3, 0, "B"))
 
@@ -185,9 +186,9 @@ def test_receives_in_another_order_than_the_sends_name_the_channel() -> None:
     [
         (Action("F", 9, 0), "there are 2 stages"),
         (Action("F", 0, 9), "there are 2 microbatches"),
-        (Action("F", 1, 0), "stage 1 lies on rank 1"),
+        (Action("F", 1, 0), "stage 1 is on rank 1"),
         (Action("F", 0, 0, 1), "only messages have a peer"),
-        (Action("SEND_B", 0, 0, 1), "no edge between ranks is such"),
+        (Action("SEND_B", 0, 0, 1), "no such edge between ranks"),
         (Action("JUMP", 0, 0), "there is no such kind of action"),
     ],
 )

@@ -6,10 +6,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 import shardc
+from shardc import Schedule
 from shardc.language.errors import ShardingError
+from shardc.schedules.costs import Costs, StageCost
 from shardc.schedules.orders import CHUNKED, ORDERS
-from shardc.schedules.schedule import Schedule, from_csv
-from shardc.schedules.simulate import Costs, StageCost
 
 
 def of_torch(kind: type, num_ranks: int, num_chunks: int, count: int) -> Schedule:
@@ -27,7 +27,7 @@ def of_torch(kind: type, num_ranks: int, num_chunks: int, count: int) -> Schedul
     )
     rows = [kind._calculate_single_rank_operations(myself, rank) for rank in range(num_ranks)]
     lines = (",".join("" if action is None else str(action) for action in row) for row in rows)
-    return from_csv("\n".join(lines), kind.__name__)
+    return Schedule.from_csv("\n".join(lines), kind.__name__)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -37,7 +37,7 @@ def test_torch_reads_what_we_write_and_writes_it_back(name: str) -> None:
     for one in (schedule, schedule.with_messages().with_reductions()):
         rows = [line.split(",") for line in one.to_csv().splitlines()]
         read = {rank: [torchs._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-        assert from_csv("\n".join(",".join(map(str, row)) for row in read.values()), name) == one
+        assert Schedule.from_csv("\n".join(",".join(map(str, row)) for row in read.values()), name) == one
     places = torchs._validate_schedule(read, 4, num_stages, 6)
     assert tuple(places[stage] for stage in range(num_stages)) == schedule.place
 
@@ -51,7 +51,7 @@ def test_our_messages_are_those_that_torch_would_send(name: str) -> None:
         rank: [torchs._Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule.actions)
     }
     lowered = torchs._add_send_recv(compute, lambda stage: schedule.place[stage], num_stages)
-    theirs = from_csv("\n".join(",".join(map(str, lowered[rank])) for rank in range(4)), name).check()
+    theirs = Schedule.from_csv("\n".join(",".join(map(str, lowered[rank])) for rank in range(4)), name).check()
     ours = schedule.with_messages()
     assert [sorted(map(str, row)) for row in ours.actions] == [sorted(map(str, row)) for row in theirs.actions]
     assert ours.simulate().makespan <= theirs.simulate().makespan
@@ -89,11 +89,11 @@ def test_receives_that_torch_defers_are_refused(kind: type) -> None:
     }
     lowered = torchs._add_send_recv(compute, lambda stage: schedule.place[stage], 8)
     deferred = torchs._defer_recv_ops(lowered, lambda stage: schedule.place[stage])
-    written = from_csv("\n".join(",".join(map(str, deferred[rank])) for rank in range(4)), kind.__name__)
+    written = Schedule.from_csv("\n".join(",".join(map(str, deferred[rank])) for rank in range(4)), kind.__name__)
     with pytest.raises(ShardingError, match="is received as"):
         written.check()
 
 
 def test_overlapped_and_storage_actions_are_read() -> None:
-    schedule = from_csv("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD,0RESHARD\n")
+    schedule = Schedule.from_csv("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD,0RESHARD\n")
     assert schedule.to_csv() == "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n"
