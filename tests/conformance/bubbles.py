@@ -22,6 +22,7 @@ from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.instruction import Env
 from shardc.runtime.pipeline.stages import StageRunner
 from shardc.schedules.costs import Costs, StageCost
+from shardc.schedules.simulate import simulate
 from shardc.schedules.timeline import Timeline
 
 LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 5
@@ -60,7 +61,7 @@ class Case:
     def wanted(self) -> Timeline:
         costs = (StageCost(*(self.seconds(stage, part) for part in SECONDS)) for stage in range(self.stages))  # type: ignore[arg-type]
         compiled = shardc.compile(Model(), self.mesh, args=(data(),), pipeline=self.pipeline)
-        return schedule_of(compiled.program).simulate(Costs(tuple(costs)))
+        return simulate(schedule_of(compiled.program), Costs(tuple(costs)))
 
 
 CASES = tuple(Case(schedule, ranks) for ranks in (2, 4) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1"))
