@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.language.cut import dims_sharding, factor_cuts, lies_alike
+from shardc.language.cut import dims_sharding, factor_cuts, has_same_shards
 from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
@@ -189,7 +189,7 @@ def _collectives_give_what_they_say(program: Program) -> None:
             made = steps_sharding(program.sharding(part.operand), part.kind, part.args)
             said = program.shardings(node)[part.index]
             assert said is not None, node
-            is_same = made == said or lies_alike(made, said, program.global_type(node, part.index).shape)
+            is_same = made == said or has_same_shards(made, said, program.global_type(node, part.index).shape)
             assert is_same, f"{node} = {part.kind}{node.args}: {said}, but it makes {made}"
 
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
-from shardc.ops.index import lookup_rows, scatter_rows
+from shardc.ops.embedding import lookup_rows, scatter_rows
 from shardc.program.node import arguments
 from shardc.program.program import Program, Value
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.language.kinds import Kind
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.mesh import MICROBATCH
 from shardc.program.code_motion import deferrable, is_early, layer, move_before
 from shardc.program.communication import Member, bucket, members
@@ -34,7 +34,7 @@ from shardc.program.stages import Part, has_stages, stages_of
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 Where = frozenset[tuple[int, Part]]  # the stages of a pipeline that run a call, and in which part of their work
-REDUCTIONS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter")
+REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 
 
 def bucket_collectives(program: Program) -> Program:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.language.rule import Call
+from shardc.language.rule import OpCall
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
-from shardc.ops.windowed import fit
+from shardc.ops.piece import fit
 from shardc.program.collective import Fit, fits, group_size
 from shardc.program.communication import Member, members, results, set_operand
 from shardc.program.node import is_annotation, is_getitem, operand
@@ -61,7 +61,7 @@ def _local_type(type_: TensorType | None, sharding: Sharding | None) -> TensorTy
     return TensorType(sharding.local_shape(type_.shape), type_.dtype)
 
 
-def _localize_arguments(program: Program, node: fx.Node, call: Call) -> None:
+def _localize_arguments(program: Program, node: fx.Node, call: OpCall) -> None:
     """Sizes that an op names become one rank's, as its rule says how."""
     found = op_rule(node.target)
     if found is None or found.local is None:

@@ -23,8 +23,8 @@ from torch import fx
 from shardc.language.mesh import Axes
 from shardc.language.rule import Rule
 from shardc.language.sharding import ceil_div, num_shards
+from shardc.ops.piece import neutral
 from shardc.ops.pointwise import is_pointwise
-from shardc.ops.windowed import neutral
 from shardc.program.collective import COLLECTIVES
 from shardc.program.collective import mask_padding as mask
 from shardc.program.node import is_getitem, operands, set_operands

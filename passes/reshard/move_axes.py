@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, permutations
 from typing import NamedTuple
 
-from shardc.language.kinds import Kind
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.sharding import ceil_div
 
 Atoms = tuple[int, ...]
@@ -44,7 +44,7 @@ class State(NamedTuple):
 class Move(NamedTuple):
     """A collective or a slice: its atoms, major first, the dims it names, and the states before and after."""
 
-    kind: Kind
+    kind: CollectiveKind
     atoms: Atoms
     dims: tuple[int, ...]
     before: State

@@ -16,9 +16,9 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.cut import split_dim, without_idle
 from shardc.language.errors import ShardingError
-from shardc.language.kinds import Kind
 from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts, unused_parts
 from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, dtype_name, num_shards
@@ -104,7 +104,7 @@ def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tupl
     held, chunk = src.dims[dim].local_size(size), cut.local_size(size)
     count, inner = num_shards(cut.axes), math.prod(sub for sub, _ in cut.minor)
     total = size if ceil_div(size, count) == chunk else count * chunk
-    window = Windows(count, size, total, 0, of=held)
+    window = Windows(count, size, total, 0, fixed_shard_size=held)
     args = (tuple(map(src.mesh.print_part, cut.axes)), dim, window.values, inner)
     if chunk <= held:
         via = src.with_dim(dim, cut)
@@ -358,7 +358,9 @@ def _joined_slices(moves: tuple[Move, ...], loose: frozenset[int]) -> Iterator[M
     yield from waiting.values()
 
 
-def _calls(moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding) -> Iterator[tuple[Kind, Args]]:
+def _calls(
+    moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding
+) -> Iterator[tuple[CollectiveKind, Args]]:
     """Each move as a call's arguments after the value."""
 
     def printed(numbers: Atoms) -> tuple[str, ...]:

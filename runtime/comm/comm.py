@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from shardc.language.kinds import Kind
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
-from shardc.ops.windowed import fill_padding
+from shardc.ops.piece import fill_padding
 from shardc.program.collective import group_size, source_position, wire_bytes
 from shardc.program.communication import Member, members
 from shardc.program.program import Program
@@ -39,7 +39,7 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def count(self, kind: Kind, num_bytes: int) -> None:
+    def count(self, kind: CollectiveKind, num_bytes: int) -> None:
         """Count one collective."""
         self.calls[kind] += 1
         self.bytes[kind] += num_bytes
@@ -190,7 +190,9 @@ class SimulatedComm(AtPositions):
                     self.traffic[position].count("collective_permute", moved)
         return results
 
-    def _in_groups(self, kind: Kind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]) -> Tensors:
+    def _in_groups(
+        self, kind: CollectiveKind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]
+    ) -> Tensors:
         results = list(xs)
         for group in self.mesh.groups(parse_parts(axes, self.mesh)):
             if len(group) == 1:
@@ -243,7 +245,7 @@ class Flat:
         return Flat(parts, shapes, group_size(program.mesh, parts[0].kind, parts[0].args))
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CollectiveKind:
         """That of the collective."""
         return self.parts[0].kind
 

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardc.language.windows import Link, Windows, links, moves_rows
+from shardc.language.windows import Segment, Windows, moves_rows, segments
 
-Pieces = Sequence[Tensor]  # what one rank gives to one other, in the order of its links
+Pieces = Sequence[Tensor]  # what one rank gives to one other, in the order of its segments
 
 
 class Exchange(Protocol):
@@ -45,21 +45,21 @@ class WindowExchange:
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """What each window has of our chunk."""
         return [
-            [x.narrow(self.dim, link.start, link.length) for link in found if link.source == index]
-            for found in links(self.values)
+            [x.narrow(self.dim, segment.start, segment.length) for segment in found if segment.source == index]
+            for found in segments(self.values)
         ]
 
     def lengths(self, index: int) -> list[list[int]]:
         """How much of each chunk our window has."""
-        found = links(self.values)[index]
-        return [[link.length for link in found if link.source == source] for source in range(self.values[0])]
+        found = segments(self.values)[index]
+        return [[segment.length for segment in found if segment.source == source] for source in range(self.values[0])]
 
     def join(self, x: Tensor, index: int, taken: Sequence[Pieces]) -> Tensor:
         """Our window: the pieces in order, and what is filled in between."""
         left, parts, at = [iter(pieces) for pieces in taken], [], 0
-        for link in links(self.values)[index]:
-            parts += [self._filled(x, link.at - at), next(left[link.source])]
-            at = link.at + link.length
+        for segment in segments(self.values)[index]:
+            parts += [self._filled(x, segment.at - at), next(left[segment.source])]
+            at = segment.at + segment.length
         parts.append(self._filled(x, Windows(*self.values).size - at))
         present = [part for part in parts if part.shape[self.dim]]
         return torch.cat(present or parts[-1:], self.dim)
@@ -82,31 +82,31 @@ class OverlapExchange:
 
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """What our window has of each chunk."""
-        found = links(self.values)[index]
+        found = segments(self.values)[index]
         return [
-            [x.narrow(self.dim, link.at, link.length) for link in found if link.source == source]
+            [x.narrow(self.dim, segment.at, segment.length) for segment in found if segment.source == source]
             for source in range(self.values[0])
         ]
 
     def lengths(self, index: int) -> list[list[int]]:
         """How much each window has of our chunk."""
-        return [[link.length for link in found if link.source == index] for found in links(self.values)]
+        return [[segment.length for segment in found if segment.source == index] for found in segments(self.values)]
 
     def join(self, x: Tensor, index: int, taken: Sequence[Pieces]) -> Tensor:
         """Our chunk: the sum of the pieces, window by window."""
-        held = Windows(*self.values).held
-        total = x.new_zeros(_resized(x, self.dim, held))
-        for found, pieces in zip(links(self.values), taken, strict=True):
-            ours = (link for link in found if link.source == index)
-            for link, piece in zip(ours, pieces, strict=True):
-                total = total + _placed(piece, self.dim, link, held)
+        size = Windows(*self.values).shard_size
+        total = x.new_zeros(_resized(x, self.dim, size))
+        for found, pieces in zip(segments(self.values), taken, strict=True):
+            ours = (segment for segment in found if segment.source == index)
+            for segment, piece in zip(ours, pieces, strict=True):
+                total = total + _placed(piece, self.dim, segment, size)
         return total
 
 
-def _placed(piece: Tensor, dim: int, link: Link, held: int) -> Tensor:
+def _placed(piece: Tensor, dim: int, segment: Segment, size: int) -> Tensor:
     """The piece at its place in a chunk, zeros around it."""
     behind = piece.dim() - 1 - dim
-    return torch.nn.functional.pad(piece, [0, 0] * behind + [link.start, held - link.start - link.length])
+    return torch.nn.functional.pad(piece, [0, 0] * behind + [segment.start, size - segment.start - segment.length])
 
 
 def _resized(x: Tensor, dim: int, size: int) -> list[int]:

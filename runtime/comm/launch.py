@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from shardc.language.errors import said
+from shardc.language.errors import error_text
 
 from .messages import loopback, private_loopback
 
@@ -108,7 +108,7 @@ class Workers:
                 late = sorted(set(range(len(self._connections))) - set(results))
                 problem = "one may wait for a collective that another does not make"
                 raise TimeoutError(
-                    said(f"ranks {late}", f"not done after {timeout} s", problem, "say a longer timeout=")
+                    error_text(f"ranks {late}", f"not done after {timeout} s", problem, "say a longer timeout=")
                 )
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]

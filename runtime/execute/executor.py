@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from shardc.language.collective_kind import LOCAL_KINDS
 from shardc.language.errors import second_backward
-from shardc.language.kinds import LOCAL_KINDS
 from shardc.program.code_motion import deferrable
 from shardc.program.collective import COLLECTIVES, collective_kind
 from shardc.program.lifetime import PART_OF, is_new, split

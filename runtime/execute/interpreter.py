@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.language.errors import CaptureError, ShardingError, raised_by_model
+from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.ops.contraction import BoundDot
 
 from ..comm.comm import Starter, start_packed
@@ -84,7 +84,7 @@ def _note_place(error: Exception, each: Instruction) -> None:
     """Say where in the model an op failed; an index that is out of bounds is in what the user gave."""
     place = f"{each.line or 'the model'}, {each.name}"
     if isinstance(error, IndexError) or "out of bounds" in str(error):
-        raised_by_model(error, place)
+        note_place_in_model(error, place)
     elif not isinstance(error, (CaptureError, ShardingError)):
         error.add_note(f"in {place}")
 

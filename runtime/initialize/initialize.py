@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardc.capture.initial_values import Initialized, set_tensors
 from shardc.capture.model import state_names
-from shardc.language.errors import ShardingError, said
+from shardc.language.errors import ShardingError, error_text
 from shardc.language.sharding import Sharding
 
 from ..comm.placement import pad, region
@@ -90,4 +90,4 @@ def _report_whole(whole: Mapping[str, set[str]]) -> None:
         )
         problem = "it is made whole on every rank before it is cut, in memory for all of it"
         remedy = "draw each element by itself, as normal_ and uniform_ do, or say initialize="
-        warnings.warn(said(who, what, problem, remedy), stacklevel=4)
+        warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)

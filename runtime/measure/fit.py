@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from shardc.language.kinds import Kind
-from shardc.language.machine import Device, Link, num_steps
+from shardc.language.collective_kind import CollectiveKind, num_steps
+from shardc.language.machine import Device, Link
 
 LEAST = 1e-9  # seconds: nothing takes no time
 ITERATIONS = 20
@@ -18,7 +18,7 @@ class Sent:
     """Collectives of one kind over an axis of so many ranks, each of which sends so many bytes; seconds of each."""
 
     axis: str
-    kind: Kind
+    kind: CollectiveKind
     num_ranks: int
     wire_bytes: int
     seconds: tuple[float, ...]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardc.language.kinds import Kind
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.machine import ANY, Machine
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import ceil_div
@@ -26,7 +26,7 @@ ROUNDS = 7
 UNNAMED = "ranks"  # the axis of a mesh that no one named: its link is that of every axis
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**22)  # float32 elements of the larger of operand and result
 Shape = Callable[[int, int], tuple[int, ...]]
-KINDS: dict[Kind, tuple[tuple[Any, ...], Shape]] = {  # arguments after the axes; shapes by elements and ranks
+KINDS: dict[CollectiveKind, tuple[tuple[Any, ...], Shape]] = {  # arguments after the axes; shapes by elements and ranks
     "all_reduce": (("sum",), lambda numel, count: (numel,)),
     "all_gather": ((0,), lambda numel, count: (ceil_div(numel, count),)),
     "reduce_scatter": (("sum", 0), lambda numel, count: (count, ceil_div(numel, count))),
@@ -111,7 +111,7 @@ class Bench:
                 sent = Sent(axis, kind, count, wire_bytes(kind, payload, count), ())
                 yield sent, Case(partial(self._send, kind, x, axis, args))
 
-    def _send(self, kind: Kind, x: Tensor, axis: str, args: tuple[Any, ...]) -> object:
+    def _send(self, kind: CollectiveKind, x: Tensor, axis: str, args: tuple[Any, ...]) -> object:
         """As a program does: the operand is read by no one else."""
         return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
 

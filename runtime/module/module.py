@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
 from shardc.capture.signature import Signature, signature_of
-from shardc.language.errors import OrderError, ShardingError, said
+from shardc.language.errors import OrderError, ShardingError, error_text
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
@@ -212,7 +212,7 @@ class ParallelModule(nn.Module):
             what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
             problem = "the oldest is forgotten, and compiled again when it comes back"
             remedy = "give it inputs of fewer shapes, or pad them"
-            warnings.warn(said(f"a {type(self._model).__name__}", what, problem, remedy), stacklevel=4)
+            warnings.warn(error_text(f"a {type(self._model).__name__}", what, problem, remedy), stacklevel=4)
             self._variants.popitem(last=False)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:

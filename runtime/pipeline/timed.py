@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardc.language.kinds import LOCAL_KINDS
+from shardc.language.collective_kind import LOCAL_KINDS
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.stages import is_cut_in_time

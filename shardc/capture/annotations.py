@@ -20,7 +20,7 @@ from shardc.language.errors import ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import TensorType
-from shardc.ops.annotation import annotate_op
+from shardc.ops.pointwise import annotate_op
 from shardc.program.node import arguments, is_annotation
 from shardc.program.program import Pin, Program
 

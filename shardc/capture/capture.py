@@ -62,7 +62,7 @@ from shardc.capture.refusals import (
     user_location,
 )
 from shardc.capture.signature import Leaves, TensorLeaf, leaf_of
-from shardc.language.errors import CaptureError, ShardingError, raised_by_model
+from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
 from shardc.program.inference import types_of
@@ -110,7 +110,7 @@ def capture(
         is_said = is_lookup_by_value(error) or is_collective(error)
         if is_said or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
             raise capture_error(error, model) from error
-        raised_by_model(error, failing_place(error, model))
+        note_place_in_model(error, failing_place(error, model))
         raise
     return joint.captured(traced)
 

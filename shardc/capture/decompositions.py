@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.refusals import Unfit
-from shardc.ops.index import grouped_mm
+from shardc.ops.contraction import grouped_mm
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.model import changed
-from shardc.language.errors import CaptureError, raised, said
+from shardc.language.errors import CaptureError, error_line, error_text
 
 
 class Unfit(RuntimeError):
@@ -144,7 +144,7 @@ def python_effects(model: nn.Module) -> Iterator[None]:
     if changed:
         who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changed[:4])}"
         problem = "that happens while it is captured, and in no step after"
-        text = said(who, what, problem, "hold what changes from step to step in a buffer")
+        text = error_text(who, what, problem, "hold what changes from step to step in a buffer")
         warnings.warn(text, stacklevel=5)
 
 
@@ -210,7 +210,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
             "what is looked up depends on the value of a tensor, which is unknown during capture",
             "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model",
         )
-    if any(said in str(error) for said in _NO_DATA):
+    if any(text in str(error) for text in _NO_DATA):
         return CaptureError(
             where,
             "the values of a tensor are read, which are unknown during capture",
@@ -218,7 +218,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
         )
     return CaptureError(
         where,
-        raised(error),
+        error_line(error),
         "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
     )
 

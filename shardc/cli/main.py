@@ -26,7 +26,7 @@ from shardc.cli import (
     verify,
 )
 from shardc.cli.arguments import EXIT_CODES, Parser
-from shardc.language.errors import CaptureError, OptionError, ShardingError, place_in_model, raised
+from shardc.language.errors import CaptureError, OptionError, ShardingError, error_line, place_in_model
 
 COMMANDS = {
     "dump": dump,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if place := place_in_model(error):
             remedy = "run the model eagerly on these inputs, and mend it"
-            return _report(CaptureError(place, raised(error), remedy), CAPTURE_FAILED)
+            return _report(CaptureError(place, error_line(error), remedy), CAPTURE_FAILED)
         traceback.print_exc()
         return INTERNAL
 

@@ -1,4 +1,4 @@
-"""Splitting a dim's cuts among its factors, and joining those of factors to a dim's."""
+"""Cuts of a dim and cuts of its factors: splitting the one into the others, and joining them again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from shardc.language.mesh import Axes, AxisPart, merge_parts
 from shardc.language.rule import Dims
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
+Digit = tuple[int, Axes]  # a size, and the parts that cut it: one into single elements, or several unevenly, or none
+
+
+def factor_cuts(
+    dims: Dims, shardings: Sequence[DimSharding], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> dict[str, DimSharding]:
+    """How the cuts of a tensor's dims cut their factors; only factors that are cut appear."""
+    cuts: dict[str, DimSharding] = {}
+    for factors, dim, size in zip(dims, shardings, shape, strict=True):
+        if factors and (dim.axes or dim.minor):
+            is_alone = len(factors) == 1
+            split = (dim,) if is_alone else split_dim(dim, size, [sizes[factor] for factor in factors])
+            cuts.update({factor: cut for factor, cut in zip(factors, split, strict=True) if cut != WHOLE})
+    return cuts
+
+
+def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
+    """The dims of a tensor whose factors have these cuts."""
+    return tuple(
+        cuts.get(factors[0], WHOLE)
+        if len(factors) == 1
+        else join_dim([(sizes[factor], cuts.get(factor, WHOLE)) for factor in factors])
+        for factors in dims
+    )
+
 
 def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[DimSharding, ...]:
-    """How a dim's cuts fall on its factors, major first.
+    """The cuts of a dim's factors, major first.
 
     The dim is a row of digits, each an axis part, a whole rest, or a run that is cut unevenly; each factor takes digits
     from the front until they make up its size. A cut that falls across two factors is split into parts of its axis: 8
@@ -25,9 +50,6 @@ def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple
     return tuple(_take_digits(digits, factor, i == last) for i, factor in enumerate(factor_sizes))
 
 
-Digit = tuple[int, Axes]  # a size, and the parts that cut it: one into single elements, or several unevenly, or none
-
-
 def _digits(size: int, axes: Axes) -> Iterator[Digit]:
     while axes and size % axes[0].size == 0 and (axes[0].size > 1 or size % num_shards(axes) == 0):
         yield axes[0].size, axes[:1]
@@ -36,29 +58,28 @@ def _digits(size: int, axes: Axes) -> Iterator[Digit]:
         yield size, axes
 
 
-def _is_even(size: int, axes: Axes) -> bool:
-    return size % num_shards(axes) == 0
-
-
 def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
-    """Take the digits of one factor from the front of a dim's."""
-    taken: list[Digit] = []
-    while digits and (room > 1 or (digits[0][0] == 1 and (is_last or not (taken or _is_even(*digits[0]))))):
+    """Remove the digits of one factor of size ``room`` from the front of a dim's digits, and join them."""
+
+    def is_even(size: int, axes: Axes) -> bool:
+        return size % num_shards(axes) == 0
+
+    factor: list[Digit] = []
+    while digits and (room > 1 or (digits[0][0] == 1 and (is_last or not (factor or is_even(*digits[0]))))):
         size, axes = digits.pop(0)
-        is_splittable = _is_even(size, axes)
-        if size > room and size % room == 0 and is_splittable:
+        if size > room and size % room == 0 and is_even(size, axes):
             digits.insert(0, (size // room, tuple(part.minor(size // room) for part in axes)))
             size, axes = room, tuple(part.major(room) for part in axes)
         if room % size:
             digits.clear()
             break
-        taken.append((size, axes))
+        factor.append((size, axes))
         room //= size
-    return _join_subdims([*taken, (room, ())])
+    return _join_subdims([*factor, (room, ())])
 
 
 def join_dim(factors: Sequence[tuple[int, DimSharding]]) -> DimSharding:
-    """One dim of several factors, each ``(size, its cuts)``, major first."""
+    """One dim of several factors, each ``(size, its cut)``, major first."""
     return _join_subdims([sub for size, cut in factors for sub in cut.subdims(size)])
 
 
@@ -66,57 +87,30 @@ def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
     """One dim: neighbouring sub-dims are joined where that leaves every element on its rank."""
     joined: list[tuple[int, Axes]] = []
     for size, axes in subdims:
-        together = _joined(*joined[-1], size, axes) if joined else None
-        joined = [*joined[:-1], together] if together else [*joined, (size, axes)]
+        pair = _join_pair(*joined[-1], size, axes) if joined else None
+        joined = [*joined[:-1], pair] if pair else [*joined, (size, axes)]
     while len(joined) > 1 and joined[-1] == (1, ()):
         joined.pop()
     return DimSharding(joined[0][1], tuple(joined[1:])) if joined else WHOLE
 
 
-def _joined(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tuple[int, Axes] | None:
-    """Two sub-dims as one: where the major one is wholly cut, or evenly and the minor one is whole."""
+def _join_pair(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tuple[int, Axes] | None:
+    """Two sub-dims as one.
+
+    Possible where the major one is cut into single elements, or evenly with the minor one whole. Each part that
+    merging makes must divide what it cuts, or the chunks would be others.
+    """
     if not minor_axes and major % num_shards(major_axes) == 0:
         return major * minor, major_axes
     if major != num_shards(major_axes):
         return None
-    apart = major_axes + minor_axes
-    axes = merge_parts(apart)
-    return (major * minor, axes) if _keeps_chunks(major * minor, apart, axes) else None
-
-
-def _keeps_chunks(size: int, apart: Axes, merged: Axes) -> bool:
-    """Whether parts cut into the same chunks once they are merged: each merged part divides what it cuts."""
+    parts, rest = major_axes + minor_axes, major * minor
+    merged = merge_parts(parts)
     for part in merged:
-        if part not in apart and size % part.size:
-            return False
-        size = ceil_div(size, part.size)
-    return True
-
-
-def factor_cuts(
-    dims: Dims,
-    lies: Sequence[DimSharding],
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
-) -> dict[str, DimSharding]:
-    """How the cuts of a tensor's dims cut their factors; only factors that are cut appear."""
-    cuts: dict[str, DimSharding] = {}
-    for factors, dim, size in zip(dims, lies, shape, strict=True):
-        if factors and (dim.axes or dim.minor):
-            alone = len(factors) == 1
-            taken = (dim,) if alone else split_dim(dim, size, [sizes[factor] for factor in factors])
-            cuts.update({factor: cut for factor, cut in zip(factors, taken, strict=True) if cut != WHOLE})
-    return cuts
-
-
-def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
-    """The dims of a tensor when its factors are cut as given."""
-    return tuple(
-        cuts.get(factors[0], WHOLE)
-        if len(factors) == 1
-        else join_dim([(sizes[factor], cuts.get(factor, WHOLE)) for factor in factors])
-        for factors in dims
-    )
+        if part not in parts and rest % part.size:
+            return None
+        rest = ceil_div(rest, part.size)
+    return major * minor, merged
 
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:
@@ -127,26 +121,26 @@ def extends(longer: DimSharding, shorter: DimSharding) -> bool:
 
 
 def without_idle(cut: DimSharding, size: int) -> tuple[DimSharding, Axes]:
-    """A cut without the parts along which only the first ranks hold anything, and these.
+    """A cut without its idle parts, along which only the first ranks hold anything, and these parts.
 
-    4 elements over 16 ranks of ``w`` lie on the first 4: they are cut by its minor 4, and its major 4 are idle.
+    4 elements over 16 ranks of ``w`` stand on the first 4: they are cut by its minor 4, and its major 4 are idle.
     """
     busy: list[AxisPart] = []
     for i, part in enumerate(cut.axes):
         if 0 < size <= part.size and part.size % size == 0 and not cut.minor:
-            rest = [part.major(part.size // size)] if part.size > size or size == 1 else []
+            idle = [part.major(part.size // size)] if part.size > size or size == 1 else []
             busy += [part.minor(size)] if size > 1 else []
-            return DimSharding(merge_parts(busy)), (*rest, *cut.axes[i + 1 :])
+            return DimSharding(merge_parts(busy)), (*idle, *cut.axes[i + 1 :])
         busy.append(part)
         size = ceil_div(size, part.size)
     return cut, ()
 
 
-def lies_alike(one: Sharding, other: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether every rank that holds anything holds the same under both."""
+def has_same_shards(one: Sharding, other: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether every rank that holds any data of a value of ``shape`` holds the same under both shardings."""
 
     def busy(sharding: Sharding) -> list[tuple[DimSharding, frozenset[AxisPart]]]:
-        found = (without_idle(cut, size) for cut, size in zip(sharding.dims, shape, strict=True))
-        return [(cut, frozenset(idle)) for cut, idle in found]
+        pairs = (without_idle(cut, size) for cut, size in zip(sharding.dims, shape, strict=True))
+        return [(cut, frozenset(idle)) for cut, idle in pairs]
 
     return one.partial == other.partial and busy(one) == busy(other)

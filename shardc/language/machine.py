@@ -1,4 +1,4 @@
-"""The machine that times are estimated for: a link for each mesh axis, and the device of a rank."""
+"""The machine that times are estimated for: a link for each mesh axis, and the device of a rank, with presets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from shardc.language.collective_kind import CollectiveKind, num_steps
 from shardc.language.errors import OptionError, did_you_mean, raise_all
-from shardc.language.kinds import LOCAL_KINDS, Kind
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.partition import parse_part
 from shardc.language.text import table
@@ -18,11 +18,12 @@ from shardc.language.text import table
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``latency``: seconds of one step of a ring. ``bandwidth``: bytes a second that one rank sends.
+    """The network between the ranks of one mesh axis.
 
-    ``overlap``: for which part of a collective's time its rank computes on as if nothing were sent, from 0 to 1: all of
-    it where the network works by itself, less where the ranks' own processors do its work. ``kinds``: latency and
-    bandwidth of kinds of collectives that were measured by themselves. ``name`` is for messages.
+    ``latency``: seconds of one step of a ring. ``bandwidth``: bytes a second that one rank sends. ``overlap``: the part
+    of a collective's time, from 0 to 1, in which its rank computes at full speed: all of it where the network works by
+    itself, less where the ranks' own processors do its work. ``kinds``: kind, latency and bandwidth of the kinds of
+    collectives that were measured apart. ``name`` is for messages.
     """
 
     latency: float
@@ -41,8 +42,8 @@ class Link:
         remedy = "say Link(latency=5e-6, bandwidth=4e10), or name a preset"
         raise_all([OptionError("Link", f"{name}={getattr(self, name)!r}", what, remedy) for name, what in wrong])
 
-    def seconds(self, kind: Kind, wire_bytes: int, num_ranks: int) -> float:
-        """Of a collective over so many ranks, each of which sends so many bytes."""
+    def seconds(self, kind: CollectiveKind, wire_bytes: int, num_ranks: int) -> float:
+        """Seconds of a collective over ``num_ranks`` ranks, each of which sends ``wire_bytes``."""
         latency, bandwidth = self.of_kind(kind)
         return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
 
@@ -51,36 +52,27 @@ class Link:
         return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
 
 
-def num_steps(kind: Kind, num_ranks: int) -> int:
-    """Messages that follow each other: in a ring every rank sends n-1, for an all_reduce twice as many."""
-    if kind in LOCAL_KINDS or num_ranks == 1:
-        return 0
-    if kind in ("collective_permute", "rechunk", "send", "recv"):
-        return 1
-    return (2 if kind == "all_reduce" else 1) * (num_ranks - 1)
-
-
 def slowest(links: Iterable[Link]) -> Link:
-    """What a group of ranks has that is joined by several."""
-    found = tuple(dict.fromkeys(links))
-    if len(found) == 1:
-        return found[0]
-    names = dict.fromkeys(kind for link in found for kind, *_ in link.kinds)
-    worst = {kind: _worst([link.of_kind(kind) for link in found]) for kind in ("", *names)}
+    """The link of a group of ranks that several links join: the worst latency, bandwidth and overlap of them."""
+    links = tuple(dict.fromkeys(links))
+    if len(links) == 1:
+        return links[0]
+
+    def worst(kind: str) -> tuple[float, float]:
+        latencies, bandwidths = zip(*(link.of_kind(kind) for link in links), strict=True)
+        return max(latencies), min(bandwidths)
+
+    kinds = dict.fromkeys(kind for link in links for kind, *_ in link.kinds)
     return Link(
-        *worst[""],
-        overlap=min(link.overlap for link in found),
-        name=" and ".join(link.name for link in found),
-        kinds=tuple((kind, *worst[kind]) for kind in names),
+        *worst(""),
+        overlap=min(link.overlap for link in links),
+        name=" and ".join(link.name for link in links),
+        kinds=tuple((kind, *worst(kind)) for kind in kinds),
     )
 
 
-def _worst(found: list[tuple[float, float]]) -> tuple[float, float]:
-    return max(latency for latency, _ in found), min(bandwidth for _, bandwidth in found)
-
-
-# What a rank reaches in one direction, not what the data sheet says. Latencies are those of a step in NCCL's own cost
-# model, between its protocols for short and for long messages.
+# Bandwidths are what a rank reaches in one direction, below the data sheet's. Latencies are those of a step in NCCL's
+# own cost model, between its protocols for short and for long messages.
 LINKS = {
     "nvlink": Link(2e-6, 3.5e11, name="nvlink"),  # of an H100, 450 GB/s nominal
     "pcie": Link(4e-6, 2e10, name="pcie"),  # of generation 4, 32 GB/s nominal
@@ -93,12 +85,12 @@ SHORT = {"ib": "infiniband", "nv": "nvlink", "eth": "ethernet", "gloo": "loopbac
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank computes on.
+    """The processor of one rank.
 
     ``flops``: floating-point operations a second of contractions, by dtype; one that is not named runs as float32.
-    ``attention``: which part of that fused attention reaches. ``memory``: bytes a second that are read and written by
-    all else. ``update``: bytes a second of the optimizer's step; those of ``memory`` where it is 0.
-    ``call``: seconds of the shortest call.
+    ``attention``: the part of that rate which fused attention reaches. ``memory``: bytes a second that all other ops
+    read and write. ``update``: bytes a second of the optimizer's step; as ``memory`` where it is 0. ``call``: seconds
+    of the shortest call.
     """
 
     flops: Mapping[str, float]
@@ -117,18 +109,18 @@ class Device:
         raise_all([OptionError("Device", what, "no time can be told by it", remedy) for what in wrong])
 
     def seconds(self, flops: int, nbytes: int, dtype: str = "float32", is_attention: bool = False) -> float:
-        """The longer of computing and of moving operands and results; nothing where there is nothing to do."""
+        """Seconds of a call: the longer of computing and of moving operands and results; 0 where there is no work."""
         if not flops and not nbytes:
             return 0.0
         rate = self.flops.get(dtype, self.flops["float32"]) * (self.attention if is_attention else 1)
         return max(self.call, flops / rate, nbytes / self.memory)
 
     def update_seconds(self, nbytes: int) -> float:
-        """Of an optimizer's step that reads and writes so many bytes."""
+        """Seconds of an optimizer's step that reads and writes ``nbytes``."""
         return nbytes / (self.update or self.memory)
 
 
-# What kernels reach, not what the data sheet says. ``cpu`` is one core.
+# Rates are what kernels reach, below the data sheet's. ``cpu`` is one core.
 DEVICES = {
     "a100": Device({"float32": 1.5e13, "bfloat16": 2.2e14, "float16": 2.2e14, "float64": 1.5e13}, 1.4e12, 5e-6, 0.6),
     "h100": Device({"float32": 4.5e13, "bfloat16": 6.0e14, "float16": 6.0e14, "float64": 4.5e13}, 2.6e12, 5e-6, 0.6),
@@ -145,22 +137,22 @@ DEFAULT_DEVICE = Device({"float32": 1e14}, 1e12, 5e-6, name="a GPU of 2020")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``links`` by mesh axis, ``"*"`` being every other one, and the ``device`` of a rank; presets by their names.
+    """``links`` by mesh axis, with ``"*"`` for all other axes, and the ``device`` of a rank; presets by their names.
 
-    ``Machine({"tp": "nvlink", "dp": "infiniband"}, "h100")``. By default, about a GPU of 2020 and a sixteenth of its
-    memory's rate between ranks.
+    ``Machine({"tp": "nvlink", "dp": "infiniband"}, "h100")``. The default is about a GPU of 2020 with links of a
+    sixteenth of its memory's rate.
     """
 
     links: Mapping[str, Link] = field(default_factory=dict)
     device: Device = DEFAULT_DEVICE
 
     def __post_init__(self) -> None:
-        given: Mapping[str, Any] = self.links
-        object.__setattr__(self, "links", {axis: _link(axis, each) for axis, each in given.items()})
+        links: Mapping[str, Any] = self.links
+        object.__setattr__(self, "links", {axis: _link(axis, each) for axis, each in links.items()})
         object.__setattr__(self, "device", _device(self.device))
 
     def link(self, axes: Iterable[str], mesh: Mesh) -> Link:
-        """What joins the ranks of a group along these axis parts, as printed: the slowest where it is several."""
+        """The link of a group of ranks along these printed axis parts; the slowest where there are several."""
         names = [part.name for axis in axes if (part := parse_part(axis, mesh)).name != MICROBATCH and part.size > 1]
         return slowest([self.of_axis(name) for name in names] or [self.of_axis(ANY)])
 
@@ -176,7 +168,7 @@ class Machine:
                 raise OptionError(f"links[{axis!r}]", f"{mesh}", "the mesh has no such axis", remedy)
 
     def text(self) -> str:
-        """Two tables: the links, and the device."""
+        """Two tables as text: the links, and the device."""
         links = [
             (axis if kind == ALL else "", kind, f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.2f}", overlap)
             for axis, link in self.links.items()
@@ -201,16 +193,16 @@ class Machine:
         }
 
 
-Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # as a user gives them
+Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # what a user may pass as links=
 
 
 def machine_of(links: Links, device: Device | str | None = None) -> Machine:
-    """What a user says: links by axis, ``tp=nvlink,dp=ib``, a file of ``shardc bench-links``, or a machine.
+    """The machine that a user describes: links by axis, ``tp=nvlink,dp=ib``, a file of ``shardc bench-links``, or one.
 
-    A ``device`` stands above that of a file.
+    ``device`` takes precedence over that of a file.
     """
-    found = links if isinstance(links, Machine) else _read(links)
-    return Machine(found.links, found.device if device is None else _device(device))
+    machine = links if isinstance(links, Machine) else _read(links)
+    return Machine(machine.links, machine.device if device is None else _device(device))
 
 
 def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
@@ -230,9 +222,9 @@ def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
 def load(path: str | Path) -> Machine:
     """The machine of a file that ``shardc bench-links`` wrote."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        assert found["version"] == VERSION, found["version"]
-        return Machine({axis: _link_of(**each) for axis, each in found["links"].items()}, Device(**found["device"]))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        assert record["version"] == VERSION, record["version"]
+        return Machine({axis: _link_of(**each) for axis, each in record["links"].items()}, Device(**record["device"]))
     except OSError as error:
         raise _unreadable(path, str(error.strerror)) from None
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
@@ -241,8 +233,8 @@ def load(path: str | Path) -> Machine:
         raise _unreadable(path, f"it is no file of shardc bench-links, version {VERSION}") from None
 
 
-def _link_of(kinds: Iterable[Iterable[Any]] = (), **given: Any) -> Link:
-    return Link(**given, kinds=tuple((str(kind), float(latency), float(rate)) for kind, latency, rate in kinds))
+def _link_of(kinds: Iterable[Iterable[Any]] = (), **fields: Any) -> Link:
+    return Link(**fields, kinds=tuple((str(kind), float(latency), float(rate)) for kind, latency, rate in kinds))
 
 
 def _unreadable(path: str | Path, problem: str) -> OptionError:
@@ -254,11 +246,11 @@ def _unreadable(path: str | Path, problem: str) -> OptionError:
 def _link(axis: str, link: Link | str) -> Link:
     if isinstance(link, Link):
         return link
-    found = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
-    if found is None:
+    preset = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
+    if preset is None:
         remedy = did_you_mean(str(link), LINKS) or f"say one of {', '.join(LINKS)}"
         raise OptionError(f"links[{axis!r}]", f"{link!r}", "there is no such link", remedy)
-    return found
+    return preset
 
 
 def _device(device: Device | str) -> Device:

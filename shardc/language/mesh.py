@@ -32,7 +32,7 @@ class AxisPart:
         return AxisPart(self.name, self.pre, size)
 
     def minor(self, size: int) -> AxisPart:
-        """What follows the leading part of ``self.size // size``: the trailing ``size``."""
+        """The trailing ``size`` of this part."""
         assert self.size % size == 0, (self, size)
         return AxisPart(self.name, self.pre * (self.size // size), size)
 
@@ -49,7 +49,7 @@ Axes = tuple[AxisPart, ...]
 
 
 def axis_of(part: str) -> str:
-    """The axis of a part as it is printed: ``tp`` of ``tp:(2)2``."""
+    """The axis of a printed part: ``tp`` of ``tp:(2)2``."""
     return part.partition(":")[0]
 
 
@@ -58,7 +58,7 @@ def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
     ends: dict[str, set[int]] = {}
     for part in axes:
         ends.setdefault(part.name, set()).update((part.pre, part.pre * part.size))
-    return {name: sorted(found) for name, found in ends.items()}
+    return {name: sorted(places) for name, places in ends.items()}
 
 
 def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> Axes:
@@ -74,7 +74,7 @@ def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> 
 
 
 def merge_parts(axes: Iterable[AxisPart]) -> Axes:
-    """The same parts, those joined that follow each other on their axis."""
+    """The same parts; parts that follow each other on their axis are joined."""
     merged: list[AxisPart] = []
     for part in axes:
         last = merged[-1] if merged else None
@@ -98,7 +98,7 @@ class Mesh:
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     device_ids: tuple[int, ...] | None
-    stage_axis: str | None = None  # of a stage's mesh the axis along which the stages lie, which is not part of it
+    stage_axis: str | None = None  # of the mesh of one pipeline stage: the axis of the stages, which it does not have
 
     def __init__(self, *sizes: object, device_ids: Sequence[int] | None = None, **axes: int) -> None:
         if sizes:
@@ -110,20 +110,19 @@ class Mesh:
             _check_axis(name, size)
         self.axis_names = tuple(axes)
         self.shape = tuple(axes.values())
-        self.device_ids = device_ids = None if device_ids is None else _as_tuple(device_ids)
-        if device_ids is not None and not _has_each(device_ids, self.size):
-            raise ShardingError(
-                "Mesh",
-                f"device_ids={self.device_ids}",
-                f"{self} has {self.size} ranks, each must appear once",
-                f"list each of 0..{self.size - 1} once",
-            )
+        ids: Any = device_ids if device_ids is None or isinstance(device_ids, Iterable) else (device_ids,)
+        self.device_ids = ids = None if ids is None else tuple(ids)
+        if ids is not None and not _is_permutation(ids, self.size):
+            problem = f"{self} has {self.size} ranks, each must appear once"
+            raise ShardingError("Mesh", f"device_ids={ids}", problem, f"list each of 0..{self.size - 1} once")
 
     @staticmethod
     def of(mesh: Any) -> Mesh:
         """This mesh, or the description of a torch ``DeviceMesh``."""
         if isinstance(mesh, Mesh):
-            _check_size(mesh)
+            if mesh.size > MOST_RANKS:
+                remedy = f"say sizes whose product is at most {MOST_RANKS}"
+                raise ShardingError(f"{mesh}", f"{mesh.size} ranks", f"a mesh has at most {MOST_RANKS}", remedy)
             return mesh
         names = getattr(mesh, "mesh_dim_names", None)
         if names is None:
@@ -134,9 +133,9 @@ class Mesh:
                 "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
             )
         ids = tuple(mesh.mesh.flatten().tolist())
-        found = Mesh(**dict(zip(names, mesh.shape, strict=True)))
-        found.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
-        return found
+        described = Mesh(**dict(zip(names, mesh.shape, strict=True)))
+        described.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
+        return described
 
     @cached_property
     def size(self) -> int:
@@ -172,13 +171,13 @@ class Mesh:
         return part.name if self.is_whole(part) else f"{part.name}:({part.pre}){part.size}"
 
     def coordinate(self, position: int, part: AxisPart) -> int:
-        """Where a position of the mesh stands along a part of an axis."""
+        """The coordinate of a position of the mesh along a part of an axis."""
         i = self.axis_names.index(part.name)
         along = position // math.prod(self.shape[i + 1 :]) % self.shape[i]
         return along // (self.shape[i] // (part.pre * part.size)) % part.size
 
     def index(self, position: int, axes: Iterable[AxisPart]) -> int:
-        """Where a position stands along several parts taken together, major first."""
+        """The coordinate of a position along several parts taken together, major first."""
         result = 0
         for part in axes:
             result = result * part.size + self.coordinate(position, part)
@@ -189,17 +188,16 @@ class Mesh:
         return _groups(self, axes)
 
     def rank(self, position: int) -> int:
-        """The rank that stands at a position."""
+        """The rank at a position."""
         return position if self.device_ids is None else self.device_ids[position]
 
-    def _key(self) -> tuple[object, ...]:
-        return (self.axis_names, self.shape, self.device_ids)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._key() == other._key()
+        return isinstance(other, Mesh) and (self.axis_names, self.shape, self.device_ids) == (
+            other.axis_names, other.shape, other.device_ids,
+        )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash((self.axis_names, self.shape, self.device_ids))
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -208,7 +206,7 @@ class Mesh:
 
 
 def _check_axis(name: str, size: object) -> None:
-    """A ShardingError for an axis whose name cannot be typed in a ``P``, or whose size counts nothing."""
+    """Raise a ShardingError for a name that cannot be typed in a ``P``, or a size that is no count."""
     if not name.isidentifier():
         what, problem = f"axis {name!r} of size {size!r}", "a name is of letters, digits and _, as a name in Python is"
         raise ShardingError("Mesh", what, problem, "write Mesh(dp=2)")
@@ -217,20 +215,8 @@ def _check_axis(name: str, size: object) -> None:
         raise ShardingError("Mesh", f"axis {name!r} has size {size!r}", problem, f"write Mesh({name}=2)")
 
 
-def _check_size(mesh: Mesh) -> None:
-    if mesh.size > MOST_RANKS:
-        remedy = f"say sizes whose product is at most {MOST_RANKS}"
-        raise ShardingError(f"{mesh}", f"{mesh.size} ranks", f"a mesh has at most {MOST_RANKS}", remedy)
-
-
-def _has_each(device_ids: tuple[Any, ...], size: int) -> bool:
-    """Whether every rank is there once."""
-    is_right = len(device_ids) == size and all(hasattr(each, "__index__") for each in device_ids)
-    return is_right and set(device_ids) == set(range(size))
-
-
-def _as_tuple(device_ids: object) -> tuple[Any, ...]:
-    return tuple(device_ids) if isinstance(device_ids, Iterable) else (device_ids,)
+def _is_permutation(device_ids: tuple[Any, ...], size: int) -> bool:
+    return all(hasattr(each, "__index__") for each in device_ids) and sorted(device_ids) == list(range(size))
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What a user says of a value: ``P``, one entry a dim, and its printed form."""
+"""Annotations: ``P``, one entry a dim, its printed form, and the sharding that it gives a value."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class Blocks:
 
 def blocks(count: int, *axes: str) -> Blocks:
     """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
-    found = Blocks(count, axes)
+    entry = Blocks(count, axes)
     if not isinstance(count, int) or count < 1 or not axes or not all(isinstance(axis, str) for axis in axes):
-        raise ShardingError(
-            repr(found), f"{count!r} blocks", "blocks takes a count, 1 or more, and axes", "write blocks(3, 'tp')"
-        )
-    return found
+        problem = "blocks takes a count, 1 or more, and axes"
+        raise ShardingError(repr(entry), f"{count!r} blocks", problem, "write blocks(3, 'tp')")
+    return entry
 
 
 class _Open:
@@ -46,9 +45,9 @@ Entry = str | tuple[str, ...] | Blocks | _Open | None
 
 
 class P:
-    """What a user says of a value: one entry a dim.
+    """An annotation of a value: one entry a dim.
 
-    ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` says whole; ``P.OPEN`` leaves the dim
+    ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` is whole; ``P.OPEN`` leaves the dim
     to propagation; a trailing ``...`` leaves all further dims open; missing trailing dims are whole. ``P()`` is
     replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority`` propagates first.
     """
@@ -77,14 +76,14 @@ class P:
 
     @staticmethod
     def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset()) -> P:
-        """What a user would write for a sharding of a value of ``shape``, some of whose dims are open."""
+        """The annotation for a sharding of a value of ``shape``, some of whose dims are open."""
 
         def entry(cut: DimSharding, size: int) -> Entry:
             axes = tuple(map(sharding.mesh.print_part, cut.all_axes))
             return Blocks(size // cut.minor[0][0], axes) if cut.minor else axes or None
 
         entries = [entry(cut, size) for cut, size in zip(sharding.dims, shape, strict=True)]
-        return P(*(P.OPEN if dim in open else said for dim, said in enumerate(entries)))
+        return P(*(P.OPEN if dim in open else entry for dim, entry in enumerate(entries)))
 
     def __repr__(self) -> str:
         entries = ["..." if entry is Ellipsis else repr(entry) for entry in (*self.entries, *[...] * self.rest_open)]
@@ -110,32 +109,25 @@ class P:
         return isinstance(self.entries[dim], _Open) if dim < len(self.entries) else self.rest_open
 
     def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
-        """The sharding it gives a value of ``shape``, open dims whole.
+        """The sharding that it gives a value of ``shape``, open dims whole.
 
         Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
         or blocks that do not divide a size; a cut need not.
         """
+        where, dims = f"{self!r} on shape {list(shape)}", [WHOLE] * len(shape)
         if len(self.entries) > len(shape):
-            raise ShardingError(
-                who,
-                f"{self!r} on shape {list(shape)}",
-                f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}",
-                f"write at most {_count(len(shape), 'entry')}" if shape else "write P(): it has no dim to cut",
-            )
-        dims = [WHOLE] * len(shape)
-        for dim, entry in enumerate(self.entries):
-            try:
-                dims[dim] = _dim_sharding(entry, mesh, shape[dim])
-            except ShardingError as error:
-                raise ShardingError(
-                    who, f"{self!r} on shape {list(shape)}, dim {dim}: {error.what}", error.problem, error.remedy
-                ) from None
+            problem = f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}"
+            remedy = f"write at most {_count(len(shape), 'entry')}" if shape else "write P(): it has no dim to cut"
+            raise ShardingError(who, where, problem, remedy)
+        place = ""
         try:
+            for dim, entry in enumerate(self.entries):
+                place = f", dim {dim}"
+                dims[dim] = _dim_sharding(entry, mesh, shape[dim])
+            place = ""
             return Sharding(mesh, tuple(dims))
         except ShardingError as error:
-            raise ShardingError(
-                who, f"{self!r} on shape {list(shape)}: {error.what}", error.problem, error.remedy
-            ) from None
+            raise ShardingError(who, f"{where}{place}: {error.what}", error.problem, error.remedy) from None
 
 
 def _is_entry(entry: object) -> bool:
@@ -146,18 +138,12 @@ def _is_entry(entry: object) -> bool:
 def _no_entry(spec: P, dim: int) -> ShardingError:
     entry: object = spec.entries[dim]
     if entry is Ellipsis:
-        return ShardingError(
-            repr(spec),
-            f"entry {dim} is '...', and others follow",
-            "'...' stands for all further dims",
-            "write P.OPEN for one open dim",
-        )
-    return ShardingError(
-        repr(spec),
-        f"entry {dim} is {entry!r}",
-        "an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN",
-        f"write {tuple(entry)!r}" if isinstance(entry, list) and _is_entry(tuple(entry)) else "write P('dp', None)",
-    )
+        what, problem = f"entry {dim} is '...', and others follow", "'...' stands for all further dims"
+        return ShardingError(repr(spec), what, problem, "write P.OPEN for one open dim")
+    is_list = isinstance(entry, list) and _is_entry(tuple(entry))
+    problem = "an entry is the name of a mesh axis, a tuple of names, blocks(...), None or P.OPEN"
+    remedy = f"write {tuple(entry)!r}" if is_list else "write P('dp', None)"  # type: ignore[arg-type]
+    return ShardingError(repr(spec), f"entry {dim} is {entry!r}", problem, remedy)
 
 
 def _count(number: int, noun: str) -> str:
@@ -171,21 +157,17 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
         return WHOLE
     if isinstance(entry, Blocks):
         if size % entry.count:
-            raise ShardingError(
-                "",
-                f"size {size}",
-                f"{size} does not split in {entry.count} equal blocks",
-                f"use a block count that divides {size}",
-            )
+            problem = f"{size} does not split in {entry.count} equal blocks"
+            raise ShardingError("", f"size {size}", problem, f"use a block count that divides {size}")
         return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
     names = (entry,) if isinstance(entry, str) else entry
     return DimSharding(tuple(_users_part(name, mesh) for name in names))
 
 
 def _users_part(text: str, mesh: Mesh) -> AxisPart:
-    """A part of an axis that the user names: the stages of a pipeline lie along an axis that cuts no value."""
+    """The axis part that the user names; a ShardingError for the axis of pipeline stages, which cuts no value."""
     if axis_of(text) == mesh.stage_axis:
-        problem = "the stages of the pipeline lie along it, and a value on the ranks of one stage"
+        problem = "it is the axis of the pipeline's stages, and a value is held by the ranks of one stage"
         raise ShardingError("", f"axis {text!r}", problem, f"leave {text!r} out, or name another axis in Pipeline")
     if axis_of(text) == MICROBATCH and mesh.stage_axis:
         problem, remedy = "it is the time of a pipeline", "say which dim is cut in microbatches: Pipeline(batch={...})"
@@ -194,7 +176,7 @@ def _users_part(text: str, mesh: Mesh) -> AxisPart:
 
 
 def parse_part(text: str, mesh: Mesh) -> AxisPart:
-    """An axis or a part of one as printed: ``tp``, ``tp:(2)2``."""
+    """Read an axis or a part of one: ``tp``, ``tp:(2)2``."""
     name, _, rest = text.partition(":")
     if not rest:
         return mesh.axis(name)
@@ -207,7 +189,7 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
 
 @functools.lru_cache(maxsize=1024)
 def parse_parts(axes: tuple[str, ...], mesh: Mesh) -> Axes:
-    """Printed axis parts as parts of the mesh."""
+    """Read several axis parts."""
     return tuple(parse_part(axis, mesh) for axis in axes)
 
 
@@ -223,27 +205,22 @@ def _parse_entries(text: str) -> Iterator[Entry]:
             if not (count.strip().isdecimal() and int(count) and axes.strip() and item.endswith(")")):
                 raise ShardingError(f"SPEC {text!r}", item, "blocks takes a count and axes", "write blocks(3,tp)")
             yield blocks(int(count), *(_axis(text, axis.strip()) for axis in axes.split("+")))
+        elif item in ("-", "?"):
+            yield None if item == "-" else P.OPEN
         else:
-            names = item.split("+")
-            known: dict[str, Entry] = {"-": None, "?": P.OPEN}
-            yield (
-                known[item]
-                if item in known
-                else _axis(text, item)
-                if len(names) == 1
-                else tuple(_axis(text, name) for name in names)
-            )
+            names = tuple(_axis(text, name) for name in item.split("+"))
+            yield names if len(names) > 1 else names[0]
 
 
 def _axis(text: str, name: str) -> str:
-    """The name of an axis or of a part of one, as it stands in a SPEC."""
+    """The name of an axis or of a part of one in a SPEC; a ShardingError for what cannot be one."""
     if name == "None" or not _AXIS.fullmatch(name):
         raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", _typed(name))
     return name
 
 
 def _typed(name: str) -> str:
-    """What to type in place of an entry as Python has it, or of a part of an axis that does not read."""
+    """The remedy for an entry written as in Python, or for a malformed part of an axis."""
     words = re.findall(r"[^\W\d]\w*", re.sub(r"^P\b", "", name))
     axes = [word for word in words if word not in ("None", "OPEN", "P", "blocks")]
     if not axes:

@@ -15,11 +15,13 @@ from typing import Any
 
 from shardc.language.sharding import DimSharding, ReduceOp, TensorType, num_shards
 
+Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
+Side = tuple[Dims | None, ...]  # of each operand, or of each result
 Groups = tuple[frozenset[int], ...]  # sets of operands
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One call of an op: its arguments with a TensorType for every tensor, and the tensors apart.
 
     ``operands`` follow the op's schema: one entry for each tensor argument (a list argument adds one for each
@@ -44,25 +46,22 @@ class Call:
         return self.results[0]
 
 
-Local = Callable[[Call, Call], dict[int, Any]]  # a call and one rank's, to the arguments that differ, by position
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule bound to one call: factors for every dim, and the size of every factor.
 
-    A dim without factors is never cut; a tensor whose dims are None is not looked at, and equal on all ranks if it is
-    a result. ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results combine.
-    ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of one group
-    and on none outside it. ``is_fallback``: the op has no rule of its own, all is gathered.
+    A dim without factors is never cut. The rule does not constrain a tensor whose dims are None; such a result is
+    equal on all ranks. ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results
+    combine. ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of
+    one group and on none outside it. ``is_fallback``: the op has no rule of its own, all operands are gathered.
     ``chunks``: factors whose dim has another size on each tensor. Such a factor is cut in just that many chunks, those
     of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
     ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
-    ``sees_padding``: zeros added change a sum, so that factors which leave a result partial are cut evenly.
+    ``sees_padding``: added zeros change a sum, so factors that leave a result partial are cut evenly.
     """
 
-    operands: tuple[Dims | None, ...]
-    results: tuple[Dims | None, ...]
+    operands: Side
+    results: Side
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
     reduce: ReduceOp = "sum"
@@ -72,38 +71,41 @@ class Rule:
     is_even: bool = False
     sees_padding: bool = False
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Every factor, in order of first appearance."""
+        return tuple(self.sizes)
+
     def has(self, factor: str, dims: Dims | None) -> bool:
         """Whether a tensor has the factor."""
         return dims is not None and any(factor in dim for dim in dims)
 
     def may_cut(self, factor: str, cut: DimSharding) -> bool:
-        """Whether the op runs on tensors of which the factor is cut so.
+        """Whether the op runs on tensors with this cut of the factor.
 
-        Not a factor of one element, nor one of a dim that is empty for another factor's sake: no cut could be told.
+        A factor of one element is not cut, nor one that shares a dim with a factor of size 0: such a cut has no form.
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
         needs_even = self.is_even or (self.sees_padding and self.leaves_partial(factor))
         if needs_even and not cut.is_even(self.sizes[factor]):
             return False
-        return factor not in self.whole and self.sizes[factor] != 1 and not self._is_merged_empty
-
-    def leaves_partial(self, factor: str) -> bool:
-        """Whether cutting the factor leaves any result partial."""
-        return any(self.is_partial(factor, result) for result in range(len(self.results)))
+        if factor in self.whole or self.sizes[factor] == 1:
+            return False
+        tensors = self.operands + self.results if 0 in self.sizes.values() else ()
+        return not any(len(dim) > 1 for tensor in tensors if tensor for dim in tensor)
 
     def may_pass(self, factor: str, cut: DimSharding) -> bool:
-        """Whether tensors cut so belong together: the op runs on them, or may once it is decomposed."""
+        """Whether the op runs on tensors with this cut of the factor, or may once it is decomposed."""
         return (self.chunks.get(factor) == 1 and not cut.minor) or self.may_cut(factor, cut)
-
-    @property
-    def _is_merged_empty(self) -> bool:
-        tensors = self.operands + self.results
-        return 0 in self.sizes.values() and any(len(dim) > 1 for tensor in tensors if tensor for dim in tensor)
 
     def is_reduced(self, factor: str) -> bool:
         """Whether no result has the factor, so that cutting it leaves every result partial."""
         return factor not in self.whole and not any(self.has(factor, dims) for dims in self.results)
+
+    def leaves_partial(self, factor: str) -> bool:
+        """Whether cutting the factor leaves any result partial."""
+        return any(self.is_partial(factor, result) for result in range(len(self.results)))
 
     def is_partial(self, factor: str, result: int) -> bool:
         """Whether cutting the factor leaves this result partial: operands have it and the result has not.
@@ -111,29 +113,25 @@ class Rule:
         Of the results of ``layer_norm_backward`` over ``b d``, the input's gradient has ``b``, the weight's has not.
         """
         dims = self.results[result]
-        return (
-            factor not in self.whole
-            and dims is not None
-            and not self.has(factor, dims)
-            and any(self.has(factor, operand) for operand in self.operands)
-        )
+        if factor in self.whole or dims is None or self.has(factor, dims):
+            return False
+        return any(self.has(factor, operand) for operand in self.operands)
 
-    @property
-    def factors(self) -> tuple[str, ...]:
-        """Every factor, in order of first appearance."""
-        return tuple(self.sizes)
+
+Bind = Callable[[OpCall], Rule]
+Local = Callable[[OpCall, OpCall], dict[int, Any]]  # a call and one rank's, to the arguments that differ, by position
 
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """What the table holds for an op: how to bind its rule to a call, and how to make its arguments local.
+    """The table's entry of an op: how to bind its rule to a call, and how to make its arguments local.
 
     ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
-    differ on a rank, by position: a size, a start or a count that the op names. A position may be one past the last
-    argument given. ``is_dense``: a kernel of the op takes it for granted that elements of the last dim are neighbours.
+    differ on a rank, by position: a size, a start or a count. A position may be one past the last argument.
+    ``is_dense``: a kernel of the op assumes that elements of the last dim are neighbours in memory.
     """
 
-    bind: Callable[[Call], Rule]
+    bind: Bind
     local: Local | None = None
     is_dense: bool = False
 
@@ -143,7 +141,7 @@ RULES: dict[Any, OpRule] = {}
 
 def rule(
     op: Any,
-    spec: str | Callable[[Call], Rule],
+    spec: str | Bind,
     *,
     linear: str = "",
     whole: str = "",
@@ -156,21 +154,31 @@ def rule(
     """Enter an op's rule in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
-    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor that is not looked at; a dim of size 1 has no
+    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor without a constraint; a dim of size 1 has no
     part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
-    one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1`` says that ``args[1]`` is the shape
-    of the first result, which becomes local. ``is_even``: the op raises errors over values, and padding may have any.
-    ``is_dense``: a kernel reads the last dim of its tensors as if it lay in a row.
+    one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1``: ``args[1]`` is the shape of the
+    first result, which becomes local. ``is_even`` and ``is_dense``: see ``Rule`` and ``OpRule``.
     """
     assert op not in RULES, f"{op} has two rules"
-    bind = spec if callable(spec) else _bind_text(spec, linear, whole, reduce)
-    bind = evenly(bind) if is_even else bind
+
+    def bind(call: OpCall) -> Rule:
+        if callable(spec):
+            bound = spec(call)
+        else:
+            bound = make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
+        return replace(bound, is_even=True) if is_even else bound
+
     RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_dense)
+
+
+def local_sizes(arg: int) -> Local:
+    """For an op whose argument at a position is the shape of its first result."""
+    return lambda call, shard: {arg: list(shard.result.shape)}
 
 
 def make_rule(
     spec: str,
-    call: Call,
+    call: OpCall,
     *,
     linear: str | Groups = "",
     whole: str = "",
@@ -183,34 +191,14 @@ def make_rule(
 
     A group of ``linear`` that names an absent operand (a number in its place) is dropped: ``x + 2`` is not linear.
     """
-    operands, results, known = bind_spec(spec, call.operands, call.results, sizes or {}, chunks or {})
-    groups = present_groups(linear, call)
-    held = frozenset(whole.split())
-    return Rule(operands, results, known, held, reduce, groups, chunks=chunks or {}, sees_padding=sees_padding)
+    operands, results, factor_sizes = bind_spec(spec, call.operands, call.results, sizes or {}, chunks or {})
+    return Rule(
+        operands, results, factor_sizes, frozenset(whole.split()), reduce, _present_groups(linear, call),
+        chunks=chunks or {}, sees_padding=sees_padding,
+    )  # fmt: skip
 
 
-def replicated_rule(call: Call) -> Rule:
-    """The fallback: every operand whole, every result whole."""
-    sizes: dict[str, int] = {}
-
-    def dims(tensor: TensorType | None) -> Dims | None:
-        if tensor is None:
-            return None
-        names = [f"w{len(sizes) + i}" for i in range(len(tensor.shape))]
-        sizes.update(zip(names, tensor.shape, strict=True))
-        return tuple((name,) for name in names)
-
-    operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
-    has_more = any(size > 1 for size in sizes.values())  # else there is nothing that could be cut
-    return Rule(operands, results, sizes, frozenset(sizes), is_fallback=has_more)
-
-
-def evenly(bind: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
-    """The same rule, its factors cut evenly or not at all."""
-    return lambda call: replace(bind(call), is_even=True)
-
-
-def pointwise_rule(call: Call, linear: str | Groups = "") -> Rule:
+def pointwise_rule(call: OpCall, linear: str | Groups = "") -> Rule:
     """Dims shared from the right, with broadcasting: an operand's dim of size 1 is shared only with its like.
 
     A linear group whose operands are all smaller than the result is dropped: it would enlarge what is reduced.
@@ -226,23 +214,30 @@ def pointwise_rule(call: Call, linear: str | Groups = "") -> Rule:
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
     large = {i for i, operand in enumerate(call.operands) if operand is not None and operand.shape == shape}
-    groups = tuple(group for group in present_groups(linear, call) if group & large)
+    groups = tuple(group for group in _present_groups(linear, call) if group & large)
     return Rule(operands, results, dict(zip(names, shape, strict=True)), linear=groups)
 
 
-def present_groups(linear: str | Groups, call: Call) -> Groups:
+def replicated_rule(call: OpCall) -> Rule:
+    """The fallback: every operand whole, every result whole."""
+    sizes: dict[str, int] = {}
+
+    def dims(tensor: TensorType | None) -> Dims | None:
+        if tensor is None:
+            return None
+        names = [f"w{len(sizes) + i}" for i in range(len(tensor.shape))]
+        sizes.update(zip(names, tensor.shape, strict=True))
+        return tuple((name,) for name in names)
+
+    operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
+    has_more = any(size > 1 for size in sizes.values())  # else there is nothing that could be cut
+    return Rule(operands, results, sizes, frozenset(sizes), is_fallback=has_more)
+
+
+def _present_groups(linear: str | Groups, call: OpCall) -> Groups:
     """The groups of operands of which none is absent."""
     groups = linear if isinstance(linear, tuple) else parse_groups(linear)
     return tuple(group for group in groups if all(call.operands[i] is not None for i in group))
-
-
-def _bind_text(spec: str, linear: str, whole: str, reduce: ReduceOp) -> Callable[[Call], Rule]:
-    return lambda call: make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
-
-
-def local_sizes(arg: int) -> Local:
-    """For an op whose argument at a position is the shape of its first result."""
-    return lambda call, shard: {arg: list(shard.result.shape)}
 
 
 def parse_groups(linear: str) -> Groups:
@@ -250,19 +245,17 @@ def parse_groups(linear: str) -> Groups:
     return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
 
 
-Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
-Side = tuple[Dims | None, ...]  # of each operand, or of each result
-Types = Sequence[TensorType | None]
+# The text form.
 
 
 def bind_spec(
     text: str,
-    operands: Types,
-    results: Types,
+    operands: Sequence[TensorType | None],
+    results: Sequence[TensorType | None],
     given: Mapping[str, int],
     chunks: Container[str] = (),
 ) -> tuple[Side, Side, dict[str, int]]:
-    """The factors of every operand and result, and the size of every factor; ``given`` says sizes left open.
+    """The factors of every operand and result, and the size of every factor; ``given`` has sizes that dims leave open.
 
     A dim of one of the ``chunks`` alone may have any size.
 
@@ -273,11 +266,16 @@ def bind_spec(
     tensors = (*operands, *results)
     sides = (*_parse_side(left, operands), *_parse_side(right, results))
     sizes = _factor_sizes(sides, tensors, given)
-    bound = tuple(_bind_tensor(dims, tensor, sizes, chunks) for dims, tensor in zip(sides, tensors, strict=True))
+    bound = tuple(
+        None
+        if dims is None or tensor is None
+        else tuple(_bind_dim(factors, size, sizes, chunks) for factors, size in zip(dims, tensor.shape, strict=True))
+        for dims, tensor in zip(sides, tensors, strict=True)
+    )
     return bound[: len(operands)], bound[len(operands) :], sizes
 
 
-def _parse_side(text: str, tensors: Types) -> Side:
+def _parse_side(text: str, tensors: Sequence[TensorType | None]) -> Side:
     specs = [spec.strip() for spec in text.split(",")]
     assert len(specs) >= len(tensors), (text, tensors)
     return tuple(
@@ -290,26 +288,18 @@ def _parse_side(text: str, tensors: Types) -> Side:
 def parse_dims(spec: str) -> Dims:
     """The factors of each dim of one tensor: ``(b t) 1 d`` is ``((b, t), (), (d,))``."""
     dims: list[tuple[str, ...]] = []
-    for outside, inside in _parenthesised(spec):
-        dims.extend(() if name == "1" else (name,) for name in outside.split())
-        if inside is not None:
-            dims.append(tuple(inside.split()))
-    return tuple(dims)
-
-
-def _parenthesised(spec: str) -> list[tuple[str, str | None]]:
-    pieces: list[tuple[str, str | None]] = []
-    while "(" in spec:
+    while spec:
         outside, _, rest = spec.partition("(")
-        inside, _, spec = rest.partition(")")
-        pieces.append((outside, inside))
-    return [*pieces, (spec, None)]
+        dims += [() if name == "1" else (name,) for name in outside.split()]
+        inside, closing, spec = rest.partition(")")
+        dims += [tuple(inside.split())] if closing else []
+    return tuple(dims)
 
 
 def _expand_leading(dims: Dims, ndim: int) -> Dims:
     """``...`` as named leading dims, counted from the right so that all tensors of a call agree.
 
-    A tensor with fewer dims than are named besides is whole: some ops return an empty one for what was not asked for.
+    A tensor with fewer dims than the other names is whole: some ops return an empty one where no result was requested.
     """
     if ("...",) not in dims:
         return dims
@@ -320,7 +310,7 @@ def _expand_leading(dims: Dims, ndim: int) -> Dims:
     return (*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :])
 
 
-def _factor_sizes(sides: Side, tensors: Types, given: Mapping[str, int]) -> dict[str, int]:
+def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], given: Mapping[str, int]) -> dict[str, int]:
     """Sizes of factors that have a dim to themselves, then of the one factor that a dim of several leaves open."""
     pairs = [
         (factors, size)
@@ -336,14 +326,6 @@ def _factor_sizes(sides: Side, tensors: Types, given: Mapping[str, int]) -> dict
         for factor in [factor for factor in factors if factor not in sizes][:1]:
             sizes[factor] = size // math.prod(sizes[other] for other in factors if other != factor)
     return sizes
-
-
-def _bind_tensor(
-    dims: Dims | None, tensor: TensorType | None, sizes: Mapping[str, int], chunks: Container[str]
-) -> Dims | None:
-    if dims is None or tensor is None:
-        return None
-    return tuple(_bind_dim(factors, size, sizes, chunks) for factors, size in zip(dims, tensor.shape, strict=True))
 
 
 def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int], chunks: Container[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How a value lies on the mesh: which axes cut each dim, and over which axes a reduction is still open."""
+"""The sharding of a value: which mesh axes cut each dim, and over which axes a reduction is still open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ceil_div(size: int, parts: int) -> int:
 
 
 def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int]:
-    """Where the data of a position starts, and how much there is, when each axis cuts what those before it left."""
+    """Start and length of a position's data along a dim; each axis cuts the chunks that the axes before it left."""
     start, chunk, end = 0, size, size
     for part in axes:
         chunk = ceil_div(chunk, part.size)
@@ -32,7 +32,7 @@ def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int
 
 
 def exact_div(size: int, parts: int) -> int:
-    """``size`` in equal parts; of an expression, whose value no one knows yet, as if it were."""
+    """``size`` divided by a divisor of it; an expression, whose value is unknown, is taken to divide."""
     if not isinstance(size, int):
         return size / parts
     assert size % parts == 0, (size, parts)
@@ -40,11 +40,11 @@ def exact_div(size: int, parts: int) -> int:
 
 
 def num_shards(axes: Axes) -> int:
-    """Into how many pieces these parts cut together."""
-    found = 1
+    """The number of pieces that these parts cut a dim into."""
+    count = 1
     for part in axes:
-        found *= part.size
-    return found
+        count *= part.size
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class DimSharding:
 
     ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
     A dim of ``S`` elements with ``minor=((m1, a1), (m2, a2))`` is seen as ``[S/(m1*m2), m1, m2]``, the first cut by
-    ``axes``, the second by ``a1``, the third by ``a2``. So ``minor=((S//3, (tp,)),)`` is what ``blocks(3, "tp")`` says:
-    each of three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and
+    ``axes``, the second by ``a1``, the third by ``a2``. So ``blocks(3, "tp")`` is ``minor=((S//3, (tp,)),)``: each of
+    three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and
     ``minor=((16, (tp,)),)``. Invariant: an entry of ``minor`` without axes follows one that is cut unevenly.
 
     Sizes need not divide. An axis cuts what the axes before it left into chunks of the ceiling, as torch.chunk does,
@@ -70,7 +70,7 @@ class DimSharding:
         return self.axes + tuple(part for _, axes in self.minor for part in axes) if self.minor else self.axes
 
     def without(self, axes: Collection[str]) -> DimSharding:
-        """The same, not cut by ``axes``."""
+        """The same without the cuts by these axes."""
 
         def kept(parts: Axes) -> Axes:
             return tuple(part for part in parts if part.name not in axes)
@@ -98,7 +98,7 @@ WHOLE = DimSharding()
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Where a value's elements lie, and what is still to be added up.
+    """Which elements of a value each rank holds, and which reductions are still open.
 
     ``dims[i]`` cuts dim ``i``; ``partial`` maps parts of axes to the reduction open over them: the value is the sum
     (max, min) of what the ranks along that part hold. Invariants, one check each: a part appears once; it exists;
@@ -138,11 +138,11 @@ class Sharding:
     @property
     def cut_axes(self) -> Axes:
         """Every part that cuts a dim."""
-        found: Axes = ()
+        parts: Axes = ()
         for dim in self.dims:
             if dim.axes or dim.minor:
-                found += dim.all_axes
-        return found
+                parts += dim.all_axes
+        return parts
 
     @property
     def partial_axes(self) -> Axes:
@@ -160,7 +160,7 @@ class Sharding:
         return not self.cut_axes and not self.partial
 
     def on(self, mesh: Mesh) -> Sharding:
-        """The same on a mesh that lacks some axes: those cut nothing there, and nothing is open over them."""
+        """The same on a mesh without some of the axes: their cuts and open reductions are dropped."""
         dims = tuple(dim.without(set(self.mesh.axis_names) - set(mesh.axis_names)) for dim in self.dims)
         return Sharding(mesh, dims, tuple(each for each in self.partial if each[0].name in mesh.axis_names))
 
@@ -169,7 +169,7 @@ class Sharding:
         return replace(self, partial=())
 
     def with_dim(self, dim: int, sharding: DimSharding) -> Sharding:
-        """The same with one dim cut otherwise."""
+        """The same with another cut of one dim."""
         return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,10 +181,10 @@ class Sharding:
         return all(dim.is_even(size) for dim, size in zip(self.dims, shape, strict=True))
 
     def storable(self, shape: tuple[int, ...]) -> Sharding:
-        """The same, with each dim cut no further than a DTensor can say.
+        """The same, with each dim cut no further than a DTensor can express.
 
-        Axes cut it in the mesh's order, and each chunk as torch.chunk does: of 5 in 2 x 2 that makes 2, 1, 1, 1 and not
-        the 2, 1, 2, 0 that we have.
+        A DTensor's axes cut in the mesh's order, and each chunk as torch.chunk does: 5 elements over 2 x 2 ranks are
+        2, 1, 1, 1 there and 2, 1, 2, 0 here.
         """
         return replace(self, dims=tuple(map(self._storable, self.dims, shape)))
 
@@ -198,7 +198,7 @@ class Sharding:
         return DimSharding(cut.axes[:count])
 
     def text(self, type_: TensorType | None = None) -> str:
-        """As one types it: ``f32[8@dp, (3 64@tp)]{sum tp}``; without a type the sizes read ``_``."""
+        """The printed form: ``f32[8@dp, (3 64@tp)]{sum tp}``; without a type the sizes are ``_``."""
         sizes: tuple[int | str, ...] = ("_",) * len(self.dims) if type_ is None else type_.shape
         dims = ", ".join(self._dim_text(dim, size) for dim, size in zip(self.dims, sizes, strict=True))
         by_op: dict[str, list[str]] = {}
@@ -221,7 +221,7 @@ class Sharding:
 
 
 def _are_torchs_chunks(size: int, axes: Axes) -> bool:
-    """Whether torch, which cuts each chunk by its own length, has our chunks, all of one length but for the data."""
+    """Whether torch, which cuts each chunk by its own length, makes our chunks, which are cut by the longest's."""
     lengths, chunk = {size}, size
     for part in axes:
         chunk = ceil_div(chunk, part.size)
@@ -246,7 +246,7 @@ class TensorType:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
-        """That of a tensor."""
+        """The type of a tensor."""
         return TensorType(tuple(tensor.shape), tensor.dtype)
 
     @property

@@ -2,14 +2,15 @@
 
 | file | ops |
 |---|---|
-| ``annotation`` | ``shardc.annotate`` |
 | ``attention`` | fused scaled dot product attention |
-| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot``: a program's products |
-| ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted``, ``embedding`` |
+| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot``, the product that programs hold; ``grouped_mm`` of experts |
+| ``embedding`` | ``embedding``, ``embedding_bag`` |
+| ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted`` |
 | ``linalg`` | factorizations, solvers, distances, ``fft`` |
-| ``normalization`` | layer, RMS, group and batch norm; losses |
+| ``loss`` | ``nll_loss``, ``mse_loss``, ``binary_cross_entropy`` and other losses |
+| ``normalization`` | layer, RMS, group and batch norm |
 | ``piece`` | ``slice``, ``select``, ``split``, ``cat``, ``stack``, ``flip``, ``roll``, ``constant_pad_nd`` |
-| ``pointwise`` | ``add``, ``mul``, ``where``, casts, copies, gradients of activations, ``full``, ``arange`` |
+| ``pointwise`` | ``add``, casts, copies, gradients of activations, ``full``, ``arange``, ``shardc.annotate`` |
 | ``random`` | random numbers |
 | ``reduction`` | ``sum``, ``amax``, ``mean``, ``cumsum``, ``sort``, ``topk``, ``softmax`` |
 | ``view`` | ``view``, ``permute``, ``expand``, ``squeeze``, ``repeat``, ``diagonal`` |
@@ -19,11 +20,12 @@
 from typing import Any
 
 from shardc.language.rule import RULES, OpRule, pointwise_rule
-from shardc.ops import annotation as annotation
 from shardc.ops import attention as attention
 from shardc.ops import contraction as contraction
+from shardc.ops import embedding as embedding
 from shardc.ops import index as index
 from shardc.ops import linalg as linalg
+from shardc.ops import loss as loss
 from shardc.ops import normalization as normalization
 from shardc.ops import piece as piece
 from shardc.ops import pointwise as pointwise

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 
 aten = torch.ops.aten
 
 
-def _attention_rule(call: Call) -> Rule:
+def _attention_rule(call: OpCall) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, 1, 1]``, the logsumexp has 3 dims.
 
     Where keys have fewer heads than queries, those of the queries are ``(h r)``, and the keys' gradients are sums over

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.ops.reduction import along
 
 aten = torch.ops.aten
@@ -41,10 +41,10 @@ rule(aten.linalg_householder_product.default, "... 1 1, ... 1 -> ... 1 1")
 rule(aten.linalg_pinv.atol_rtol_tensor, "... 1 1, ..., ... -> ... 1 1", is_even=True)
 
 
-def _solve_rule(spec: str) -> Callable[[Call], Rule]:
+def _solve_rule(spec: str) -> Callable[[OpCall], Rule]:
     """``X`` in the spec are the dims of B: its columns in ``A X = B`` are free, its rows in ``X A = B``."""
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         return make_rule(spec.replace("X", "... 1 n" if call.kwargs.get("left", True) else "... n 1"), call)
 
     return bind
@@ -58,19 +58,19 @@ rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1", is_e
 rule(aten.ormqr.default, lambda call: make_rule("... 1 1, ... 1, ... 1 1 -> ... 1 1", call))
 
 
-def _solve_ex_rule(call: Call) -> Rule:
+def _solve_ex_rule(call: OpCall) -> Rule:
     """B is a stack of vectors where it has one dim less than A and agrees with it."""
     x = "... 1" if _has_vectors(call) else "... 1 1"
     return make_rule(f"... 1 1, {x} -> {x}, ... 1 1, ... 1, ...", call)
 
 
-def _has_vectors(call: Call) -> bool:
+def _has_vectors(call: OpCall) -> bool:
     a, b = call.operands
     assert a is not None and b is not None
     return len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and b.shape == a.shape[:-1])
 
 
-def _least_squares_rule(call: Call) -> Rule:
+def _least_squares_rule(call: OpCall) -> Rule:
     """What the driver does not compute is empty."""
     x = "... 1" if _has_vectors(call) else "... 1 1"
     sides = [

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shardc.language.rule import Call, Rule, pointwise_rule, rule
+from shardc.language.rule import OpCall, Rule, pointwise_rule, rule
 
 aten = torch.ops.aten
 
@@ -21,12 +22,12 @@ def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-def pointwise(linear: str = "") -> Callable[[Call], Rule]:
+def pointwise(linear: str = "") -> Callable[[OpCall], Rule]:
     """A pointwise rule whose groups of operands are linear."""
     return lambda call: pointwise_rule(call, linear)
 
 
-def _masked_fill_rule(call: Call) -> Rule:
+def _masked_fill_rule(call: OpCall) -> Rule:
     """Filling with zero is linear."""
     return pointwise_rule(call, linear="0" if call.args[2] == 0 else "")
 
@@ -56,7 +57,7 @@ rule(aten._neg_view.default, pointwise("0"))
 rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
 
 
-def _cast_rule(call: Call) -> Rule:
+def _cast_rule(call: OpCall) -> Rule:
     """A sum of rounded numbers is not the rounded sum; of numbers made wider it is the sum made wider."""
     before, after = call.operands[0], call.result
     assert before is not None
@@ -68,7 +69,7 @@ rule(aten._to_copy.default, _cast_rule)
 rule(torch.ops.prims.convert_element_type.default, _cast_rule)
 
 
-def _division_rule(call: Call) -> Rule:
+def _division_rule(call: OpCall) -> Rule:
     """Whole numbers are not divided by the zeros that padding may have."""
     by_tensor = len(call.operands) > 1 and call.operands[1] is not None
     return replace(pointwise_rule(call), is_even=by_tensor and not call.result.dtype.is_floating_point)
@@ -130,3 +131,33 @@ for op in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.
 for op in (aten.eye.default, aten.eye.m):
     rule(op, "-> 1 1")
 rule(aten.scalar_tensor.default, "-> ")
+
+
+# The op that ``shardc.annotate`` leaves in a graph.
+
+
+@lru_cache(maxsize=1)
+def annotate_op() -> Any:
+    """``torch.ops.shardc.annotate(x, spec, priority=0, said="")``: a copy of x; its backward annotates the gradient.
+
+    ``said``: the annotation as the user wrote it, where that is no call of ``annotate``.
+    """
+
+    def copy(x: torch.Tensor, spec: str, priority: int = 0, *, said: str = "") -> torch.Tensor:
+        return x.clone()
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, str], output: torch.Tensor) -> None:
+        (_, ctx.spec, ctx.priority), ctx.said = inputs, keyword_only_inputs["said"]
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return op(gradient, ctx.spec, ctx.priority, said=ctx.said), None, None
+
+    schema = "(Tensor x, str spec, int priority=0, *, str said='') -> Tensor"
+    op = torch.library.custom_op("shardc::annotate", copy, mutates_args=(), schema=schema)
+    op.register_fake(lambda x, spec, priority=0, *, said="": torch.empty_like(x))
+    op.register_autograd(backward, setup_context=keep)
+    return op
+
+
+annotate_op()
+rule(torch.ops.shardc.annotate.default, pointwise())  # not linear: the user's sharding closes every open sum

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
 
 
-def reduced_dims(call: Call, at: int = 1, default: int | None = None) -> set[int]:
+def reduced_dims(call: OpCall, at: int = 1, default: int | None = None) -> set[int]:
     """The dims that ``args[at]`` names: one, several, or with None or nothing all."""
     ndim = len(call.operand.shape)
     dims = call.args[at] if len(call.args) > at else default
@@ -24,10 +24,10 @@ def reduced_dims(call: Call, at: int = 1, default: int | None = None) -> set[int
 
 def _reduction(
     reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None
-) -> Callable[[Call], Rule]:
+) -> Callable[[OpCall], Rule]:
     """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None."""
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         dims, shape = reduced_dims(call, at, default), call.operand.shape
         keepdim = len(call.result.shape) == len(shape)
         names = dim_names(len(shape))
@@ -40,14 +40,14 @@ def _reduction(
 
 
 def along(
-    dims: Callable[[Call], int | Sequence[int]], linear: str = "", in_chunks: bool = False
-) -> Callable[[Call], Rule]:
+    dims: Callable[[OpCall], int | Sequence[int]], linear: str = "", in_chunks: bool = False
+) -> Callable[[OpCall], Rule]:
     """A rule for ops that keep all dims, some of them whole; these are factors, so that one sees where they are cut.
 
     ``in_chunks``: they may be cut, since decompose takes the op apart in chunks.
     """
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         shape, given = call.operand.shape, dims(call)
         names, whole = dim_names(len(shape)), {dim % len(shape) for dim in _several(given)} if shape else set()
 
@@ -78,14 +78,14 @@ def spec_with(names: Sequence[str], dim: int, name: str) -> str:
     return " ".join(with_name(names, dim, name))
 
 
-def _dim(at: int, default: int = -1) -> Callable[[Call], int]:
+def _dim(at: int, default: int = -1) -> Callable[[OpCall], int]:
     return lambda call: call.args[at] if len(call.args) > at else default
 
 
-def _segment_rule(data: int) -> Callable[[Call], Rule]:
+def _segment_rule(data: int) -> Callable[[OpCall], Rule]:
     """Segments of a dim are whole, and so are the dims before it, whose segments differ."""
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         axis = call.kwargs.get("axis", 0)
         names = ["1" if i <= axis else name for i, name in enumerate(dim_names(len(call.operand.shape)))]
         x, segments = " ".join(names), " ".join(["1"] * (axis + 1))
@@ -138,7 +138,7 @@ rule(aten.mode.default, _reduction(None, default=-1))
 rule(aten.hash_tensor.default, _reduction(None))
 
 
-def _histogram_rule(call: Call) -> Rule:
+def _histogram_rule(call: OpCall) -> Rule:
     """How many elements fall into each bin: a sum over them, where the bins do not depend on their range."""
     low, high = [*call.args[2:4], 0, 0][:2]
     names = " ".join(dim_names(len(call.operand.shape)))

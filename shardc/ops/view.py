@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import OpCall, Rule, make_rule, rule
 
 aten = torch.ops.aten
 
@@ -85,17 +85,17 @@ def dim_names(ndim: int) -> list[str]:
     return [f"d{i}" for i in range(ndim)]
 
 
-def _view_rule(call: Call) -> Rule:
+def _view_rule(call: OpCall) -> Rule:
     spec, sizes, whole = view_spec(call.operand.shape, call.result.shape)
     return make_rule(spec, call, linear="0", whole=whole, sizes=sizes)
 
 
-def _permute_rule(call: Call, order: Sequence[int]) -> Rule:
+def _permute_rule(call: OpCall, order: Sequence[int]) -> Rule:
     names = dim_names(len(call.operand.shape))
     return make_rule(f"{' '.join(names)} -> {' '.join(names[dim] for dim in order)}", call, linear="0")
 
 
-def _transpose_rule(call: Call) -> Rule:
+def _transpose_rule(call: OpCall) -> Rule:
     order = list(range(len(call.operand.shape)))
     dims = call.args[1:3] if len(call.args) > 1 else range(len(order))[::-1]  # t() names no dims
     if order:
@@ -103,7 +103,7 @@ def _transpose_rule(call: Call) -> Rule:
     return _permute_rule(call, order)
 
 
-def _expand_rule(call: Call) -> Rule:
+def _expand_rule(call: OpCall) -> Rule:
     """Not linear, though it could be: it would enlarge what is reduced."""
     shape, names = call.operand.shape, dim_names(len(call.result.shape))
     lead = len(names) - len(shape)
@@ -114,13 +114,13 @@ def _expand_rule(call: Call) -> Rule:
     return make_rule(f"{' '.join(kept)} -> {' '.join(names)}", call)
 
 
-def _unsqueeze_rule(call: Call) -> Rule:
+def _unsqueeze_rule(call: OpCall) -> Rule:
     names = dim_names(len(call.operand.shape))
     new = call.args[1] % len(call.result.shape)
     return make_rule(f"{' '.join(names)} -> {' '.join([*names[:new], '1', *names[new:]])}", call, linear="0")
 
 
-def _squeeze_rule(call: Call) -> Rule:
+def _squeeze_rule(call: OpCall) -> Rule:
     """A dim that the op names is whole: cut to one element a rank it would vanish."""
     ndim = len(call.operand.shape)
     given = call.args[1] if len(call.args) > 1 else range(ndim)
@@ -130,7 +130,7 @@ def _squeeze_rule(call: Call) -> Rule:
     return make_rule(f"{' '.join(names)} -> {' '.join(kept)}", call, linear="0")
 
 
-def _repeat_rule(call: Call) -> Rule:
+def _repeat_rule(call: OpCall) -> Rule:
     """A dim that is repeated holds its copies as the major factor, which is whole."""
     names = dim_names(len(call.result.shape))
     lead = len(names) - len(call.operand.shape)
@@ -147,24 +147,24 @@ def _diagonal_specs(ndim: int, dims: Sequence[int]) -> tuple[str, str]:
     return " ".join("1" if dim in taken else name for dim, name in enumerate(names)), " ".join([*kept, "1"])
 
 
-def _diagonal_rule(call: Call) -> Rule:
+def _diagonal_rule(call: OpCall) -> Rule:
     _, dim1, dim2 = with_defaults(call.args[1:], 0, 0, 1)
     large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
     return make_rule(f"{large} -> {small}", call, linear="0")
 
 
-def _diagonal_backward_rule(call: Call) -> Rule:
+def _diagonal_backward_rule(call: OpCall) -> Rule:
     large, small = _diagonal_specs(len(call.result.shape), call.args[3:5])
     return make_rule(f"{small} -> {large}", call, linear="0")
 
 
-def _diagonal_scatter_rule(call: Call) -> Rule:
+def _diagonal_scatter_rule(call: OpCall) -> Rule:
     _, dim1, dim2 = with_defaults(call.args[2:], 0, 0, 1)
     large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
     return make_rule(f"{large}, {small} -> {large}", call, linear="01")
 
 
-def _diag_embed_rule(call: Call) -> Rule:
+def _diag_embed_rule(call: OpCall) -> Rule:
     _, dim1, dim2 = with_defaults(call.args[1:], 0, -2, -1)
     large, small = _diagonal_specs(len(call.result.shape), (dim1, dim2))
     return make_rule(f"{small} -> {large}", call, linear="0")
@@ -175,12 +175,12 @@ def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
     return [*given, *defaults[len(given) :]]
 
 
-def _unfold_rule(call: Call) -> Rule:
+def _unfold_rule(call: OpCall) -> Rule:
     spec, chunks = _unfold_spec(len(call.operand.shape), call.args[1])
     return make_rule(f"{spec} -> {spec} 1", call, linear="0", chunks=chunks)
 
 
-def _unfold_backward_rule(call: Call) -> Rule:
+def _unfold_backward_rule(call: OpCall) -> Rule:
     spec, chunks = _unfold_spec(len(call.result.shape), call.args[2])
     return make_rule(f"{spec} 1 -> {spec}", call, linear="0", chunks=chunks)
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
-from shardc.language.rule import Call, Rule, make_rule, rule
+from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.language.windows import Windows, overlap_add, windows
 from shardc.ops.view import dim_names
@@ -24,7 +22,7 @@ def sums_over_kernel(kernel: int, result: int, is_transposed: bool) -> bool:
     return kernel > result and not is_transposed
 
 
-def _convolution_rule(call: Call) -> Rule:
+def _convolution_rule(call: OpCall) -> Rule:
     """With a bias the input's channels are whole: were they cut, every shard would add it."""
     whole = "i" if call.operands[2] is not None else ""
     specs, sizes, chunks = _specs(call.operands[0], call.operands[1], call.result, call.args[6], call.args[8])
@@ -32,7 +30,7 @@ def _convolution_rule(call: Call) -> Rule:
     return make_rule(spec, call, whole=whole, linear="" if whole else "0 1", sizes=sizes, chunks=chunks)
 
 
-def _convolution_backward_rule(call: Call) -> Rule:
+def _convolution_backward_rule(call: OpCall) -> Rule:
     """With a bias the input's channels are whole: the bias's gradient lacks them and is no sum over them."""
     specs, sizes, chunks = _specs(call.operands[1], call.operands[2], call.operand, call.args[7], call.args[9])
     spec = "{result}, {x}, {weight} -> {x}, {weight}, {bias}".format(**specs)
@@ -74,12 +72,12 @@ def _num_groups(x: TensorType | None, weight: TensorType | None, result: TensorT
     return channels.shape[1] // max(1, weight.shape[1])
 
 
-def _local_convolution(call: Call, shard: Call) -> dict[int, Any]:
+def _local_convolution(call: OpCall, shard: OpCall) -> dict[int, Any]:
     x, weight = shard.operands[:2]
     return {8: _num_groups(x, weight, shard.result, call.args[6])}
 
 
-def _local_convolution_backward(call: Call, shard: Call) -> dict[int, Any]:
+def _local_convolution_backward(call: OpCall, shard: OpCall) -> dict[int, Any]:
     grad, x, weight = shard.operands[:3]
     groups = _num_groups(x, weight, grad, call.args[7])
     return {9: groups} if call.args[3] is None else {3: [shard.operand.shape[1]], 9: groups}
@@ -89,10 +87,10 @@ rule(aten.convolution.default, _convolution_rule, local=_local_convolution)
 rule(aten.convolution_backward.default, _convolution_backward_rule, local=_local_convolution_backward)
 
 
-def over_places(sides: str, count: int, linear: str) -> Callable[[Call], Rule]:
+def over_places(sides: str, count: int, linear: str) -> Callable[[OpCall], Rule]:
     """``"y x -> x"``: tensors of the places before, x, and after, y: the last ``count`` dims."""
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         names = sides.replace("->", "").split()
         tensors = dict(zip(names, (*call.operands, *call.results), strict=True))
         x, y = tensors["x"], tensors["y"]
@@ -125,10 +123,10 @@ def _overloads(names: str, ndim: int) -> Iterable[Any]:
     return [getattr(aten, name.replace("#", str(ndim))).default for name in names.split()]
 
 
-def _padding_rule(bind: Callable[[Call], Rule], at: int) -> Callable[[Call], Rule]:
+def _padding_rule(bind: Callable[[OpCall], Rule], at: int) -> Callable[[OpCall], Rule]:
     """A place that ``args[at]``, two numbers for each dim from the last, does not pad is a factor like others."""
 
-    def padding(call: Call) -> Rule:
+    def padding(call: OpCall) -> Rule:
         found, pads, shape = bind(call), call.args[at], call.result.shape
         assert found.results[0] is not None
         names = found.results[0][::-1]
@@ -185,16 +183,16 @@ rule(aten._adaptive_avg_pool3d_backward.default, "... 1 1 1, ... 1 1 1 -> ... 1 
 # Channels that hold pixels or windows: the window is the minor factor.
 
 
-def _shuffle_rule(spec: str) -> Callable[[Call], Rule]:
-    def bind(call: Call) -> Rule:
+def _shuffle_rule(spec: str) -> Callable[[OpCall], Rule]:
+    def bind(call: OpCall) -> Rule:
         factor = call.args[1]
         return make_rule(spec, call, linear="0", whole="r s", sizes={"r": factor, "s": factor})
 
     return bind
 
 
-def _columns_rule(spec: str, kernel: int) -> Callable[[Call], Rule]:
-    def bind(call: Call) -> Rule:
+def _columns_rule(spec: str, kernel: int) -> Callable[[OpCall], Rule]:
+    def bind(call: OpCall) -> Rule:
         return make_rule(spec, call, linear="0", whole="k", sizes={"k": math.prod(call.args[kernel])})
 
     return bind
@@ -210,40 +208,6 @@ rule(aten.im2col.default, _columns_rule("... c 1 1 -> ... (c k) 1", kernel=1))
 rule(aten.col2im.default, _columns_rule("... (c k) 1 -> ... c 1 1", kernel=2))
 
 
-def fit(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with ``dim`` of another size, cut short or longer by zeros, as a collective of equal pieces needs it."""
-    here = x.shape[dim]
-    if size < here:
-        return x.narrow(dim, 0, size).contiguous()
-    after = [0] * (2 * (x.ndim - dim - 1)) + [0, size - here]
-    return pad(x, after) if size > here else x
-
-
-def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill: float) -> Tensor:
-    """``x`` with ``fill`` for its padding.
-
-    ``dim`` is rows of ``chunk * inner`` elements, of which the first ``length * inner`` are data.
-    """
-    if length == chunk:
-        return x
-    rows = x.unflatten(dim, (-1, chunk * inner))
-    data = rows.narrow(dim + 1, 0, length * inner)
-    padding = list(data.shape)
-    padding[dim + 1] = (chunk - length) * inner
-    return torch.cat([data, data.new_full(padding, fill)], dim + 1).view(x.shape)
-
-
-def neutral(reduce: str, dtype: torch.dtype) -> float:
-    """What does not change a sum, a maximum or a minimum."""
-    if reduce == "sum":
-        return 0
-    if dtype == torch.bool:
-        return int(reduce == "min")
-    if dtype.is_floating_point:
-        return -math.inf if reduce == "max" else math.inf
-    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
-
-
 def places(x: TensorType, y: TensorType, count: int) -> tuple[str, dict[str, int]]:
     """A factor for each of the last ``count`` dims, which two tensors have, each of its own size; and the chunks."""
     pairs = list(zip(x.shape, y.shape, strict=True))[len(x.shape) - count :]
@@ -251,25 +215,25 @@ def places(x: TensorType, y: TensorType, count: int) -> tuple[str, dict[str, int
     return " ".join(names), {name: 1 for name in names if name != "1"}
 
 
-def _names(call: Call) -> tuple[str, str]:
+def _names(call: OpCall) -> tuple[str, str]:
     """The specs of the tensor with the dim, and of the one with its windows."""
     names, dim = dim_names(len(call.operand.shape)), call.args[2] % len(call.operand.shape)
     before, after = names[:dim], names[dim + 1 :]
     return " ".join([*before, "n", *after]), " ".join([*before, "(n w)", *after])
 
 
-def _window_rule(spec: str, call: Call, linear: str) -> Rule:
+def _window_rule(spec: str, call: OpCall, linear: str) -> Rule:
     window = Windows(*call.args[3])
     sizes = {"n": window.count, "w": window.size}
     return make_rule(spec, call, linear=linear, whole="w", sizes=sizes, chunks={"n": window.count})
 
 
-def _windows_rule(call: Call) -> Rule:
+def _windows_rule(call: OpCall) -> Rule:
     dim, joined = _names(call)
     return _window_rule(f"{dim} -> {joined}", call, linear="0" if call.args[4] == 0 else "")
 
 
-def _overlap_add_rule(call: Call) -> Rule:
+def _overlap_add_rule(call: OpCall) -> Rule:
     dim, joined = _names(call)
     return _window_rule(f"{joined} -> {dim}", call, linear="0")
 

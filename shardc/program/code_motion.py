@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from shardc.ops.windowed import fit
+from shardc.ops.piece import fit
 from shardc.program.collective import (
     EXCHANGES,
 )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from shardc.language.kinds import LOCAL_KINDS, WHOLE_PAYLOAD, Kind
+from shardc.language.collective_kind import LOCAL_KINDS, WHOLE_PAYLOAD, CollectiveKind
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
@@ -77,7 +77,7 @@ def reshard(x: Any) -> Any:
     return x
 
 
-COLLECTIVES: dict[Callable[..., Any], Kind] = {
+COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     all_gather: "all_gather",
     shard_slice: "shard_slice",
     all_reduce: "all_reduce",
@@ -104,7 +104,7 @@ class Collective:
     ``ranks``: in a group, of those kinds of which a rank sends a share.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     dtype: str
     local_shape_in: tuple[int, ...]
@@ -141,7 +141,7 @@ class Collective:
         return cause_text(self.causes)
 
 
-def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
+def wire_bytes(kind: CollectiveKind, payload: int, group_size: int) -> int:
     """Bytes that one rank sends, by the ring algorithms: ``payload`` is the larger of its input and output.
 
     all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all.
@@ -155,7 +155,7 @@ def wire_bytes(kind: Kind, payload: int, group_size: int) -> int:
     return 2 * once if kind == "all_reduce" else once
 
 
-def collective_kind(node: fx.Node) -> Kind:
+def collective_kind(node: fx.Node) -> CollectiveKind:
     """The kind of a node that is a collective."""
     return COLLECTIVES[node.target]  # type: ignore[index]
 
@@ -165,7 +165,7 @@ def adds_microbatches(node: fx.Node) -> bool:
     return node.target is all_reduce and node.args[1] == (MICROBATCH,)
 
 
-def group_size(mesh: Mesh, kind: Kind, args: tuple[Any, ...]) -> int:
+def group_size(mesh: Mesh, kind: CollectiveKind, args: tuple[Any, ...]) -> int:
     """How many ranks take part in one group of a collective, given its arguments after the value."""
     axes = parse_parts(args[0], mesh)
     if kind == "collective_permute" and _moving(axes) == _moving(parse_parts(args[1], mesh)):
@@ -187,7 +187,7 @@ class Step:
     ``sharding`` and ``shape`` (global) are those of the result.
     """
 
-    kind: Kind | Literal["view"]
+    kind: CollectiveKind | Literal["view"]
     args: tuple[Any, ...]
     sharding: Sharding
     shape: tuple[int, ...]
@@ -198,7 +198,7 @@ class Step:
         return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
 
 
-def steps_sharding(src: Sharding, kind: Kind, args: tuple[Any, ...]) -> Sharding:
+def steps_sharding(src: Sharding, kind: CollectiveKind, args: tuple[Any, ...]) -> Sharding:
     """The sharding after a collective on a value of sharding ``src``, given its arguments after the value.
 
     Parts of an axis that come to follow each other on a dim are joined.
@@ -346,7 +346,7 @@ Fit = tuple[int, int]  # a dim, and the size that it must have
 
 
 def fits(
-    kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+    kind: CollectiveKind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
 ) -> tuple[Fit | None, Fit | None]:
     """What a collective in groups of ``count`` needs of its operand, and what is to be done with its result.
 
@@ -363,7 +363,9 @@ def fits(
     return before, after
 
 
-def payload_numel(kind: Kind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]) -> int:
+def payload_numel(
+    kind: CollectiveKind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+) -> int:
     """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
     before, after = fits(kind, args, count, taken, made)
     larger, fit = (made, after and (after[0], count * taken[after[0]])) if kind == "all_gather" else (taken, before)

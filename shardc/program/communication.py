@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.kinds import LOCAL_KINDS, Kind
+from shardc.language.collective_kind import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.windows import most_rows_sent, overlap_add
@@ -31,7 +31,7 @@ Size = Any  # an int; a sympy.Expr where sizes have names
 RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # of the windows of an exchange: ``most_rows_sent``
 
 
-def bucket(kind: Kind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...], *xs: Any) -> tuple[Any, ...]:
+def bucket(kind: CollectiveKind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...], *xs: Any) -> tuple[Any, ...]:
     """Each of ``xs`` through a collective of this kind, whose further arguments are those of ``args`` at its place."""
     return xs
 
@@ -40,7 +40,7 @@ def bucket(kind: Kind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...],
 class Member:
     """One collective: of ``operand``, with ``args`` after the value, to the node's result at ``index``."""
 
-    kind: Kind
+    kind: CollectiveKind
     args: tuple[Any, ...]
     operand: fx.Node
     index: int
@@ -102,7 +102,7 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     after = joined_type([program.local_type(node, i) for i in range(len(moved))])
     ranks = 0
     if node.target in EXCHANGES:
-        kind: Kind = "collective_permute"
+        kind: CollectiveKind = "collective_permute"
         axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
         payload, wire = edge_bytes(node, before, count_rows)
     elif parts[0].kind == "rechunk":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import fx
 
 from shardc.language.mesh import Mesh
-from shardc.language.rule import Call, Rule, replicated_rule
+from shardc.language.rule import OpCall, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
@@ -266,9 +266,9 @@ class Program:
 
     # Rules.
 
-    def call(self, node: fx.Node) -> Call:
+    def call(self, node: fx.Node) -> OpCall:
         """The node's call, with types for nodes."""
-        return Call(
+        return OpCall(
             self._with_types(node.args),
             self._with_types(node.kwargs),
             tuple(value and self.value_type(value) for value in self.operand_values(node)),

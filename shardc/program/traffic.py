@@ -12,7 +12,7 @@ from torch import fx
 
 from shardc.language.text import shortened, table
 from shardc.language.windows import most_rows_sent
-from shardc.ops.windowed import fit
+from shardc.ops.piece import fit
 from shardc.program.collective import (
     COLLECTIVES,
     Collective,

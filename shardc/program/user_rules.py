@@ -16,9 +16,9 @@ from torch.fx.node import map_aggregate
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.rule import (
     RULES,
-    Call,
     Dims,
     Local,
+    OpCall,
     OpRule,
     Rule,
     local_sizes,
@@ -29,7 +29,7 @@ from shardc.language.rule import (
 )
 from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops import op_rule
-from shardc.ops.windowed import neutral
+from shardc.ops.piece import neutral
 from shardc.program.node import operands
 from shardc.program.program import Program
 
@@ -251,7 +251,7 @@ class Case:
     op: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    call: Call
+    call: OpCall
     rule: Rule
     tensors: tuple[Tensor | None, ...]  # the operands
     results: tuple[Tensor | None, ...]
@@ -311,7 +311,7 @@ def _map_tensors(change: Callable[[Tensor], Any], argument: Any) -> Any:
     return map_aggregate(argument, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-Spec = str | Callable[[Call], str | None]
+Spec = str | Callable[[OpCall], str | None]
 _GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a tensor that is not looked at"
 
 
@@ -374,7 +374,7 @@ def register_rule(
     if reduce not in ("sum", "max", "min"):
         raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
 
-    def bind(call: Call) -> Rule:
+    def bind(call: OpCall) -> Rule:
         text = spec(call) if callable(spec) else spec
         if text is None:
             return replicated_rule(call)
@@ -447,7 +447,7 @@ def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local
         refuse(f"linear={linear!r} names operand {outside[0]}", f"there are operands 0 to {len(left.split(',')) - 1}")
 
 
-def _check_call(who: str, spec: str, call: Call) -> None:
+def _check_call(who: str, spec: str, call: OpCall) -> None:
     """An entry for each tensor, a factor for each dim, and one size for each factor."""
     left, _, right = spec.partition("->")
     sizes: dict[str, int] = {}

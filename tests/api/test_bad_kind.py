@@ -144,7 +144,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "an output cut over the stages": (
         lambda: compile({"output:logits": P(None, "dp")}, both, pipeline=Pipeline("dp", 2)),
         "output 'logits': P(None, 'dp') on shape [4, 16], dim 1: axis 'dp'\n"
-        "  the stages of the pipeline lie along it, and a value on the ranks of one stage\n"
+        "  it is the axis of the pipeline's stages, and a value is held by the ranks of one stage\n"
         "  leave 'dp' out, or name another axis in Pipeline",
     ),
     "a value cut over the stages of a mesh of these alone": (
@@ -153,7 +153,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
             mesh=Mesh(pp=2), pipeline=Pipeline("pp", 2),
         ),
         "annotate in the model (test_bad_kind.py:LINE): P('pp') on shape [4, 16], dim 0: axis 'pp'\n"
-        "  the stages of the pipeline lie along it, and a value on the ranks of one stage\n"
+        "  it is the axis of the pipeline's stages, and a value is held by the ranks of one stage\n"
         "  leave 'pp' out, or name another axis in Pipeline",
     ),
     "a value cut in microbatches": (

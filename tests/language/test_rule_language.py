@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardc.language.cut import dims_sharding, extends, factor_cuts, join_dim, split_dim
 from shardc.language.mesh import Axes, AxisPart, Mesh
 from shardc.language.partition import P
-from shardc.language.rule import Call, Rule, make_rule, pointwise_rule, replicated_rule
+from shardc.language.rule import OpCall, Rule, make_rule, pointwise_rule, replicated_rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 from shardc.ops.view import view_spec
 
@@ -183,9 +183,9 @@ def test_a_tensors_cuts_are_its_factors_cuts_and_back(drawn: tuple[Mesh, list[li
 # Specs.
 
 
-def call_of(operands: Sequence[tuple[int, ...] | None], results: Sequence[tuple[int, ...] | None]) -> Call:
+def call_of(operands: Sequence[tuple[int, ...] | None], results: Sequence[tuple[int, ...] | None]) -> OpCall:
     types = [tuple(None if shape is None else TensorType(shape, F32) for shape in side) for side in (operands, results)]
-    return Call(types[0], {}, types[0], types[1])
+    return OpCall(types[0], {}, types[0], types[1])
 
 
 def test_an_einsum_names_the_dims() -> None:

@@ -51,8 +51,8 @@ def found_at(element: int, window: Windows) -> int:
 
 def chunked(x: Tensor, window: Windows) -> list[Tensor]:
     """The chunk of each rank, garbage where it is beyond the end."""
-    padded = torch.cat([x, x.new_full((x.shape[0], window.count * window.held - x.shape[1]), GARBAGE)], 1)
-    return list(padded.split(window.held, 1))
+    padded = torch.cat([x, x.new_full((x.shape[0], window.count * window.shard_size - x.shape[1]), GARBAGE)], 1)
+    return list(padded.split(window.shard_size, 1))
 
 
 @settings(max_examples=300)
@@ -112,7 +112,7 @@ def run_on_gloo():
             generator = torch.Generator().manual_seed(0)
             x, y = (
                 torch.randint(-8, 8, (3, size, 2), generator=generator).float()
-                for size in (window.count * window.held, window.count * window.size)
+                for size in (window.count * window.shard_size, window.count * window.size)
             )
             for axes in (("dp", "tp"), ("tp", "dp")):
                 for kind, whole, extra in (("windows", x, (5.0,)), ("overlap_add", y, ())):

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from reshard_case import integers, lay_out, read_back
 from torch import Tensor
 
-from shardc.language.kinds import Kind
+from shardc.language.collective_kind import CollectiveKind
 from shardc.language.mesh import Axes, Mesh
 from shardc.language.partition import parse_part
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.program.collective import COLLECTIVES, group_size, steps_sharding, wire_bytes
 from shardc.runtime.comm.comm import SimulatedComm
 
-Call = tuple[Kind, tuple[object, ...]]
+Call = tuple[CollectiveKind, tuple[object, ...]]
 Names = tuple[str, ...]
 
 
@@ -129,7 +129,7 @@ def test_every_collective_keeps_values_and_has_its_adjoint() -> None:
 
 @settings(max_examples=60)
 @given(st.sampled_from(["all_reduce", "reduce_scatter"]), st.sampled_from(["max", "min"]), st.integers(0, 99))
-def test_reductions_by_max_and_min_keep_values(kind: Kind, op: str, seed: int) -> None:
+def test_reductions_by_max_and_min_keep_values(kind: CollectiveKind, op: str, seed: int) -> None:
     mesh, x = Mesh(a=2, b=3), integers((6, 4), seed)
     src = Sharding(mesh, (DimSharding(), DimSharding((mesh.axis("a"),))), ((mesh.axis("b"), op),))  # type: ignore[arg-type]
     args = (("b",), op) if kind == "all_reduce" else (("b",), op, 0)
@@ -234,7 +234,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("kind", "args", "src", "dst"), TABLE)
-def test_a_collective_says_the_sharding_that_it_leaves(kind: Kind, args: Names, src: str, dst: str) -> None:
+def test_a_collective_says_the_sharding_that_it_leaves(kind: CollectiveKind, args: Names, src: str, dst: str) -> None:
     assert str(steps_sharding(parsed(src), kind, args)) == dst
 
 
@@ -251,7 +251,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("kind", "args", "src", "message"), MISTAKES)
-def test_a_collective_that_does_not_apply_is_a_fault(kind: Kind, args: Names, src: str, message: str) -> None:
+def test_a_collective_that_does_not_apply_is_a_fault(kind: CollectiveKind, args: Names, src: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         steps_sharding(parsed(src), kind, args)
 

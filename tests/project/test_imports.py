@@ -40,7 +40,7 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc",
     "shardc.__main__",
     "shardc.language.errors",
-    "shardc.language.kinds",
+    "shardc.language.collective_kind",
     "shardc.language.machine",
     "shardc.language.mesh",
     "shardc.language.partition",

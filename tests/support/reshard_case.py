@@ -14,7 +14,7 @@ from torch import Tensor
 from shardc.language.cut import join_dim
 from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.language.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards
-from shardc.ops.windowed import fit
+from shardc.ops.piece import fit
 from shardc.program.collective import Step, fits, group_size
 from shardc.runtime.comm.comm import SimulatedComm
 from shardc.runtime.comm.placement import pad, shard, unshard

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from shardc.language.collective_kind import LOCAL_KINDS, CollectiveKind
 from shardc.language.errors import UsageError, did_you_mean
-from shardc.language.kinds import LOCAL_KINDS, Kind
 from shardc.language.mesh import axis_of
 from shardc.language.text import shortened, table
 
-KINDS = tuple(kind for kind in get_args(Kind) if kind not in (*LOCAL_KINDS, "rechunk"))
+KINDS = tuple(kind for kind in get_args(CollectiveKind) if kind not in (*LOCAL_KINDS, "rechunk"))
 PHASES = ("forward", "backward", "update")
 MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")
 LISTED = {"fallback": "fallbacks", "note": "notes"}

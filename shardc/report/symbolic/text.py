@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepCost
-from shardc.language.kinds import WHOLE_PAYLOAD
+from shardc.language.collective_kind import WHOLE_PAYLOAD
 from shardc.language.text import table
 from shardc.report.symbolic.form import Point
 from shardc.report.symbolic.learn import FEW, point_text

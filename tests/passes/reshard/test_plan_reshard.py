@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take, uneven_cases
 
-from shardc.language.cut import join_dim, lies_alike
+from shardc.language.collective_kind import CollectiveKind
+from shardc.language.cut import has_same_shards, join_dim
 from shardc.language.errors import ShardingError
-from shardc.language.kinds import Kind
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
@@ -91,7 +91,7 @@ def test_each_step_says_the_sharding_that_its_collective_leaves(case: Case) -> N
     before = case.src
     for step in plan_reshard(case.src, case.dst, case.type)[:-1]:
         if step.kind != "view":
-            assert lies_alike(step.sharding, steps_sharding(before, step.kind, step.args), step.shape)
+            assert has_same_shards(step.sharding, steps_sharding(before, step.kind, step.args), step.shape)
         before = step.sharding
 
 
@@ -157,7 +157,7 @@ def cost_of(case: Case, steps: tuple[Step, ...]) -> float:
     return total
 
 
-def step_cost(case: Case, src: Sharding, dst: Sharding, kind: Kind, args: tuple[object, ...]) -> float:
+def step_cost(case: Case, src: Sharding, dst: Sharding, kind: CollectiveKind, args: tuple[object, ...]) -> float:
     """Elements sent, and a 64th of the larger end's local value for each collective."""
     if kind == "shard_slice":
         return 0
@@ -201,7 +201,7 @@ def pieces(sharding: Sharding) -> list[int]:
     return [num_shards(dim.axes) for dim in sharding.dims]
 
 
-def every_collective(case: Case, at: Sharding) -> Iterator[tuple[Kind, tuple[object, ...]]]:
+def every_collective(case: Case, at: Sharding) -> Iterator[tuple[CollectiveKind, tuple[object, ...]]]:
     mesh, dims = at.mesh, range(len(at.dims))
     unused = {mesh.axis(name) for name in mesh.axis_names} - set(case.src.cut_axes)
     sliced = set(case.dst.cut_axes) if case.src.partial else set(case.dst.cut_axes) | unused

@@ -13,7 +13,7 @@ from torch import fx
 
 import shardc
 from shardc import Mesh, P
-from shardc.ops.windowed import fit
+from shardc.ops.piece import fit
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_cast, is_getitem
 from shardc.program.program import Program
