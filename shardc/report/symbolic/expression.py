@@ -427,7 +427,7 @@ def _conditions(window: Windows, here: Windows, point: Point) -> list[Cut | Reac
     is_aligned = here.length % here.count == 0 and here.chunk * step * here.count == here.length
     is_fixed = isinstance(window.span, int) and getattr(left_over, "is_number", True) and left_over < 2 * step
     is_known = here.beyond == FILLED or (here.beyond == AROUND and here.span == here.stride == 1)
-    if not is_aligned or not is_fixed or here.of or not is_known:
+    if not is_aligned or not is_fixed or here.fixed_shard_size or not is_known:
         return None
     rows = rows_expressed(window)
     if rows is None or value(rows, point) != most:
