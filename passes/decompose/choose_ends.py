@@ -1,6 +1,6 @@
-"""Where an input and an output are cut by one axis along different dims: whose cuts the ops between them have.
+"""Where one axis cuts an input and an output along different dims: which of the two the ops between them follow.
 
-Propagate lets both speak at once: each op is cut as what reaches it first, and the value moves where they meet::
+Propagate lets both come at once: each op is cut by what reaches it first, and the value moves where they meet::
 
     y: f32[128@a, 112, 112, 64] = convolution(x, w)     # x: f32[128@a, 224, 224, 3]
     output: f32[128, 112@a, 112, 64] = reshard(y)
@@ -8,7 +8,7 @@ Propagate lets both speak at once: each op is cut as what reaches it first, and 
     r: f32[128, 224@a, 224, 3] = reshard(x)             # x is 10 times smaller than y
     output: f32[128, 112@a, 112, 64] = convolution(r, w)
 
-Both are compiled, and the outputs speak first where that sends fewer bytes and leaves each rank no more to compute.
+Both are compiled. The outputs come first where that sends fewer bytes and leaves each rank no more to compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardc.program.program import Program
 
 from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import propagate
-from ..reshard.choose_cuts import Plan, assign, claims_on
+from ..reshard.choose_cuts import Arrivals, assign, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 
@@ -35,41 +35,38 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
 
     Not where the user has set priorities.
     """
-    ours = decomposed(program)
-    if not _meet(program):
-        return ours
+    inputs_first = decomposed(program)
+    if not _ends_conflict(program):
+        return inputs_first
     pins = tuple(replace(pin, priority=-1) if pin.kind == "output" else pin for pin in program.pins)
-    theirs = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
-    sent, flops = zip(*map(_costs, (ours, theirs)), strict=True)
-    return theirs if sent[1] < sent[0] and flops[1] <= flops[0] else ours
+    outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
+    sent, flops = zip(*map(_costs, (inputs_first, outputs_first)), strict=True)
+    return outputs_first if sent[1] < sent[0] and flops[1] <= flops[0] else inputs_first
 
 
-def _meet(program: Program) -> bool:
-    """Whether an axis of inputs and outputs both moves to another dim somewhere, and no one said who speaks first."""
+def _ends_conflict(program: Program) -> bool:
+    """Whether an axis of inputs and outputs both moves to another dim somewhere, and no priorities decide."""
     axes: dict[str, set[str]] = {"input": set(), "output": set()}
     for pin in program.pins:
-        axes.setdefault(pin.kind, set()).update(_dims_of(pin.sharding))
+        axes.setdefault(pin.kind, set()).update(_dims_by_axis(pin.sharding))
     shared = axes["input"] & axes["output"]
     if not shared or any(pin.priority for pin in program.pins):
         return False
-    every = [(node, i) for node in program.graph.nodes for i in range(len(program.shardings(node)))]
-    lies = {(node, i): lie for node, i in every if (lie := program.shardings(node)[i]) is not None}
-    plan = Plan(program, set(), {}, lies=lies)
-    return any(_moves(plan, node, shared) for node in program.calls)
+    arrivals = Arrivals(program, current_shardings(program))
+    return any(_moves(arrivals, node, shared) for node in program.calls)
 
 
-def _moves(plan: Plan, node: fx.Node, axes: set[str]) -> bool:
-    """Whether one of the axes cuts an operand or a result along another dim than the op wants or makes it."""
-    program, rule = plan.program, plan.program.rule(node)
-    cuts = assign(rule, claims_on(program, node, rule, plan.seen_by(node)))
-    wanted, made = plan.way(node, rule, cuts, frozenset(), ())
-    lies = [value and plan.lies[value] for value in program.operand_values(node)]
-    pairs = [*zip(lies, wanted, strict=True), *zip(program.shardings(node), made, strict=True)]
-    dims = [(_dims_of(one), _dims_of(other)) for one, other in pairs if one is not None and other is not None]
+def _moves(arrivals: Arrivals, node: fx.Node, axes: set[str]) -> bool:
+    """Whether one of the axes cuts an operand or a result along another dim than the op does."""
+    program = arrivals.program
+    op = arrivals.op_shardings(node, assign(program.rule(node), arrivals.claims(node)))
+    operands = [None if value is None else arrivals.shardings[value] for value in program.operand_values(node)]
+    pairs = [*zip(operands, op.operands, strict=True), *zip(program.shardings(node), op.results, strict=True)]
+    dims = [(_dims_by_axis(one), _dims_by_axis(other)) for one, other in pairs if one is not None and other is not None]
     return any(one[axis] != other[axis] for one, other in dims for axis in axes & one.keys() & other.keys())
 
 
-def _dims_of(sharding: Sharding) -> dict[str, int]:
+def _dims_by_axis(sharding: Sharding) -> dict[str, int]:
     """The dim that each axis cuts."""
     return {part.name: dim for dim, cut in enumerate(sharding.dims) for part in cut.all_axes}
 

@@ -24,7 +24,7 @@ from shardc.program.collective import reshard
 from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
 
-from ..reshard.insert_reshards import inserted
+from ..reshard.insert_reshards import insert_reshard
 from .fuse_collectives import sum_of
 
 aten = torch.ops.aten
@@ -48,7 +48,9 @@ def accumulate(program: Program) -> Program:
             values = list(_of_stages(program, value))
             if len(values) == 1 and added == program.sharding(node):
                 continue
-            total = _added(program, [inserted(program, each, added, node, *program.causes(node)) for each in values])
+            total = _added(
+                program, [insert_reshard(program, each, added, node, *program.causes(node)) for each in values]
+            )
         if added == program.sharding(node):
             program.replace(node, total)
         else:

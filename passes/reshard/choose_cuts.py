@@ -1,16 +1,16 @@
-"""How the factors of each op are cut, and which partial sums ride on: decided for a program before any rewrite.
+"""How each op is cut, and which partial sums are carried on: decided for a program before any rewrite.
 
-Of the ways to cut an op's factors (assign_cuts.py) the one that moves the fewest bytes is taken. A partial sum rides
-through ops that are linear in it, for as long as it has one user and nothing makes it larger: all are let ride, those
-that meet an op they cannot pass are reduced where they are made, and so on until all that ride can.
+Of the ways to cut an op's factors the one that moves the fewest bytes is taken. A partial sum is carried through ops
+that are linear in it, for as long as it has one reader and nothing makes it larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,274 +18,312 @@ from shardc.capture.precision import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import Axes, AxisPart
 from shardc.language.rule import Dims, Rule
-from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, ceil_div, num_shards
+from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
 from shardc.program.node import is_annotation, is_cast
 from shardc.program.program import Program, Value, ends_of
-from shardc.program.provenance import Origin
+from shardc.program.provenance import PARAMETER, Origin
 
-from .plan_reshard import reshard_plan
+from .plan_reshard import move_bytes
 
-Way = tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]]  # of operands and of results
-Seen = Mapping[tuple[fx.Node, Value], Sharding]  # how an op is to think that an operand lies
-
-
-def choose_cuts(program: Program, seen: Seen | None = None) -> Plan:
-    """Let every partial sum with one user ride, then reduce at once those that meet an op they cannot pass."""
-    delayed = {value for node in program.calls for value in _values_used_once(program, node)}
-    while True:
-        plan = Plan(program, delayed, seen or {})
-        plan.run()
-        if not plan.broken:
-            return plan
-        delayed = delayed - plan.broken
+Shardings = tuple[Sharding | None, ...]
+Partial = tuple[tuple[AxisPart, ReduceOp], ...]
+Cuts = dict[str, DimSharding]  # by factor
+StandIns = Mapping[tuple[fx.Node, Value], Sharding]
 
 
-def move_bytes(have: Sharding, want: Sharding, type: TensorType) -> int:
-    """What a rank sends to bring a value from one sharding to another."""
-    found = () if have == want else reshard_plan(have.mesh, type.shape, type.dtype, have, want)
-    return sum(each.wire_bytes for each in found)
+def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
+    """How every op of an annotated program is cut. ``stand_ins``: see ``Arrivals``.
 
-
-@dataclass(slots=True)
-class Plan:
-    """What was decided: for each op the shardings its operands must have and its results have.
-
-    ``delayed``: values whose partial sum rides on; every other partial value is reduced where it is made. ``seen``: an
-    op that is to be cut in another way than what it takes claims its cuts as if that lay so.
+    At first every partial sum with one reader is carried on. Those that meet an op they cannot pass are reduced where
+    they are made, and so on until all that are carried pass.
     """
-
-    program: Program
-    delayed: set[Value]
-    seen: Seen
-    wanted: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    made: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    wished: dict[fx.Node, tuple[Sharding | None, ...]] = field(default_factory=dict)
-    lies: dict[Value, Sharding] = field(default_factory=dict)
-    broken: set[Value] = field(default_factory=set)
-    reduced: set[fx.Node] = field(init=False)  # casts of gradients to the dtype that they are reduced in
-
-    def __post_init__(self) -> None:
-        self.reduced = reduced_casts(self.program)
-
-    def run(self) -> None:
-        """Go through the program once, forward."""
-        for node in self.program.placeholders:
-            self.wished[node] = self.program.shardings(node)
-            self.lies[node, 0] = self.program.sharding(node)
-        for node in self.program.calls:
-            self._visit(node)
-
-    def _visit(self, node: fx.Node) -> None:
-        rule = self.program.rule(node)
-        self.wished[node] = self.program.shardings(node)
-        given = self.program.operand_values(node)
-        claims = claims_on(self.program, node, rule, self.seen_by(node))
-        riders = self._riders(node, rule, given, claims)
-        self.broken |= {
-            value for i, value in enumerate(given) if value and self.lies[value].partial and i not in riders
-        }
-        passing = next((self.lies[value].partial for i, value in enumerate(given) if value and i in riders), ())
-        ways = [self.way(node, rule, cuts, riders, passing) for cuts in choices(rule, claims, passing)]
-        if is_annotation(node):
-            ways = [(self.wished[node], self.wished[node])]  # as the user said, though it be a cut of one element
-        self.wanted[node], self.made[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self.cost, node))
-        for index, made in enumerate(self.made[node]):
-            if made is not None:
-                self.lies[node, index] = made if (node, index) in self.delayed else self._settled((node, index), made)
-
-    def seen_by(self, node: fx.Node) -> Callable[[Value], Sharding]:
-        """How an op's operands lie as it sees them."""
-        return lambda value: self.seen.get((node, value)) or self.lies[value]
-
-    def way(self, node: fx.Node, rule: Rule, cuts: Cuts, riders: frozenset[int], passing: Partial) -> Way:
-        """What operands and results must be when the factors are cut so."""
-        given = self.program.operand_values(node)
-        wanted = tuple(
-            None if value is None else self._operand_sharding(rule, dims, cuts, value, passing if i in riders else ())
-            for i, (value, dims) in enumerate(zip(given, rule.operands, strict=True))
-        )
-        made = tuple(
-            None if type_ is None else self._result_sharding(node, rule, index, type_, cuts, passing)
-            for index, type_ in enumerate(self.program.types(node))
-        )
-        return wanted, made
-
-    def cost(self, node: fx.Node, way: Way) -> int:
-        """Bytes that bring the operands there, and the results to where they are wished."""
-        wanted, made = way
-        moves = [
-            (self.lies[value], want, self.program.value_type(value))
-            for value, want in zip(self.program.operand_values(node), wanted, strict=True)
-            if value is not None and want is not None
-        ]
-        moves += [
-            (have, wish, self.program.value_type((node, index)))
-            for index, (have, wish) in enumerate(zip(made, self.wished[node], strict=True))
-            if have is not None and wish is not None
-        ]
-        return sum(move_bytes(*move) for move in moves)
-
-    @property
-    def wire_bytes(self) -> int:
-        """What a rank sends for all reshards, a value being brought to each sharding once."""
-        taken = [(node, self.program.operand_values(node), self.wanted[node]) for node in self.program.calls]
-        moves = {(value, want) for _, *both in taken for value, want in zip(*both, strict=True) if value and want}
-        ends = zip(self.program.results, self.returned(), strict=True)
-        moves |= {(self.program.value(result), want) for result, want in ends if result is not None and want}
-        reduced = [
-            move_bytes(have, self.lies[node, index], self.program.value_type((node, index)))
-            for node, made in self.made.items()
-            for index, have in enumerate(made)
-            if have is not None
-        ]
-        return sum(reduced) + sum(
-            move_bytes(self.lies[value], want, self.program.value_type(value)) for value, want in moves
-        )
-
-    def returned(self) -> list[Sharding | None]:
-        """How each result is to lie: a gradient or a buffer as what it belongs to, an output as the user said.
-
-        One that the user did not place lies as it came to lie. None where there is no result.
-        """
-        program = self.program
-        placed = {("output", pin.name) for pin in program.pins if pin.kind == "output"}
-        found: list[Sharding | None] = []
-        for output, owner, result in ends_of(program):
-            if owner is not None or result is None:
-                found.append(None if owner is None else program.sharding(owner))
-                continue
-            producer, index = program.value(result)
-            lies, wished = self.lies[producer, index], self.wished[producer][index]
-            found.append(wished if (output.kind, output.name) in placed or lies.partial else lies)
-        return found
-
-    def _riders(self, node: fx.Node, rule: Rule, given: Sequence[Value | None], claims: list[Claim]) -> frozenset[int]:
-        """The operands whose open sum may pass through the op: a whole linear group, open over the same axes alone."""
-        if not any(self.lies[value].partial for value in given if value):
-            return frozenset()
-        allowed = [claim for claim in claims if rule.may_cut(claim.factor, claim.cut)]
-
-        def nbytes(group: frozenset[int]) -> int:
-            return max(self.program.value_type(value).nbytes for i, value in enumerate(given) if value and i in group)
-
-        def may_ride(group: frozenset[int]) -> bool:
-            partials = {self.lies[value].partial for i, value in enumerate(given) if value and i in group}
-            partial = partials.pop()
-            if partials or not partial or any(op != "sum" for _, op in partial):
-                return False
-            of_sum = len(group) > 1  # summands are added before their sum is scattered, wherever it is wished
-            cut = [part for claim in allowed if not (of_sum and claim.is_wish) for part in claim.cut.all_axes]
-            if any(part.overlaps(other) for part, _ in partial for other in cut):
-                return False
-            return self._stays_small(node, nbytes(group), tuple(part for part, _ in partial))
-
-        return max((group for group in rule.linear if may_ride(group)), key=nbytes, default=frozenset())
-
-    def _stays_small(self, node: fx.Node, nbytes: int, axes: Axes) -> bool:
-        """Whether reducing the results moves no more than reducing the operands, or is a reduce_scatter instead.
-
-        A gradient is cast to the dtype that it is to be reduced in, whatever that moves; no other cast widens a sum.
-        """
-        wished = self.program.shardings(node)[0]
-        results = max(type_.nbytes for type_ in self.program.types(node) if type_ is not None)
-        if is_cast(node):
-            return results <= nbytes or node in self.reduced
-        return results <= nbytes or (wished is not None and set(axes) <= set(wished.cut_axes))
-
-    def _operand_sharding(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, passing: Partial) -> Sharding:
-        lies = self.lies[value]
-        if dims is None:
-            return Sharding.replicated(lies.mesh, len(lies.dims))
-        return Sharding(lies.mesh, dims_sharding(dims, cuts, rule.sizes), passing)
-
-    def _result_sharding(
-        self, node: fx.Node, rule: Rule, index: int, type_: TensorType, cuts: Cuts, passing: Partial
-    ) -> Sharding:
-        """Cut as its factors are; partial over the cuts of the factors that it does not have."""
-        mesh, dims = self.program.mesh, rule.results[index]
-        assert mesh is not None
-        if dims is None:
-            return Sharding.replicated(mesh, len(type_.shape))
-        open_: Partial = tuple(
-            (part, rule.reduce)
-            for factor, cut in cuts.items()
-            if rule.is_partial(factor, index)
-            for part in cut.all_axes
-        )
-        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted(open_ + passing)))
-
-    def _settled(self, value: Value, made: Sharding) -> Sharding:
-        """Where a partial value lies once it is reduced: as propagate wished, else as it is."""
-        if not made.partial:
-            return made
-        node, index = value
-        wished = self.program.shardings(node)[index]
-        assert wished is not None
-        return wished
+    carried = {value for node in program.calls for value in _values_with_one_reader(program, node)}
+    while True:
+        inputs = {(node, 0): program.sharding(node) for node in program.placeholders}
+        planner = _Planner(Arrivals(program, inputs, stand_ins or {}), carried, reduced_casts(program))
+        for node in program.calls:
+            planner.decide(node)
+        if not planner.blocked:
+            return CutPlan(planner.arrivals, planner.ops, _output_shardings(planner.arrivals))
+        carried = carried - planner.blocked
 
 
-def _values_used_once(program: Program, node: fx.Node) -> Iterator[Value]:
-    """The results of a call that have one user; with more, each would be reduced for itself."""
+def _values_with_one_reader(program: Program, node: fx.Node) -> Iterator[Value]:
+    """The results of a call that have one reader; with more, each would reduce the sum for itself."""
     for holder in node.users if program.has_many(node) else [node]:
         if len(holder.users) == 1:
             yield program.value(holder)
 
 
-Partial = tuple[tuple[AxisPart, ReduceOp], ...]
-Cuts = dict[str, DimSharding]
-FIRST = 2**63  # more bytes than anything has
+def _output_shardings(arrivals: Arrivals) -> list[Sharding | None]:
+    """The sharding of each result: a gradient's or a buffer's is its owner's, an output's as pinned or else as it is.
+
+    None where there is no result.
+    """
+    program = arrivals.program
+    pinned = {("output", pin.name) for pin in program.pins if pin.kind == "output"}
+    shardings: list[Sharding | None] = []
+    for output, owner, result in ends_of(program):
+        if owner is not None or result is None:
+            shardings.append(None if owner is None else program.sharding(owner))
+            continue
+        producer, index = program.value(result)
+        current, propagated = arrivals.shardings[producer, index], program.shardings(producer)[index]
+        is_fixed = (output.kind, output.name) in pinned or current.partial
+        shardings.append(propagated if is_fixed else current)
+    return shardings
+
+
+def current_shardings(program: Program) -> dict[Value, Sharding]:
+    """The sharding of every value of a program."""
+    pairs = ((node, enumerate(program.shardings(node))) for node in program.graph.nodes)
+    return {(node, i): sharding for node, shardings in pairs for i, sharding in shardings if sharding is not None}
+
+
+class OpShardings(NamedTuple):
+    """The shardings that an op's operands are brought to, and those in which it makes its results."""
+
+    operands: Shardings
+    results: Shardings
+
+
+@dataclass(frozen=True, slots=True)
+class CutPlan:
+    """How every op is computed, and how every output is returned.
+
+    ``arrivals``: how each value is cut between its producer and its readers.
+    """
+
+    arrivals: Arrivals
+    ops: Mapping[fx.Node, OpShardings]
+    outputs: list[Sharding | None]
+
+    @property
+    def program(self) -> Program:
+        """The program that it plans."""
+        return self.arrivals.program
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends for all reshards. A value is brought to each sharding once."""
+        program, current = self.program, self.arrivals.shardings
+        reads = [(program.operand_values(node), op.operands) for node, op in self.ops.items()]
+        reads.append(
+            (tuple(None if node is None else program.value(node) for node in program.results), tuple(self.outputs))
+        )
+        moves = {(value, to) for values, shardings in reads for value, to in zip(values, shardings, strict=True)}
+        reductions = [((node, i), made) for node, op in self.ops.items() for i, made in enumerate(op.results) if made]
+        return sum(move_bytes(made, current[value], program.value_type(value)) for value, made in reductions) + sum(
+            move_bytes(current[value], to, program.value_type(value)) for value, to in moves if value and to
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How the operands of ops arrive: the current sharding of each value, and what an op of it takes in its place.
+
+    ``stand_ins``: an op that is to be cut in another way claims its cuts as if an operand arrived so.
+    """
+
+    program: Program
+    shardings: dict[Value, Sharding]
+    stand_ins: StandIns = field(default_factory=dict)
+
+    def claims(self, node: fx.Node) -> list[Claim]:
+        """The claims on the factors of an op."""
+        return claims_on(self.program, node, self.program.rule(node), partial(self.sharding, node))
+
+    def sharding(self, node: fx.Node, value: Value) -> Sharding:
+        """The sharding by which an operand claims cuts of an op."""
+        return self.stand_ins.get((node, value)) or self.shardings[value]
+
+    def op_shardings(self, node: fx.Node, cuts: Cuts, ride: Ride | None = None) -> OpShardings:
+        """The shardings of operands and results when the factors are cut so."""
+        ride = ride or Ride()
+        rule, values = self.program.rule(node), self.program.operand_values(node)
+        return OpShardings(
+            tuple(
+                None
+                if value is None
+                else self._operand(rule, dims, cuts, value, ride.partial if i in ride.operands else ())
+                for i, (value, dims) in enumerate(zip(values, rule.operands, strict=True))
+            ),
+            tuple(
+                None if type_ is None else self._result(rule, index, len(type_.shape), cuts, ride.partial)
+                for index, type_ in enumerate(self.program.types(node))
+            ),
+        )
+
+    def _operand(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, open_: Partial) -> Sharding:
+        mesh = self.shardings[value].mesh
+        if dims is None:
+            return Sharding.replicated(mesh, len(self.shardings[value].dims))
+        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), open_)
+
+    def _result(self, rule: Rule, index: int, ndim: int, cuts: Cuts, passing: Partial) -> Sharding:
+        """Cut as its factors are; partial over the cuts of the factors that it does not have."""
+        mesh, dims = self.program.mesh, rule.results[index]
+        assert mesh is not None
+        if dims is None:
+            return Sharding.replicated(mesh, ndim)
+        summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, index)]
+        open_ = [(part, rule.reduce) for cut in summed for part in cut.all_axes]
+        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted((*open_, *passing))))
+
+    def cost(self, node: fx.Node, op: OpShardings) -> int:
+        """Bytes that a rank sends to bring the operands there, and the results to their propagated shardings."""
+        program = self.program
+        values = program.operand_values(node)
+        moves = [(value, self.shardings[value], to) for value, to in zip(values, op.operands, strict=True) if value]
+        ends = enumerate(zip(op.results, program.shardings(node), strict=True))
+        moves += [((node, index), made, to) for index, (made, to) in ends if made]
+        return sum(move_bytes(src, to, program.value_type(value)) for value, src, to in moves if to)
+
+
+class Ride(NamedTuple):
+    """The operands whose partial sum an op passes on, and what is open in them."""
+
+    operands: frozenset[int] = frozenset()
+    partial: Partial = ()
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Decides op by op, forward.
+
+    ``carried``: values whose sum stays open; every other is reduced where it is made. ``gradient_casts``: casts to the
+    dtype that gradients are reduced in. ``blocked``: carried sums that met an op they cannot pass.
+    """
+
+    arrivals: Arrivals
+    carried: set[Value]
+    gradient_casts: set[fx.Node]
+    ops: dict[fx.Node, OpShardings] = field(default_factory=dict)
+    blocked: set[Value] = field(default_factory=set)
+
+    def decide(self, node: fx.Node) -> None:
+        """Choose how an op is cut, and set the shardings of its results."""
+        program, shardings = self.arrivals.program, self.arrivals.shardings
+        claims = self.arrivals.claims(node)
+        ride, values = self._ride(node, claims), program.operand_values(node)
+        self.blocked |= {v for i, v in enumerate(values) if v and shardings[v].partial and i not in ride.operands}
+        propagated = program.shardings(node)
+        if is_annotation(node):
+            ways = [OpShardings(propagated, propagated)]  # as the user wrote it, even a cut of one element
+        else:
+            cuts = choices(program.rule(node), claims, tuple(part for part, _ in ride.partial))
+            ways = [self.arrivals.op_shardings(node, each, ride) for each in cuts]
+        op = self.ops[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self.arrivals.cost, node))
+        for index, (made, wish) in enumerate(zip(op.results, propagated, strict=True)):
+            if made is not None:
+                is_reduced = made.partial and (node, index) not in self.carried
+                shardings[node, index] = wish if is_reduced and wish else made
+
+    def _ride(self, node: fx.Node, claims: list[Claim]) -> Ride:
+        """The operands whose partial sum may pass through an op: a whole linear group, open over the same axes."""
+        program, shardings = self.arrivals.program, self.arrivals.shardings
+        rule, values = program.rule(node), program.operand_values(node)
+        partials = {i: shardings[value].partial for i, value in enumerate(values) if value}
+        if not any(partials.values()):
+            return Ride()
+        allowed = [claim for claim in claims if rule.may_cut(claim.factor, claim.cut)]
+        rides: dict[Ride, int] = {}
+        for group in rule.linear:
+            open_ = {partials[i] for i in group if i in partials}
+            ride = Ride(group, open_.pop())
+            nbytes = max(program.value_type(value).nbytes for i in group if (value := values[i]))
+            if not open_ and self._may_ride(node, ride, nbytes, allowed):
+                rides[ride] = nbytes
+        return max(rides, key=rides.__getitem__, default=Ride())
+
+    def _may_ride(self, node: fx.Node, ride: Ride, nbytes: int, claims: list[Claim]) -> bool:
+        """Whether a sum over no axis that cuts the op may stay open, without more to be sent for it.
+
+        Summands are added before their sum is scattered, whatever sharding it is to have: results have no claim then.
+        A result larger than the operands, of ``nbytes``, must be scattered; the cast of a gradient to the dtype that
+        it is reduced in may enlarge it, and no other cast.
+        """
+        if not ride.partial or any(op != "sum" for _, op in ride.partial):
+            return False
+        is_sum = len(ride.operands) > 1
+        cut = [part for claim in claims if not (is_sum and claim.is_of_result) for part in claim.cut.all_axes]
+        axes = [part for part, _ in ride.partial]
+        if any(part.overlaps(other) for part in axes for other in cut):
+            return False
+        program = self.arrivals.program
+        propagated = program.shardings(node)[0]
+        if max(type_.nbytes for type_ in program.types(node) if type_ is not None) <= nbytes:
+            return True
+        if is_cast(node):
+            return node in self.gradient_casts
+        return propagated is not None and set(axes) <= set(propagated.cut_axes)
+
+
+# Claims, and which of them are granted.
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A cut that a factor should have: because a tensor of ``nbytes`` lies so, of an origin of ``rank``.
+    """The cut that one tensor of an op has for a factor, or is to have if ``is_of_result``.
 
-    ``is_wish``: it is a result.
+    ``rank``: that of the cut's origin. ``nbytes``: of the tensor on one rank.
     """
 
     factor: str
     cut: DimSharding
     rank: int
     nbytes: int
-    is_wish: bool
+    is_of_result: bool
 
 
-def claims_on(program: Program, node: fx.Node, rule: Rule, lies: Callable[[Value], Sharding]) -> list[Claim]:
-    """What operands claim as they lie, and results as propagate wished; a result that the user placed, alone."""
-    is_placed = is_annotation(node)
-    claims: list[Claim] = []
-    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
-        if value is not None and dims is not None and not is_placed:
-            claims += _claims_of(program, rule, value, dims, lies(value))
+def claims_on(program: Program, node: fx.Node, rule: Rule, sharding_of: Callable[[Value], Sharding]) -> list[Claim]:
+    """The claims of an op's operands by ``sharding_of``, and of its results as propagated.
+
+    Only the result has claims where the user annotated the value.
+    """
+    operands = [] if is_annotation(node) else list(zip(program.operand_values(node), rule.operands, strict=True))
+    claims = [_claims_of(program, rule, value, dims, sharding_of(value), False) for value, dims in operands if value]
     for index, (dims, sharding) in enumerate(zip(rule.results, program.shardings(node), strict=True)):
-        if dims is not None and sharding is not None:
-            claims += _claims_of(program, rule, (node, index), dims, sharding, is_wish=True)
-    return claims
+        if sharding is not None:
+            claims.append(_claims_of(program, rule, (node, index), dims, sharding, True))
+    return [claim for each in claims for claim in each]
 
 
 def _claims_of(
-    program: Program, rule: Rule, value: Value, dims: Dims, sharding: Sharding, is_wish: bool = False
+    program: Program, rule: Rule, value: Value, dims: Dims | None, sharding: Sharding, is_of_result: bool
 ) -> list[Claim]:
     type_ = program.value_type(value)
-    cuts = factor_cuts(dims, sharding.dims, type_.shape, rule.sizes)
+    cuts = factor_cuts(dims, sharding.dims, type_.shape, rule.sizes) if dims is not None else {}
     if not cuts:
         return []
-    nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
-    origins = program.origins(value[0])[value[1]]
-    return [Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_wish) for factor, cut in cuts.items()]
+    nbytes, origins = ceil_div(type_.nbytes, num_shards(sharding.cut_axes)), program.origins(value[0])[value[1]]
+    return [Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_of_result) for factor, cut in cuts.items()]
 
 
-def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
+def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
+    return min((origins[part.name].rank for part in axes if part.name in origins), default=PARAMETER)
+
+
+def choices(rule: Rule, claims: list[Claim], taken: Axes = ()) -> list[Cuts]:
+    """The cuts by the claims' own order, and those where another claim comes first. ``taken`` axes cut nothing."""
+    found = [assign(rule, claims, taken)]
+    for claim in claims:
+        if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
+            cuts = assign(rule, claims, taken, first=claim)
+            if cuts not in found and num_pieces(cuts) >= num_pieces(found[0]):
+                found.append(cuts)
+    return found
+
+
+def assign(rule: Rule, claims: list[Claim], taken: Axes = (), first: Claim | None = None) -> Cuts:
     """Which axes cut which factor, when an axis may cut one factor only.
 
-    The claim with the lowest rank wins, then the one of more bytes, then the earlier factor; a claim that lost an axis
-    keeps the axes before it. ``taken`` axes cut nothing, since a partial sum over them passes through.
+    The claim with the lowest rank wins, of these ``first``, then the one of more bytes, then the earlier factor. A
+    claim that lost an axis keeps the axes before it. ``taken`` axes cut nothing: a partial sum over them passes.
     """
-    if not claims:
-        return {}
     order = {factor: i for i, factor in enumerate(rule.sizes)}
     cuts: Cuts = {}
-    for claim in sorted(claims, key=lambda claim: (claim.rank, -claim.nbytes, order[claim.factor])):
+    for claim in sorted(claims, key=lambda claim: (claim.rank, claim is not first, -claim.nbytes, order[claim.factor])):
         have = cuts.get(claim.factor, WHOLE)
         if rule.may_cut(claim.factor, claim.cut) and extends(claim.cut, have):
             used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
@@ -293,22 +331,6 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = ()) -> Cuts:
             if granted != WHOLE and rule.may_cut(claim.factor, granted) and extends(granted, have):
                 cuts[claim.factor] = granted
     return cuts
-
-
-def choices(rule: Rule, claims: list[Claim], passing: Partial) -> list[Cuts]:
-    """The cuts by the claims' own order, and those where another claim of its rank comes first."""
-    taken = tuple(part for part, _ in passing)
-    found = [assign(rule, claims, taken)]
-    for i, claim in enumerate(claims):
-        if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
-            cuts = assign(rule, [*claims[:i], replace(claim, nbytes=FIRST), *claims[i + 1 :]], taken)
-            found += [cuts] * (cuts not in found and num_pieces(cuts) >= num_pieces(found[0]))
-    return found
-
-
-def num_pieces(cuts: Cuts) -> int:
-    """Into how many pieces the work is cut."""
-    return math.prod(num_shards(cut.all_axes) for cut in cuts.values())
 
 
 def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
@@ -319,5 +341,6 @@ def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
     return WHOLE if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
 
-def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
-    return min((origins[part.name].rank for part in axes if part.name in origins), default=1)
+def num_pieces(cuts: Cuts) -> int:
+    """Into how many pieces an op's work is cut."""
+    return math.prod(num_shards(cut.all_axes) for cut in cuts.values())

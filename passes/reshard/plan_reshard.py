@@ -403,6 +403,12 @@ def reshard_plan(
     return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
 
 
+def move_bytes(src: Sharding, dst: Sharding, type: TensorType) -> int:
+    """Bytes that a rank sends to bring a value from one sharding to another."""
+    steps = () if src == dst else plan_reshard(src, dst, type)
+    return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
+
+
 def _type(shape: object, dtype: object) -> TensorType:
     sizes = tuple(shape) if isinstance(shape, Sequence) else (-1,)
     if any(isinstance(size, (str, float)) or (isinstance(size, int) and size < 0) for size in sizes):

@@ -28,7 +28,7 @@ from shardc.program.node import casts_behind, is_cast, operand
 from shardc.program.program import Output, Program, ends_of, parameters_of
 from shardc.program.provenance import PARAMETER, Origin, ShardingChange, StorageChange
 
-from .insert_reshards import inserted
+from .insert_reshards import insert_reshard
 
 
 def store(program: Program) -> Program:
@@ -158,7 +158,7 @@ class _Storer:
     def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: StorageChange) -> fx.Node:
         """Let users have a value in another sharding."""
         with self.program.graph.inserting_before(before):
-            made = inserted(self.program, node, lies, users[0], why)
+            made = insert_reshard(self.program, node, lies, users[0], why)
         for user in users:
             user.replace_input_with(node, made)
         return made
@@ -183,7 +183,7 @@ class _Storer:
             program.set_causes(chain[-1], (replace(cause, stored=why),))
         else:
             with program.graph.inserting_after(made):
-                kept = results[place] = inserted(program, made, stored, made, why)
+                kept = results[place] = insert_reshard(program, made, stored, made, why)
             self._explain(kept, self._as_stored(why.name, node, kept))
             program.output_node.args = (tuple(results),)
 

@@ -18,7 +18,7 @@ from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.propagate.cut_blocks import cut_blocks
 from shardc.passes.propagate.pins import Precedence
 from shardc.passes.propagate.propagate import propagate
-from shardc.passes.reshard.choose_cuts import Plan, choose_cuts
+from shardc.passes.reshard.choose_cuts import CutPlan, choose_cuts
 from shardc.passes.reshard.choose_sides import cheapest_plan
 from shardc.program.collective import EXCHANGES
 from shardc.program.communication import axes_of, collective_at, is_collective
@@ -53,13 +53,13 @@ class Chooser:
         return (*found, *self._of_sides(node))
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> CutPlan:
         """How every op is cut, decided again for the program that insert_reshards was given."""
         return cheapest_plan(self.compiled.at("decompose").copy())
 
     def _of_op(self, node: fx.Node, moved: Movement) -> Iterator[Alternative]:
         """How the op could be computed that leaves a sum open, or that wants the value as it comes."""
-        named = {each.name: each for each in self.plan.made}
+        named = {each.name: each for each in self.plan.ops}
         is_sum = bool(self.whole.sharding(moved.moved).partial) if not self.whole.has_many(moved.moved) else False
         asked = [moved.made] if is_sum else [user for user in moved.users if user.op != "output"]
         op = next((named[name] for name in (self._producer(each) for each in asked) if name in named), None)

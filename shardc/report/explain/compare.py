@@ -31,7 +31,7 @@ from shardc.passes.decompose.decompose import (
     windows_of,
 )
 from shardc.passes.emitter import NEVER
-from shardc.passes.reshard.choose_cuts import Cuts, Plan, choices, claims_on, num_pieces
+from shardc.passes.reshard.choose_cuts import CutPlan, Cuts, choices, num_pieces
 from shardc.passes.reshard.move_axes import Move, Space, State, moves_from
 from shardc.passes.reshard.plan_reshard import collectives_of_steps, plan_reshard, search_space, steps_of
 from shardc.program.collective import Step
@@ -54,30 +54,30 @@ class OpWay:
     is_considered: bool = True
 
 
-def compare_cuts(plan: Plan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
+def compare_cuts(plan: CutPlan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
     """The chosen way to compute an op of the plan's program, and the others over these axes, the cheapest first."""
     rule, names = plan.program.rule(node), {part.name for part in axes}
     chosen = _chosen(plan, node, rule)
     rest = {factor: cut.without(names) for factor, cut in chosen.items()}
     rest = {factor: cut for factor, cut in rest.items() if cut != WHOLE}
     now = next((factor for factor, cut in chosen.items() if {part.name for part in cut.all_axes} >= names), "")
-    cost = plan.cost(node, (plan.wanted[node], plan.made[node]))
+    cost = plan.arrivals.cost(node, plan.ops[node])
     found = [OpWay(_text(rule, now, axes), cost, 1.0, True)]
-    asked = choices(rule, claims_on(plan.program, node, rule, plan.seen_by(node)), ())
+    asked = choices(rule, plan.arrivals.claims(node))
     others = []
     for factor, cuts in _others(rule, rest, axes):
         if factor != now:
-            cost = plan.cost(node, plan.way(node, rule, cuts, frozenset(), ()))
+            cost = plan.arrivals.cost(node, plan.arrivals.op_shardings(node, cuts))
             work = num_pieces(chosen) / num_pieces(cuts)
             others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in asked))
     return (*found, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
 
 
-def where_summed(plan: Plan, node: fx.Node, axes: Axes) -> fx.Node:
+def where_summed(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
     """Of an op that an open sum came through, the op that left it open."""
     names = {part.name for part in axes}
     while True:
-        operands = zip(plan.program.operand_values(node), plan.wanted[node], strict=True)
+        operands = zip(plan.program.operand_values(node), plan.ops[node].operands, strict=True)
         behind = [
             value[0] for value, lies in operands if value and lies and names & {p.name for p in lies.partial_axes}
         ]
@@ -86,12 +86,12 @@ def where_summed(plan: Plan, node: fx.Node, axes: Axes) -> fx.Node:
         node = behind[0]
 
 
-def _chosen(plan: Plan, node: fx.Node, rule: Rule) -> Cuts:
+def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op are cut in a plan."""
     program, found = plan.program, Cuts()
-    operands = zip(rule.operands, plan.wanted[node], program.operand_values(node), strict=True)
+    operands = zip(rule.operands, plan.ops[node].operands, program.operand_values(node), strict=True)
     results = (
-        (dims, made, (node, i)) for i, (dims, made) in enumerate(zip(rule.results, plan.made[node], strict=True))
+        (dims, made, (node, i)) for i, (dims, made) in enumerate(zip(rule.results, plan.ops[node].results, strict=True))
     )
     for dims, sharding, value in (*operands, *results):
         if dims is not None and sharding is not None and value is not None:
