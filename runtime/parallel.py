@@ -13,7 +13,7 @@ from shardc.language.mesh import Mesh
 from shardc.options import Options, Pipeline
 from shardc.program.program import Program
 
-from .comm.comm import Starter
+from .comm.comm import Comm
 from .comm.distributed import make_device_mesh
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorRunner
@@ -23,7 +23,7 @@ from .pipeline.border import PipelineBorder, pipeline_on
 from .pipeline.module import PipelineModule
 
 RUNTIMES = ("auto", "virtual", "distributed")
-RUNNERS: dict[str, Callable[[Program, Starter], Runner]] = {"eager": Executor, "inductor": InductorRunner}
+RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
 def parallel_module(

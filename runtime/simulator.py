@@ -12,8 +12,9 @@ from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program
 
-from .comm.comm import Comm, SimulatedComm
-from .comm.placement import pad, shard, unshard
+from .comm.comm import Comm
+from .comm.shards import pad, shard, unshard
+from .comm.simulated import SimulatedComm
 from .execute.executor import Executor
 from .execute.interpreter import Values
 from .pipeline.step import PipelineRunner

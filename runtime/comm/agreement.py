@@ -1,4 +1,4 @@
-"""Before the first step: all ranks run the same collectives, on the same mesh, with the same versions."""
+"""A check before the first step that all ranks run the same collectives on the same mesh with the same versions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from shardc.program.collective import EXCHANGES
 from shardc.program.communication import members
 from shardc.program.program import Program
 
-from . import functional
+from . import process_group
 from .distributed import TorchComm
 
 
 def check_agreement(comm: TorchComm, program: Program) -> None:
-    """Compare a hash of what this rank is about to run over all ranks of the mesh.
+    """Compare a hash of the agreement text over all ranks of the mesh.
 
-    A ShardingError, on every rank, names two ranks that differ and the first line in which they do.
+    If it differs, every rank raises a ShardingError that names two ranks and the first line in which they differ.
     """
     if comm.mesh.size == 1:
         return
     text = agreement_text(program)
-    if not _differ(_from_all(comm, hashlib.sha256(text.encode()).digest())):
+    hashes = _from_all(comm, hashlib.sha256(text.encode()).digest())
+    if bool((hashes == hashes[0]).all()):
         return
     texts = [bytes(row.tolist()).decode() for row in _padded_from_all(comm, text.encode())]
     position = next(i for i, other in enumerate(texts) if other != texts[0])
@@ -34,7 +35,7 @@ def check_agreement(comm: TorchComm, program: Program) -> None:
 
 
 def agreement_text(program: Program) -> str:
-    """What all ranks must have in common, a line each: versions, the mesh, every collective in order."""
+    """The lines that must be equal on all ranks: versions, the mesh, and every collective in order."""
     lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
     for node in program.calls:
         if members(node) or node.target in EXCHANGES:
@@ -44,20 +45,16 @@ def agreement_text(program: Program) -> str:
 
 
 def _from_all(comm: TorchComm, data: bytes) -> Tensor:
-    """The bytes of every position, a row each."""
+    """The bytes of all positions, one row each."""
     axes = tuple(comm.mesh.axis(name) for name in comm.mesh.axis_names)
     row = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
-    return functional.all_gather(row.unsqueeze(0), comm.group(axes), 0)().cpu()
+    return process_group.all_gather(row.unsqueeze(0), comm.group(axes), 0)().cpu()
 
 
 def _padded_from_all(comm: TorchComm, data: bytes) -> Tensor:
     sizes = _from_all(comm, len(data).to_bytes(8, "big"))
     longest = max(int.from_bytes(bytes(row.tolist()), "big") for row in sizes)
     return _from_all(comm, data.ljust(longest, b"\0"))
-
-
-def _differ(rows: Tensor) -> bool:
-    return bool((rows != rows[0]).any())
 
 
 def _disagreement(comm: TorchComm, position: int, first: str, second: str) -> ShardingError:

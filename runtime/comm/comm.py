@@ -1,4 +1,4 @@
-"""What executes collectives: the protocol of every runtime, and all ranks of a mesh in one process."""
+"""The interface by which a program's collectives are run, on virtual ranks or on torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,45 +17,25 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.ops.piece import fill_padding
-from shardc.program.collective import group_size, source_position, wire_bytes
+from shardc.program.collective import group_size
 from shardc.program.communication import Member, members
 from shardc.program.program import Program
 
-from .exchange import Exchange, OverlapExchange, WindowExchange
-from .functional import join, split
+from .process_group import join, split
 
 Tensors = Sequence[Tensor]  # one for each rank that lives in this process
-Results = Callable[[], Tensors]  # waits
-Places = Sequence[Tensor | None]  # where results may be put; none, or one for each
+Results = Callable[[], Tensors]  # waits for a collective, and returns its results
+Places = Sequence[Tensor | None]  # tensors that results may be written to; empty, or one for each result
+Rows = Sequence[Sequence[Tensor]]  # for each rank that lives in this process, one tensor for each value of a bucket
 PartNames = tuple[str, ...]  # axis parts as printed, major first
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What one rank has sent, by kind of collective: calls, and bytes."""
+class Comm(Protocol):
+    """Runs collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
 
-    calls: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-
-    def count(self, kind: CollectiveKind, num_bytes: int) -> None:
-        """Count one collective."""
-        self.calls[kind] += 1
-        self.bytes[kind] += num_bytes
-
-    def clear(self) -> None:
-        """Start again from nothing."""
-        self.calls.clear()
-        self.bytes.clear()
-
-
-class Starter(Protocol):
-    """Starts collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
-
-    ``traffic`` is parallel to ``positions``. ``start`` runs the method of ``Comm`` that it names, and gives what waits
-    for the results; ``is_own``: no one else reads the operands; ``into``: where results may be put, which is done where
-    the runtime ``gathers_in_place``. ``start_bucket`` starts one for many values.
+    ``traffic`` counts what each of these ranks sends, parallel to ``positions``.
     """
 
     @property
@@ -67,31 +47,40 @@ class Starter(Protocol):
     @property
     def traffic(self) -> tuple[Traffic, ...]: ...
     @property
-    def gathers_in_place(self) -> bool: ...
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results: ...
-    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]: ...
+    def gathers_in_place(self) -> bool:
+        """Whether results are written to the tensors of ``into``."""
+
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
+        """Start the collective ``kind``, with the arguments of its function in shardc/program/collective.py.
+
+        Returns a function that waits for the results. In groups of one it does nothing. ``is_own``: nobody else reads
+        the operands, so that their memory may be reused.
+        """
+
+    def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+        """Start one collective for all values of a bucket."""
 
 
-class Comm(Starter, Protocol):
-    """The collectives themselves, named and argued as the functions of shardc/collective.py.
+@dataclass(slots=True)
+class Traffic:
+    """Calls and bytes that one rank has sent, by kind of collective."""
 
-    They take and return one tensor for each of ``positions``. A collective in groups of one does nothing.
-    """
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
 
-    def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
-    def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors: ...
-    def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors: ...
-    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors: ...
-    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors: ...
-    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors: ...
-    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors: ...
-    def rechunk(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], inner: int) -> Tensors: ...
-    def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors: ...
-    def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors: ...
+    def count(self, kind: CollectiveKind, num_bytes: int) -> None:
+        """Count one collective."""
+        self.calls[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def clear(self) -> None:
+        """Set all counters to zero."""
+        self.calls.clear()
+        self.bytes.clear()
 
 
-class AtPositions:
-    """What each rank does alone, where it stands: the kinds that send nothing."""
+class LocalCollectives:
+    """The kinds of collectives that send nothing, the same for every ``Comm``."""
 
     mesh: Mesh
     positions: tuple[int, ...]
@@ -101,169 +90,70 @@ class AtPositions:
         count, indices = _indices(self.mesh, axes, self.positions)
         if count == 1:
             return xs
-        pieces = (_chunk(x, count, dim, index) for x, index in zip(xs, indices, strict=True))
+        pieces = (chunk(x, count, dim, index) for x, index in zip(xs, indices, strict=True))
         return [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
 
     def mask_padding(self, xs: Tensors, axes: PartNames, dim: int, size: int, inner: int, fill: float) -> Tensors:
-        """Padding reads ``fill``."""
+        """Each rank fills the padding of its shard with ``fill``."""
         parts = parse_parts(axes, self.mesh)
-        full, found = ceil_div(size, num_shards(parts)), []
-        for x, position in zip(xs, self.positions, strict=True):
-            _, length = chunk_of(size, parts, self.mesh, position)
-            found.append(fill_padding(x, dim, inner, full, length, fill))
-        return found
-
-
-class SimulatedComm(AtPositions):
-    """Every rank of the mesh in this process, in lockstep; reductions run in the order of the group's ranks.
-
-    ``traffic`` counts what each rank would send by the ring algorithms.
-    """
-
-    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
-        self.mesh = mesh
-        self.positions = tuple(range(mesh.size))
-        self.device = torch.device(device)
-        self.traffic = tuple(Traffic() for _ in self.positions)
-        self.gathers_in_place = False
-
-    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
-        """Lockstep: it is done at once, in memory of its own."""
-        results: Tensors = getattr(self, kind)(xs, *args)
-        return lambda: results
-
-    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
-        """As one collective."""
-        return start_packed(self, flat, [flat.pack(row) for row in rows])
-
-    def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
-        """Every rank of a group gets the pieces of all, joined."""
-        return self._in_groups("all_gather", xs, axes, lambda group: [torch.cat(tuple(group), dim)] * len(group))
-
-    def all_reduce(self, xs: Tensors, axes: PartNames, op: str) -> Tensors:
-        """Every rank of a group gets the reduction of all."""
-        return self._in_groups("all_reduce", xs, axes, lambda group: [_reduced(group, op)] * len(group))
-
-    def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
-        """Each rank of a group gets its piece of the reduction of all."""
-        return self._in_groups(
-            "reduce_scatter", xs, axes, lambda group: [x.clone() for x in _chunks(_reduced(group, op), len(group), dim)]
-        )
-
-    def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
-        """The i-th rank of a group gets the i-th piece along ``dst_dim`` of every rank, joined along ``src_dim``."""
-
-        def exchange(group: Tensors) -> Tensors:
-            pieces = [_chunks(x, len(group), dst_dim) for x in group]
-            return [torch.cat(received, src_dim) for received in zip(*pieces, strict=True)]
-
-        return self._in_groups("all_to_all", xs, axes, exchange)
-
-    def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
-        """Local values change places."""
-        src, dst = parse_parts(src_axes, self.mesh), parse_parts(dst_axes, self.mesh)
-        sources = [source_position(self.mesh, position, src, dst) for position in self.positions]
-        for position, source in enumerate(sources):
-            self.traffic[source].count("collective_permute", 0 if source == position else xs[source].nbytes)
-        return [xs[source] for source in sources]
-
-    def rechunk(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], inner: int) -> Tensors:
-        """Each rank gets its new chunk."""
-        return self.windows(xs, axes, dim, values, 0)
-
-    def windows(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...], fill: float) -> Tensors:
-        """Each rank gets its window, from its own chunk and its neighbours'."""
-        return self._exchange(xs, axes, WindowExchange(values, dim, fill))
-
-    def overlap_add(self, xs: Tensors, axes: PartNames, dim: int, values: tuple[int, ...]) -> Tensors:
-        """Each rank gets the sum of what its own window and its neighbours' have for its chunk."""
-        return self._exchange(xs, axes, OverlapExchange(values, dim))
-
-    def _exchange(self, xs: Tensors, axes: PartNames, exchange: Exchange) -> Tensors:
-        results = list(xs)
-        for group in self.mesh.groups(parse_parts(axes, self.mesh)):
-            sent = [exchange.pieces(xs[position], i) for i, position in enumerate(group)]
-            for i, position in enumerate(group):
-                results[position] = exchange.join(xs[position], i, [pieces[i] for pieces in sent])
-                moved = sum(piece.nbytes for j, pieces in enumerate(sent[i]) if j != i for piece in pieces)
-                if exchange.moves:
-                    self.traffic[position].count("collective_permute", moved)
-        return results
-
-    def _in_groups(
-        self, kind: CollectiveKind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]
-    ) -> Tensors:
-        results = list(xs)
-        for group in self.mesh.groups(parse_parts(axes, self.mesh)):
-            if len(group) == 1:
-                continue
-            for position, result in zip(group, act([xs[position] for position in group]), strict=True):
-                results[position] = result
-                payload = max(xs[position].nbytes, result.nbytes)
-                self.traffic[position].count(kind, wire_bytes(kind, payload, len(group)))
-        return results
+        full = ceil_div(size, num_shards(parts))
+        lengths = [chunk_of(size, parts, self.mesh, position)[1] for position in self.positions]
+        return [fill_padding(x, dim, inner, full, length, fill) for x, length in zip(xs, lengths, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _indices(mesh: Mesh, axes: PartNames, positions: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Into how many pieces axes cut, and for each position the index of its own."""
+    """The number of pieces that axes cut, and the index of the piece at each position."""
     parts = parse_parts(axes, mesh)
     return num_shards(parts), tuple(mesh.index(position, parts) for position in positions)
 
 
-def _chunk(x: Tensor, count: int, dim: int, index: int) -> Tensor:
+def chunk(x: Tensor, count: int, dim: int, index: int) -> Tensor:
+    """One of ``count`` equal pieces along a dim, as a view."""
     size, rest = divmod(x.shape[dim], count)
     assert not rest, (tuple(x.shape), dim, count)
     return x.narrow(dim, index * size, size)
 
 
-def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
-    return tuple(_chunk(x, count, dim, index) for index in range(count))
-
-
-def _reduced(group: Tensors, op: str) -> Tensor:
-    return functools.reduce(REDUCE[op], group)
-
-
-Rows = Sequence[Sequence[Tensor]]  # for each rank that lives in this process one tensor for each value of a bucket
-
-
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """How a bucket's values lie in a buffer: ``count`` ranks in a group, ``shapes`` of the operands of one rank."""
+class BucketLayout:
+    """The layout of a bucket's values in one buffer.
+
+    ``parts``: the collective of each value. ``shapes``: those of one rank's operands. ``count``: ranks in a group.
+    """
 
     parts: tuple[Member, ...]
     shapes: tuple[tuple[int, ...], ...]
     count: int
 
     @staticmethod
-    def of(program: Program, node: fx.Node) -> Flat:
-        """That of a bucket of a localized program."""
+    def of(program: Program, node: fx.Node) -> BucketLayout:
+        """The layout of a bucket of a localized program."""
         assert program.mesh is not None
         parts = members(node)
         shapes = tuple(program.value_type(program.value(part.operand)).shape for part in parts)
-        return Flat(parts, shapes, group_size(program.mesh, parts[0].kind, parts[0].args))
+        return BucketLayout(parts, shapes, group_size(program.mesh, parts[0].kind, parts[0].args))
 
     @property
     def kind(self) -> CollectiveKind:
-        """That of the collective."""
+        """The kind of the collective, the same for all values."""
         return self.parts[0].kind
 
     @property
     def args(self) -> tuple[object, ...]:
-        """The arguments of the collective of the buffer."""
+        """The arguments of the buffer's own collective."""
         axes, *rest = self.parts[0].args
         along = {"all_reduce": rest, "reduce_scatter": [*rest[:1], 0], "all_gather": [0]}
         return axes, *along[self.kind]
 
     def places(self, like: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """A new buffer of an all_reduce, and where in it each value goes, flat."""
+        """A new buffer for an all_reduce, and its flat piece for each value."""
         sizes = [math.prod(shape) for shape in self.shapes]
         buffer = like.new_empty(sum(sizes))
         return buffer, buffer.split(sizes)
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
-        """The buffer: flat, or for a reduce_scatter a row for each rank, or for an all_gather one row."""
+        """The values in one buffer: flat, or for a reduce_scatter one row a rank, or for an all_gather one row."""
         if self.kind == "all_reduce":
             return torch.cat([x.reshape(-1) for x in xs])
         if self.kind == "all_gather":
@@ -272,7 +162,7 @@ class Flat:
         return torch.cat([split(x, self.count, part.args[2]).flatten(1) for x, part in pairs], 1)
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """What each member makes; views of the buffer where they can be."""
+        """The result of each value's collective; views of the buffer where possible."""
         rows = buffer if buffer.dim() == 2 else buffer.unsqueeze(0)
         share = self.count if self.kind == "reduce_scatter" else 1
         pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
@@ -287,11 +177,11 @@ class Flat:
 
 
 def put(places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-    """Put values where in a buffer they go."""
+    """Copy values to their flat pieces of a buffer."""
     torch._foreach_copy_(list(places), [x.reshape(-1) for x in xs])
 
 
-def start_packed(comm: Starter, flat: Flat, buffers: Sequence[Tensor]) -> Callable[[], Rows]:
-    """Start a bucket as one collective of its buffer, which each rank has packed."""
-    finish = comm.start(flat.kind, buffers, *flat.args, is_own=True)
-    return lambda: [flat.unpack(buffer) for buffer in finish()]
+def start_packed(comm: Comm, layout: BucketLayout, buffers: Sequence[Tensor]) -> Callable[[], Rows]:
+    """Start the collective of a bucket that each rank has packed into a buffer."""
+    finish = comm.start(layout.kind, buffers, *layout.args, is_own=True)
+    return lambda: [layout.unpack(buffer) for buffer in finish()]

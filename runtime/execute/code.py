@@ -83,8 +83,8 @@ class Code:
         """Run them; ``start`` starts a collective of operands, or of the buffer they are in, and gives what waits."""
         self._part(env, start)
 
-    def place(self, error: BaseException) -> Instruction | None:
-        """The instruction in which an error arose, if it was no collective."""
+    def instruction_of(self, error: BaseException) -> Instruction | None:
+        """The instruction that raised an error; None for a collective."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not self._part.__code__:
             trace = trace.tb_next
@@ -104,7 +104,7 @@ class Code:
                     yield None, f"v{slot} = env[{slot}]; env[{slot}] = None"
             if each.result in self._placed and (slot := self._placed[each.result][0]) not in buffers:
                 buffers.add(slot)
-                yield None, f"b{slot}, p{slot} = instruction{slot}.flat.places(v{each.reads[0]})"
+                yield None, f"b{slot}, p{slot} = instruction{slot}.layout.places(v{each.reads[0]})"
             yield from ((each, line) for line in self._call(each))
             made.add(each.result)
             if each.collective:
@@ -162,8 +162,8 @@ def _placed(instructions: Sequence[Instruction]) -> dict[int, tuple[int, str]]:
     }
     found = dict[int, tuple[int, str]]()
     for each in instructions:
-        if each.flat is not None and each.collective == "all_reduce":
-            for i, (slot, shape) in enumerate(zip(each.reads, each.flat.shapes, strict=True)):
+        if each.layout is not None and each.collective == "all_reduce":
+            for i, (slot, shape) in enumerate(zip(each.reads, each.layout.shapes, strict=True)):
                 if slot in matrices and count[slot] == 1 and slot in each.dead and math.prod(shape) >= LARGE:
                     found[slot] = each.result, f"p{each.result}[{i}].view({shape})"
     return found

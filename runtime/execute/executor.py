@@ -23,10 +23,11 @@ from shardc.program.collective import COLLECTIVES, collective_kind
 from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
 
-from ..comm.comm import Starter
+from ..comm.comm import Comm
 from .code import Part
+from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
-from .interpreter import Deferred, Sums, Totals, Values, move, run
+from .interpreter import Values, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Executor:
     """
 
     def __init__(
-        self, program: Program, comm: Starter | None = None, device: torch.device | str = "cpu", is_eager: bool = True
+        self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
     ) -> None:
         assert (comm is not None) == (program.level == "localized"), program.level
         self.program, self.comm = program, comm

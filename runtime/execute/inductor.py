@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.program.program import Program
 
-from ..comm.comm import Starter, Traffic
+from ..comm.comm import Comm, Traffic
+from ..comm.ranges import in_range
+from .deferred import Sums, Totals
 from .executor import Executor, Saved
-from .interpreter import Sums, Totals, Values
-from .ranges import in_range
+from .interpreter import Values
 
 Compiled = Callable[..., Sequence[Tensor]]
 Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
@@ -44,7 +45,7 @@ class InductorRunner:
     State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
     """
 
-    def __init__(self, program: Program, comm: Starter) -> None:
+    def __init__(self, program: Program, comm: Comm) -> None:
         self._executor, self._comm = Executor(program, comm, is_eager=False), comm
         self._fwd: Part | None = None
         self._bwd: Part | None = None
@@ -113,9 +114,7 @@ class Part:
     sends.
     """
 
-    def __init__(
-        self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Starter
-    ) -> None:
+    def __init__(self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Comm) -> None:
         self._run, self._comm = run, comm
         given = _flat(example)
         assert all(value is None or isinstance(value, Tensor) for value in given), list(map(type, given))

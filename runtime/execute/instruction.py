@@ -26,8 +26,8 @@ from shardc.program.opaque import Opaque
 from shardc.program.program import Program
 from shardc.program.text import range_name
 
-from ..comm.comm import Flat
-from ..comm.functional import is_traced
+from ..comm.comm import BucketLayout
+from ..comm.ranges import is_traced
 
 _code = lru_cache(maxsize=4096)(partial(compile, filename="<call>", mode="eval"))  # constants are not in the text
 Env = list[Any]  # the values of one rank, by slot; None where there is none yet, or none any more
@@ -44,11 +44,11 @@ class Slot:
 class Instruction:
     """One call: ``args`` are constants, slots and lists of both, ``kwargs`` constants; ``call`` runs it for one rank.
 
-    ``reads``: the slots among the arguments, in their order. ``name``: in a trace; none of what only shows a value.
-    ``collective``: the method of ``Comm`` that runs it; ``flat``: the buffer that a bucket's values go in; ``is_own``:
-    no one else reads the memory of its operand. ``uses_up``: the slot, filled before the part began, whose memory it
-    may write over, or -1. ``waits``: slots of collectives that must be done before, since it reads them. ``dead``:
-    slots that no later instruction reads. ``line``: the user's, ``file.py:line``.
+    ``reads``: the slots among the arguments, in order. ``name``: that of its range in a trace; empty for views.
+    ``collective``: the kind of the collective that it starts; ``layout``: that of a bucket's buffer; ``is_own``: nobody
+    else reads the memory of its operand. ``uses_up``: a slot that an earlier part filled and whose memory it may
+    overwrite, or -1. ``waits``: slots of collectives to wait for first. ``dead``: slots that no later instruction
+    reads. ``line``: the user's, ``file.py:line``.
     """
 
     target: Callable[..., Any]
@@ -59,7 +59,7 @@ class Instruction:
     result: int
     name: str
     collective: str = ""
-    flat: Flat | None = None
+    layout: BucketLayout | None = None
     is_own: bool = False
     uses_up: int = -1
     waits: tuple[int, ...] = ()
@@ -140,7 +140,7 @@ def instruction(
         slots[node],
         "" if is_getitem(node) or is_view(node) else range_name(program, node),
         method,
-        Flat.of(program, node) if method and is_bucket else None,
+        BucketLayout.of(program, node) if method and is_bucket else None,
         is_bucket or is_own,
         -1 if over is None else next((slots[each] for each in looked_at(over) if here.get(each, 0) < 0), -1),
         line=program.source(node).location,
@@ -265,7 +265,7 @@ def with_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
     for each in instructions:
         waits = started.intersection(each.reads)
         if each.collective == "reduce_scatter":
-            axes = each.flat.parts[0].args[0] if each.flat else each.args[1]
+            axes = each.layout.parts[0].args[0] if each.layout else each.args[1]
             *older, last = *latest.get(axes, ()), each.result
             waits |= started.intersection(older[:-1])
             latest[axes] = (*older[-1:], last)

@@ -21,7 +21,7 @@ from shardc.ops.random import uniform
 from shardc.program.node import arguments, is_getitem, operand, takes_device
 from shardc.program.program import Program
 
-from ..comm.placement import region as piece_bounds
+from ..comm.shards import region as piece_bounds
 
 Region = tuple[Tensor, ...]  # int64, one for each dim
 

@@ -14,7 +14,7 @@ from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, error_text
 from shardc.language.sharding import Sharding
 
-from ..comm.placement import pad, region
+from ..comm.shards import pad, region
 from ..module.border import Border, border_of
 from .evaluator import Evaluator, Unwritten, piece_region
 

@@ -19,20 +19,11 @@ from shardc.language.sharding import Sharding, num_shards
 from shardc.program.program import Program
 
 from ..comm.agreement import check_agreement
-from ..comm.comm import SimulatedComm, Starter
+from ..comm.comm import Comm
 from ..comm.distributed import TorchComm, gather_whole
-from ..comm.placement import (
-    DTensorMaker,
-    check_order,
-    local,
-    pad,
-    placements,
-    shard,
-    sharding_of,
-    to_dtensor,
-    unpad,
-    unshard,
-)
+from ..comm.dtensor import DTensorMaker, check_order, local, placements, sharding_of, to_dtensor
+from ..comm.shards import pad, shard, unpad, unshard
+from ..comm.simulated import SimulatedComm
 from .copies import Copies
 
 
@@ -52,7 +43,7 @@ class Door(Protocol):
 class Border(Protocol):
     """How tensors come in and go out. Pieces are a list, one for each rank that lives in this process."""
 
-    comm: Starter
+    comm: Comm
 
     def new_copies(self) -> Copies | None:
         """Where what is made of stored parameters is kept; None where it is made for every call."""
@@ -80,7 +71,7 @@ class VirtualBorder:
     """All ranks in this process: every tensor of the user's is plain and whole."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
-        self.comm: Starter = SimulatedComm(mesh, device)
+        self.comm: Comm = SimulatedComm(mesh, device)
 
     def new_copies(self) -> None:
         """None: a write through ``.data`` of a plain tensor cannot be seen."""
@@ -137,7 +128,7 @@ class DistributedBorder:
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.torch_comm = TorchComm(device_mesh)
-        self.comm: Starter = self.torch_comm
+        self.comm: Comm = self.torch_comm
         check_order(self.torch_comm.mesh)
 
     def new_copies(self) -> Copies | None:

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from shardc.language.errors import OrderError
 
-from ..comm.placement import new_dtensor
-from ..execute.interpreter import Sums, Totals, Values
+from ..comm.dtensor import new_dtensor
+from ..execute.deferred import Sums, Totals
+from ..execute.interpreter import Values
 from .optimizer import StepWatcher
 
 aten = torch.ops.aten

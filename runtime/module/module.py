@@ -19,7 +19,7 @@ from shardc.language.errors import OrderError, ShardingError, error_text
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
-from ..comm.comm import Starter
+from ..comm.comm import Comm
 from ..execute.executor import Executor, Runner
 from .border import Border
 from .copies import Copies
@@ -57,7 +57,7 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, border: Border, compile_fn: CompileFn,
-                 make_runner: Callable[[Program, Starter], Runner] = Executor) -> None:  # fmt: skip
+                 make_runner: Callable[[Program, Comm], Runner] = Executor) -> None:  # fmt: skip
         super().__init__()
         self._border, self._compile, self._make_runner = border, compile_fn, make_runner
         self._copies, self._accumulation = border.new_copies(), Accumulation()

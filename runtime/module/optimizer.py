@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..comm.placement import local
+from ..comm.dtensor import local
 
 OPS = [
     getattr(packet, overload)

@@ -18,9 +18,10 @@ from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory, is_row_of_kept
 from shardc.program.program import Input, Output, Program, ends_of
 
-from ..comm.placement import local
+from ..comm.dtensor import local
+from ..execute.deferred import Sums
 from ..execute.executor import Runner, Saved
-from ..execute.interpreter import Sums, Values
+from ..execute.interpreter import Values
 from .border import Border, Door
 from .copies import Copies, Made
 from .gradients import (

@@ -17,9 +17,10 @@ from shardc.options import Pipeline
 from shardc.program.program import Program
 
 from ..comm.agreement import check_agreement
-from ..comm.comm import SimulatedComm, Starter
+from ..comm.comm import Comm
 from ..comm.distributed import TorchComm
-from ..comm.placement import local, new_dtensor
+from ..comm.dtensor import local, new_dtensor
+from ..comm.simulated import SimulatedComm
 from ..module.border import Border, DistributedBorder, DistributedDoor, Door, VirtualBorder
 from ..module.optimizer import join_lines
 from .channel import RankChannel
@@ -27,7 +28,7 @@ from .host import stored_on_host
 from .step import PipelineRunner
 from .timed import TimedComm, TimedDoor
 
-MakeRunner = Callable[[Program, Starter], PipelineRunner]
+MakeRunner = Callable[[Program, Comm], PipelineRunner]
 
 
 def pipeline_on(mesh: Any, pipeline: Pipeline, device: torch.device) -> tuple[Border, MakeRunner]:
@@ -84,7 +85,7 @@ class PipelineBorder(DistributedBorder):
         """Compare the collectives of all ranks of the job."""
         check_agreement(self.job, program)
 
-    def runner(self, program: Program, comm: Starter) -> PipelineRunner:
+    def runner(self, program: Program, comm: Comm) -> PipelineRunner:
         """The runner of this rank's stages."""
         return PipelineRunner(program, self.torch_comm, (self.channel.at,), self.channel)
 

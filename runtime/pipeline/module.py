@@ -15,7 +15,7 @@ from shardc.capture.model import tensors_of
 from shardc.language.errors import OrderError, ShardingError, raise_all
 from shardc.program.program import Pin
 
-from ..comm.placement import local
+from ..comm.dtensor import local
 from ..module.module import ParallelModule, become
 from ..module.optimizer import norm_over_stages
 from ..module.step import Step

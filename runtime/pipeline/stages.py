@@ -12,7 +12,7 @@ from shardc.program.node import operand
 from shardc.program.program import Program
 from shardc.program.stages import PARTS, SCHEDULED, Part, Stage, Stages
 
-from ..comm.comm import Starter
+from ..comm.comm import Comm
 from ..execute import code
 from ..execute.instruction import Env, instructions, with_deaths, with_waits
 from ..execute.interpreter import run
@@ -27,7 +27,7 @@ class StageRunner:
     ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
     """
 
-    def __init__(self, stages: Stages, index: int, comm: Starter, is_eager: bool = True) -> None:
+    def __init__(self, stages: Stages, index: int, comm: Comm, is_eager: bool = True) -> None:
         self.stage, program = stages.stages[index], stages.program
         slots = {node: i for i, node in enumerate(program.graph.nodes)}
         ways = {crossing: [slots[node] for node in nodes] for crossing, nodes in stages.crossings.items()}
@@ -53,7 +53,7 @@ class StageRunner:
         read = {part: self.kept[part] | self.beside[part] for part in self.kept}
         self.calls = {part: code.Part(with_deaths(calls[part], read.get(part, lasting))) for part in PARTS}
 
-    def run(self, part: Part, envs: Sequence[Env], comm: Starter) -> None:
+    def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         """Run a part."""
         run(self.calls[part], envs, comm)
 

@@ -20,8 +20,9 @@ from shardc.program.stages import PARTS_OF, Crossing, Part, Stages, is_cut_in_ti
 from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm
+from ..execute.deferred import Sums, Totals
 from ..execute.instruction import Env
-from ..execute.interpreter import Sums, Totals, Values
+from ..execute.interpreter import Values
 from .channel import Channel, Key, Mailbox, Message
 from .host import Host, OnHost, bytes_of, memory_of, stored_on_host
 from .stages import StageResults, StageRunner

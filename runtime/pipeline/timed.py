@@ -18,12 +18,12 @@ from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.stages import is_cut_in_time
 
-from ..comm.comm import AtPositions, Comm, Flat, Places, Results, Rows, Tensors, Traffic
-from ..comm.placement import pad, region, shard, unpad, unshard
+from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors, Traffic
+from ..comm.shards import pad, region, shard, unpad, unshard
 from ..module.border import DistributedDoor
 
 
-class TimedComm(AtPositions):
+class TimedComm(LocalCollectives):
     """The collectives of a stage's ranks during some ``microbatches`` of a program's ``mesh``."""
 
     def __init__(self, comm: Comm, mesh: Mesh, microbatches: Sequence[int]) -> None:
@@ -48,9 +48,9 @@ class TimedComm(AtPositions):
         results: Tensors = getattr(self, kind)(xs, *args)
         return lambda: results
 
-    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+    def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """As the stage's ranks do."""
-        return self.comm.start_bucket(flat, rows, into)
+        return self.comm.start_bucket(layout, rows, into)
 
 
 class TimedDoor:
@@ -98,4 +98,4 @@ class TimedDoor:
             rows = unpad(piece, self.value, self.shape, position)
             whole[tuple(slice(start, start + length) for start, length in where)] = rows
         axes = tuple(map(self.comm.mesh.print_part, self.door.value.cut_axes))
-        return self.comm.comm.all_reduce([whole], axes, "sum")[0] if axes else whole
+        return self.comm.comm.start("all_reduce", [whole], axes, "sum")()[0] if axes else whole

@@ -120,13 +120,13 @@ def test_verify_holds_outputs_and_gradients_in_two_dtypes(capsys: pytest.Capture
 def test_verify_exits_with_1_and_names_the_tensor_that_differs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardc.runtime.comm.comm import SimulatedComm
+    from shardc.runtime.comm.simulated import SimulatedComm
 
     def loses_one(self: Any, xs: Any, axes: Any, op: str) -> Any:
         return xs
 
     monkeypatch.setattr(SimulatedComm, "all_reduce", loses_one)
-    monkeypatch.setattr("shardc.runtime.comm.placement.torch.equal", lambda a, b: True)
+    monkeypatch.setattr("shardc.runtime.comm.shards.torch.equal", lambda a, b: True)
     assert main(["verify", f"{FILE}:mlp", *ON_FOUR]) == 1
     assert "differs" in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from shardc import Mesh
 from shardc.costs.stage_record import schedule_of
 from shardc.options import Pipeline
 from shardc.program.stages import Part
-from shardc.runtime.comm.comm import Starter
+from shardc.runtime.comm.comm import Comm
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.instruction import Env
 from shardc.runtime.pipeline.stages import StageRunner
@@ -88,7 +88,7 @@ def run_asleep(case: Case) -> list[tuple[float, float, float]]:
     whole, found, times = StageRunner.run, [], list[tuple[float, float]]()
     piped(data())
 
-    def run(self: StageRunner, part: Part, envs: Sequence[Env], comm: Starter) -> None:
+    def run(self: StageRunner, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         start = time.monotonic()
         whole(self, part, envs, comm)
         left = case.seconds(next(way.source for way in self.leaving), part) - (time.monotonic() - start)

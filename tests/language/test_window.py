@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardc import Mesh
 from shardc.language.windows import AROUND, EDGE, FILLED, MIRRORED, Windows, overlap_add, rows_sent, windows
-from shardc.runtime.comm.comm import SimulatedComm
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
+from shardc.runtime.comm.simulated import SimulatedComm
 
 GARBAGE = 77.0  # what a chunk holds beyond the end of its dim
 
@@ -69,7 +69,7 @@ def test_windows_hold_what_their_positions_look_at(window: Windows) -> None:
 def test_each_rank_gets_its_window_and_sends_what_is_announced(window: Windows) -> None:
     comm = SimulatedComm(Mesh(x=window.count))
     x = torch.randn(2, window.length, dtype=torch.float64)
-    found = comm.windows(chunked(x, window), ("x",), 1, window.values, 5.0)
+    found = comm.start("windows", chunked(x, window), ("x",), 1, window.values, 5.0)()
     assert torch.equal(torch.cat(list(found), 1), windows(x, (), 1, window.values, 5.0))
     sent = [traffic.bytes["collective_permute"] for traffic in comm.traffic]
     assert sent == [16 * rows for rows in rows_sent(window.values)[0]]
@@ -83,7 +83,7 @@ def test_overlap_add_is_the_adjoint_of_windows_and_the_same_on_ranks(window: Win
     y = torch.randn(2, window.count * window.size, dtype=torch.float64)
     back = overlap_add(y, (), 1, window.values)
     torch.testing.assert_close((windows(x, (), 1, window.values, 0.0) * y).sum(), (x * back).sum())
-    pieces = comm.overlap_add(list(y.split(window.size, 1)), ("x",), 1, window.values)
+    pieces = comm.start("overlap_add", list(y.split(window.size, 1)), ("x",), 1, window.values)()
     torch.testing.assert_close(torch.cat(list(pieces), 1)[:, : window.length], back)
     sent = [traffic.bytes["collective_permute"] for traffic in comm.traffic]
     assert sent == [16 * rows for rows in rows_sent(window.values)[1]]
@@ -121,8 +121,8 @@ def run_on_gloo():
                     index = [mesh.index(i, tuple(map(mesh.axis, axes))) for i in range(4)]
                     pieces = [whole.chunk(4, 1)[i] for i in index]
                     comm.traffic[0].clear()
-                    (result,) = getattr(comm, kind)([pieces[comm.position]], *args)
-                    expected = getattr(virtual, kind)(pieces, *args)[comm.position]
+                    (result,) = comm.start(kind, [pieces[comm.position]], *args)()
+                    expected = virtual.start(kind, pieces, *args)()[comm.position]
                     if not torch.equal(result, expected) or comm.traffic[0] != virtual.traffic[comm.position]:
                         wrong.append((mesh, kind, axes, window))
     return wrong

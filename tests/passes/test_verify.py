@@ -18,7 +18,7 @@ from shardc.ops.random import uniform
 from shardc.passes.verify import verify
 from shardc.program.collective import all_gather, all_reduce, reduce_scatter
 from shardc.program.program import Input, Output, Program
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.runtime.comm.simulated import SimulatedComm
 
 aten = torch.ops.aten
 MESH = Mesh(dp=2, tp=2)

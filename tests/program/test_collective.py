@@ -21,7 +21,7 @@ from shardc.language.mesh import Axes, Mesh
 from shardc.language.partition import parse_part
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.program.collective import COLLECTIVES, group_size, steps_sharding, wire_bytes
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.runtime.comm.simulated import SimulatedComm
 
 Call = tuple[CollectiveKind, tuple[object, ...]]
 Names = tuple[str, ...]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, compile
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.simulator import simulate
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardc.api import Compiled
 from shardc.program.stages import Part
-from shardc.runtime.comm.comm import REDUCE, SimulatedComm, Starter
+from shardc.runtime.comm.comm import REDUCE, Comm
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instruction import Env, Instruction
 from shardc.runtime.execute.interpreter import Values, run
@@ -200,11 +201,11 @@ def _place(value: Tensor) -> tuple[Any, ...]:
 class MeasuringStage(StageRunner):
     """Looks after each instruction, before anything dies of it."""
 
-    def __init__(self, step: MeasuringRun, index: int, comm: Starter) -> None:
+    def __init__(self, step: MeasuringRun, index: int, comm: Comm) -> None:
         super().__init__(step.runner.stages, index, comm, is_eager=False)
         self.step, self.index = step, index
 
-    def run(self, part: Part, envs: Sequence[Env], comm: Starter) -> None:
+    def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         self.step.at = self.step.place[self.index]
         for each in self.calls[part]:
             run((replace(each, dead=()),), envs, comm)

@@ -16,8 +16,8 @@ from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.language.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards
 from shardc.ops.piece import fit
 from shardc.program.collective import Step, fits, group_size
-from shardc.runtime.comm.comm import SimulatedComm
-from shardc.runtime.comm.placement import pad, shard, unshard
+from shardc.runtime.comm.shards import pad, shard, unshard
+from shardc.runtime.comm.simulated import SimulatedComm
 
 MAX_RANKS = 24
 GARBAGE = 77.0  # what padding reads before anything is done

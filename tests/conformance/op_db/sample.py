@@ -16,7 +16,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from shardc.runtime.comm.placement import same_bits
+from shardc.runtime.comm.shards import same_bits
 
 # The database seeds torch before it draws; a model that does so is refused, and what is drawn here is shardc's own.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)

@@ -20,7 +20,8 @@ from shardc import Mesh, P, ShardingError, Zero
 from shardc.program.code_motion import deferrable
 from shardc.program.communication import is_collective, members
 from shardc.program.traffic import collectives_of
-from shardc.runtime.comm.comm import Flat, SimulatedComm
+from shardc.runtime.comm.comm import BucketLayout
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.simulator import simulate
 
 FSDP = DATA | {"param:*": P("dp")}
@@ -176,6 +177,6 @@ def test_what_is_gathered_together_is_not_held_together() -> None:
         model, Mesh(dp=2), {"input": P("dp")}, args=(torch.ones(4, 4, dtype=torch.float64),), zero=Zero("dp", 3)
     )
     node = next(node for node in made.program.calls if is_collective(node) and len(members(node)) == 2)
-    flat = Flat.of(made.program, node)
-    results = flat.unpack(torch.ones(2, sum(math.prod(shape) for shape in flat.shapes)))
+    layout = BucketLayout.of(made.program, node)
+    results = layout.unpack(torch.ones(2, sum(math.prod(shape) for shape in layout.shapes)))
     assert [each.untyped_storage().nbytes() for each in results] == [each.nbytes for each in results]

@@ -22,7 +22,7 @@ from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 from shardc.passes.reshard.plan_reshard import common_subdims, plan_reshard, reshard_plan
 from shardc.program.collective import Collective, Step, group_size, steps_sharding
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.runtime.comm.simulated import SimulatedComm
 
 F32 = torch.float32
 Sub = tuple[tuple[int, str], ...]  # parts of a dim, each of a size and cut by axes of one letter

@@ -14,9 +14,9 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.ops.contraction import BoundDot
 from shardc.runtime.comm import messages
-from shardc.runtime.comm.comm import Flat, Places, Results, Rows, Tensors
+from shardc.runtime.comm.comm import BucketLayout, Places, Results, Rows, Tensors
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
-from shardc.runtime.comm.placement import shard
+from shardc.runtime.comm.shards import shard
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate
 
@@ -54,9 +54,9 @@ class NotingComm(TorchComm):
         self.notes.append("start")
         return self._noting(super().start(kind, xs, *args, is_own=is_own, into=into))
 
-    def start_bucket(self, flat: Flat, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+    def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         self.notes.append("start")
-        return self._noting(super().start_bucket(flat, rows, into))
+        return self._noting(super().start_bucket(layout, rows, into))
 
     def _noting(self, finish: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:

@@ -18,12 +18,13 @@ from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P, blocks, parse_parts
 from shardc.runtime.comm.agreement import check_agreement
-from shardc.runtime.comm.comm import SimulatedComm
 from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device_mesh
-from shardc.runtime.comm.functional import reduce_scatter
+from shardc.runtime.comm.dtensor import check_order, placements, sharding_of, to_dtensor
 from shardc.runtime.comm.launch import launch
-from shardc.runtime.comm.messages import parse_counters, private_loopback, sent_bytes
-from shardc.runtime.comm.placement import check_order, placements, shard, sharding_of, to_dtensor
+from shardc.runtime.comm.network import parse_counters, private_loopback, sent_bytes
+from shardc.runtime.comm.process_group import reduce_scatter
+from shardc.runtime.comm.shards import shard
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate
 
@@ -83,7 +84,7 @@ def run_collectives():
             args = [len(shape) - 1 if arg == LAST else arg for arg in args]
             comm, virtual, pieces = comm_of(mesh), SimulatedComm(mesh), pieces_of(mesh, shape, seed)
             comm.traffic[0].clear()
-            (result,) = getattr(comm, kind)([pieces[comm.position]], axes, *args)
+            (result,) = comm.start(kind, [pieces[comm.position]], axes, *args)()
             expected = getattr(virtual, kind)(pieces, axes, *args)[comm.position]
             if not torch.equal(result, expected) or comm.traffic[0] != virtual.traffic[comm.position]:
                 wrong.append((mesh, kind, axes, args, shape, result, expected))
@@ -243,17 +244,17 @@ def run_on_the_wire(megabytes, repeats):
     """What the interface and ``Comm`` counted in one round; of several, the one that others disturbed least."""
     comm = comm_of(WIDE)
     x = torch.ones(megabytes * 2**18)
-    comm.all_gather([x[:8]], ("dp",), 0)
+    comm.start("all_gather", [x[:8]], ("dp",), 0)()
     wire = []
     for _ in range(repeats):
         comm.traffic[0].clear()
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
-        comm.all_reduce([x], ("dp",), "sum")
-        comm.reduce_scatter([x], ("dp",), "sum", 0)
-        comm.all_gather([x], ("dp",), 0)
-        comm.all_to_all([x.view(4, -1)], ("dp",), 1, 0)
+        comm.start("all_reduce", [x], ("dp",), "sum")()
+        comm.start("reduce_scatter", [x], ("dp",), "sum", 0)()
+        comm.start("all_gather", [x], ("dp",), 0)()
+        comm.start("all_to_all", [x.view(4, -1)], ("dp",), 1, 0)()
         dist.barrier()
         wire.append(sent_bytes() - before)
     return min(wire), sum(comm.traffic[0].bytes.values())

@@ -10,7 +10,7 @@ import shardc
 from shardc import P, Zero
 from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
-from shardc.runtime.comm import functional, messages
+from shardc.runtime.comm import messages, process_group
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
 
 MESHES = (Mesh(dp=4), Mesh(dp=2, tp=2))
@@ -38,10 +38,10 @@ def run_both_ways(small):
             for dtype in DTYPES:
                 given = values(torch.distributed.get_rank(), dtype)
                 gathered = messages.all_gather([(x, dim, None) for x, dim in given], group)()
-                found += map(torch.equal, gathered, (functional.all_gather(x, group, dim)() for x, dim in given))
+                found += map(torch.equal, gathered, (process_group.all_gather(x, group, dim)() for x, dim in given))
                 for op in ("sum", "max") if dtype is not torch.bool else ():
                     kept = messages.reduce_scatter(given, op, group)()
-                    wanted = (functional.reduce_scatter(x, group, op, dim)() for x, dim in given)
+                    wanted = (process_group.reduce_scatter(x, group, op, dim)() for x, dim in given)
                     found += map(torch.equal, kept, wanted)
     return found
 

@@ -18,9 +18,10 @@ from torch.nn import functional
 import shardc
 from shardc import Mesh
 from shardc.ops.contraction import BoundDot, dot
-from shardc.runtime.comm.comm import Flat, SimulatedComm
+from shardc.runtime.comm.comm import BucketLayout
 from shardc.runtime.comm.distributed import make_device_mesh
-from shardc.runtime.comm.placement import local
+from shardc.runtime.comm.dtensor import local
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute import code
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs
@@ -212,7 +213,10 @@ def run_packing(mesh: Mesh) -> list[tuple[int, list[Tensor]]]:
 
         return call
 
-    with mock.patch.object(Flat, "pack", noting(Flat.pack, 1)), mock.patch.object(code, "put", noting(code.put, 1)):
+    with (
+        mock.patch.object(BucketLayout, "pack", noting(BucketLayout.pack, 1)),
+        mock.patch.object(code, "put", noting(code.put, 1)),
+    ):
         for _ in range(4):  # the first, whose reductions wait; instructions; and then code
             copied[0] = 0
             parallel.zero_grad()

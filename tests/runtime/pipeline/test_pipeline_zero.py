@@ -25,7 +25,7 @@ from shardc.program.code_motion import chain
 from shardc.program.communication import members
 from shardc.program.program import parameters_of
 from shardc.program.stages import Stage, stages_of
-from shardc.runtime.comm.comm import SimulatedComm
+from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.pipeline.step import PipelineRunner
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
 

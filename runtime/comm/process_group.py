@@ -1,8 +1,8 @@
-"""The collectives of one rank as functions of a tensor.
+"""Calls of collectives on a torch process group, as functions of one rank's tensor.
 
-Each is started, and gives what waits for it and returns its result. Where it is recorded for a compiler it is one of
-torch's functional collectives. Else it is asked of the process group: those pass through Python, at the price of
-several small ops. A group of one never comes here.
+Each function starts a collective and returns a function that waits for it and returns the result. Where ops are traced,
+the collectives are torch's functional ones; else the process group is called directly, since torch's Python wrappers
+cost as much as several small ops. Groups have at least two ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceScatterOptions, Work
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .ranges import is_traced
 
 c10d = torch.ops._c10d_functional
-Finish = Callable[[], Tensor]
+Finish = Callable[[], Tensor]  # waits for a collective, and returns its result
 Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that take part in one collective, as this rank sees them.
+    """The ranks that take part in one collective.
 
-    ``index``: this rank's among them, major axis first. ``order``: for each index the rank in the process group, which
-    may stand in another order. ``adds_locally``: the backend has no reduce_scatter of its own that sends less than an
-    all_reduce (gloo), so it is an all_to_all and a local reduction.
+    ``index``: this rank's, major axis first. ``order``: for each index the rank within the process group, which may
+    have another order. ``adds_locally``: the backend (gloo) has no reduce_scatter that sends less than an all_reduce,
+    so that reduce_scatter is an all_to_all and a local reduction.
     """
 
     process: ProcessGroup
@@ -39,16 +40,16 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The process group's."""
+        """The name of the process group."""
         return self.process.group_name
 
     @property
     def inverse(self) -> tuple[int, ...]:
-        """For each rank in the process group its index."""
+        """For each rank within the process group, its index."""
         return tuple(self.order.index(rank) for rank in range(self.size))
 
 
-LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
+REDUCE_STACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda pieces: pieces.sum(0, dtype=pieces.dtype),
     "max": lambda pieces: pieces.amax(0),
     "min": lambda pieces: pieces.amin(0),
@@ -57,70 +58,63 @@ OPS: dict[str, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
-    """The pieces of all ranks, joined along ``dim``: one copy, none where ``dim`` leads."""
+    """The pieces of all ranks, joined along ``dim``: one copy, none if ``dim`` is the first."""
     if _is_functional(x):
         finish = _waiting(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     else:
-        made = x.new_empty(group.size * x.numel())
-        finish = _after(group.process._allgather_base(made, x.reshape(-1)), made)
+        result = x.new_empty(group.size * x.numel())
+        finish = _after(group.process._allgather_base(result, x.reshape(-1)), result)
     return lambda: join(_arrange(finish().view(group.size, *x.shape), group.order), dim)
 
 
 def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
-    """The reduction over all ranks; in the operand's memory where ``is_own`` says that no one else reads it."""
+    """The reduction over all ranks; in the operand's memory if it ``is_own``, that is, nobody else reads it."""
     if _is_functional(x):
         return _waiting(c10d.all_reduce(x.contiguous(), op, group.name))
-    made = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
-    return _after(group.process.allreduce([made], _options(AllreduceOptions, op)), made)
+    result = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
+    return _after(group.process.allreduce([result], _options(AllreduceOptions, op)), result)
 
 
 def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
-    """Our piece along ``dim`` of the reduction over all ranks."""
+    """This rank's piece along ``dim`` of the reduction over all ranks."""
     pieces = _arrange(split(x, group.size, dim), group.inverse)
     if group.adds_locally:
         received = _exchange(pieces, group)
-        return lambda: LOCAL[op](_arrange(received(), group.order))
+        return lambda: REDUCE_STACKED[op](_arrange(received(), group.order))
     if _is_functional(x):
         finish = _waiting(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name))
     else:
-        made = pieces.new_empty(pieces[0].numel())
-        finish = _after(
-            group.process._reduce_scatter_base(made, pieces.flatten(), _options(ReduceScatterOptions, op)), made
-        )
+        result, options = pieces.new_empty(pieces[0].numel()), _options(ReduceScatterOptions, op)
+        finish = _after(group.process._reduce_scatter_base(result, pieces.flatten(), options), result)
     return lambda: finish().view(pieces.shape[1:])
 
 
 def all_to_all(x: Tensor, group: Group, src_dim: int, dst_dim: int) -> Finish:
-    """The pieces along ``dst_dim`` that all ranks have for this one, joined along ``src_dim``."""
+    """This rank's pieces along ``dst_dim`` from all ranks, joined along ``src_dim``."""
     received = _exchange(_arrange(split(x, group.size, dst_dim), group.inverse), group)
     return lambda: join(_arrange(received(), group.order), src_dim)
 
 
 def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
-    """The tensor of the rank at index ``source``; ours goes to the one at ``target``."""
+    """The tensor of the rank at index ``source``; this rank's tensor goes to index ``target``."""
     sends = [x.numel() if rank == group.order[target] else 0 for rank in range(group.size)]
-    takes = [x.numel() if rank == group.order[source] else 0 for rank in range(group.size)]
-    finish = _send(x.contiguous().flatten(), takes, sends, group)
+    receives = [x.numel() if rank == group.order[source] else 0 for rank in range(group.size)]
+    finish = _all_to_all(x.contiguous().flatten(), receives, sends, group)
     return lambda: finish().view(x.shape)
-
-
-def is_traced() -> bool:
-    """Whether what runs is recorded: then every op must be pure."""
-    return _get_current_dispatch_mode() is not None
 
 
 def exchange(
     x: Tensor, pieces: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dim: int, group: Group
 ) -> list[Sequence[Tensor]]:
-    """Pieces of any length along ``dim`` for every rank of the group, in return for those that it has for us.
+    """Send ``pieces`` of any length along ``dim`` to each rank of the group; returns those received from each.
 
-    ``lengths`` are those of the pieces that are taken; ours for ourselves are left out.
+    ``lengths`` are those of the received pieces. Pieces of this rank for itself are left out.
     """
     row = x.numel() // max(1, x.shape[dim])
-    gives = [sum(piece.numel() for piece in pieces[i]) for i in group.inverse]
-    takes = [row * sum(lengths[i]) if i != group.index else 0 for i in group.inverse]
+    sends = [sum(piece.numel() for piece in pieces[i]) for i in group.inverse]
+    receives = [row * sum(lengths[i]) if i != group.index else 0 for i in group.inverse]
     flat = torch.cat([x.new_empty(0), *(piece.flatten() for i in group.inverse for piece in pieces[i])])
-    received = _send(flat, takes, gives, group)().split(takes)
+    received = _all_to_all(flat, receives, sends, group)().split(receives)
     return [
         [
             piece.view([size if i == dim else old for i, old in enumerate(x.shape)])
@@ -133,28 +127,28 @@ def exchange(
 
 
 def _exchange(pieces: Tensor, group: Group) -> Finish:
-    """The i-th piece of every rank goes to the i-th rank of the process group; those received, by sender."""
+    """Send the i-th of equal pieces to the i-th rank of the process group; the result has those received, by sender."""
     sizes = [pieces[0].numel()] * group.size
-    finish = _send(pieces.flatten(), sizes, sizes, group)
+    finish = _all_to_all(pieces.flatten(), sizes, sizes, group)
     return lambda: finish().view(pieces.shape)
 
 
-def _send(flat: Tensor, takes: list[int], gives: list[int], group: Group) -> Finish:
-    """The next ``gives[i]`` elements go to rank i of the process group; those received, ``takes[i]`` from rank i."""
+def _all_to_all(flat: Tensor, receives: list[int], sends: list[int], group: Group) -> Finish:
+    """Send ``sends[i]`` elements to rank i of the process group, and receive ``receives[i]`` from it, both in order."""
     if _is_functional(flat):
-        return _waiting(c10d.all_to_all_single(flat, takes, gives, group.name))
-    made = flat.new_empty(sum(takes))
-    return _after(group.process.alltoall_base(made, flat, takes, gives), made)
+        return _waiting(c10d.all_to_all_single(flat, receives, sends, group.name))
+    result = flat.new_empty(sum(receives))
+    return _after(group.process.alltoall_base(result, flat, receives, sends), result)
 
 
 def _is_functional(x: Tensor) -> bool:
-    """Whether torch's ops are called: they know what complex numbers are to a backend."""
+    """Whether torch's functional collectives are called; they also know how a backend sends complex numbers."""
     return is_traced() or x.is_complex()
 
 
 @cache
 def _options(kind: type[Options], op: str) -> Options:
-    """What says the reduction to a process group; to make it of the bare op takes longer than a small op."""
+    """The options of a reduction, cached: making them takes longer than a small op."""
     options = kind()
     options.reduceOp = OPS[op]
     return options
@@ -164,26 +158,26 @@ def _waiting(started: Tensor) -> Finish:
     return lambda: c10d.wait_tensor(started)
 
 
-def _after(work: Work, made: Tensor) -> Finish:
+def _after(work: Work, result: Tensor) -> Finish:
     def finish() -> Tensor:
         work.wait()
-        return made
+        return result
 
     return finish
 
 
 def _arrange(pieces: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The pieces in another order; a copy only where the order differs."""
+    """The pieces in another order; a copy only if the order differs."""
     if order == tuple(range(len(order))):
         return pieces
     return torch.stack([pieces[i] for i in order])
 
 
 def split(x: Tensor, count: int, dim: int) -> Tensor:
-    """Equal pieces along ``dim``, stacked; a copy unless ``dim`` leads."""
+    """Equal pieces along ``dim``, stacked; a copy unless ``dim`` is the first."""
     return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0).contiguous()
 
 
 def join(pieces: Tensor, dim: int) -> Tensor:
-    """Stacked pieces joined along ``dim``; a copy unless ``dim`` leads."""
+    """Stacked pieces joined along ``dim``; a copy unless ``dim`` is the first."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
