@@ -1,4 +1,4 @@
-"""Run a conformance suite: ``python -m tests.conformance SUITE [--only NAME] [--jobs N] [--json FILE]``.
+"""Run a conformance suite: ``python -m tests.conformance SUITE [--only NAME] [--every N] [--jobs N] [--json FILE]``.
 
 Exit 1 where a case is wrong or refused. A suite is a module beside this one with ``add_arguments(parser)``, its further
 options, and ``main(options) -> int``.
@@ -32,6 +32,7 @@ def main() -> int:
     for name, text in SUITES.items():
         suite = suites.add_parser(name, help=text)
         suite.add_argument("--only", metavar="NAME", help="only cases whose name matches this glob")
+        suite.add_argument("--every", metavar="N", type=int, default=1, help="every Nth case alone")
         suite.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
         suite.add_argument("--json", metavar="FILE", help="write each case's result")
         if name in modules:

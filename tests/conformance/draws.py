@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -27,7 +26,7 @@ from shardc.program.node import operand
 from shardc.program.program import Output, Program
 from shardc.runtime.simulator import simulate
 
-from .suite import Result, exit_code, print_counts, run_cases, write_json
+from .suite import Result, chosen, exit_code, print_counts, run_cases, write_json
 
 STEPS = 20
 BATCH = 6
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the suite."""
-    found = [case for case in cases() if fnmatchcase(repr(case), options.only or "*")]
+    found = chosen(cases(), options)
     trained_alone(options.steps)  # once, before the processes start
     results = run_cases(lambda mesh: compare(mesh, options.steps), found, options.jobs)
     print_counts("draws", results)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 
@@ -26,7 +25,7 @@ from shardc import CaptureError, Mesh, Pipeline, ShardingError
 from shardc.runtime.comm.launch import Workers
 
 from . import bubbles
-from .suite import Result, exit_code, print_counts, run_cases, write_json
+from .suite import Result, chosen, exit_code, print_counts, run_cases, write_json
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "auto")
 RANKS = (2, 3, 4)
@@ -62,8 +61,8 @@ def main(options: argparse.Namespace) -> int:
     """Run the suite."""
     if options.processes:
         return on_processes(options)
-    cases = [Case(*each) for each in product(COLUMNS, SCHEDULES, RANKS)]
-    results = run_cases(compare, [case for case in cases if fnmatchcase(repr(case), options.only or "*")], options.jobs)
+    cases = chosen((Case(*each) for each in product(COLUMNS, SCHEDULES, RANKS)), options)
+    results = run_cases(compare, cases, options.jobs)
     print_counts("pipelines", results)
     worst = max((result.facts.get("difference", 0.0) for result in results), default=0.0)
     print(f"largest difference of losses and gradients: {worst:.1e}")

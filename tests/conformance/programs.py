@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the programs; 1 where one differs from one device. A case is 50 programs, and what is wrong the smallest."""
     count = -(-options.examples // PER_CASE)
-    results = run_cases(run_case, range(options.seed * count, (options.seed + 1) * count), options.jobs)
+    results = run_cases(run_case, range(options.seed * count, (options.seed + 1) * count, options.every), options.jobs)
     print_counts(f"programs, {PER_CASE} a case", results)
     write_json(options.json, results)
     return exit_code(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -9,13 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 Outcome = Literal["right", "wrong", "refused", "apart"]
+C = TypeVar("C")
 OUTCOMES: tuple[Outcome, ...] = ("right", "wrong", "refused", "apart")
 
 
@@ -27,6 +30,11 @@ class Result:
     outcome: Outcome
     detail: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def chosen(cases: Iterable[C], options: argparse.Namespace) -> list[C]:
+    """The cases whose names match ``--only``, and of these every Nth, as ``--every`` says."""
+    return [case for case in cases if fnmatchcase(str(case), options.only or "*")][:: options.every]
 
 
 def run_cases(run: Callable[[Any], Result], cases: Sequence[Any], jobs: int) -> list[Result]:

@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the cases, print the counts and misses; then hold rules and propagation to Shardy's."""
-    chosen = cases(options.only)
+    chosen = cases(options.only)[:: options.every]
     results = run_cases(score, chosen, options.jobs)
     print_counts("gspmd", results)
     _print_bytes([result for case, result in zip(chosen, results, strict=True) if is_scored(case)])

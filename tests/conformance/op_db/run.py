@@ -58,9 +58,11 @@ def main(options: argparse.Namespace) -> int:
     """Run the suite, print what came out."""
     start = time.perf_counter()
     patterns = (options.only or "*").split(",")
-    names = [name for name in variants() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    names = [name for name in variants() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)][
+        :: options.every
+    ]
     run = partial(run_variant, uneven=options.uneven, count=options.samples, trace=options.trace)
-    results = run_cases(run, names, options.jobs)
+    results = run_cases(run, names[:: options.every], options.jobs)
     print_counts("op_db, " + ("uneven sizes" if options.uneven else "even sizes"), results)
     print_sharded(results)
     print(f"{time.perf_counter() - start:.0f} seconds")
