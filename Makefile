@@ -1,4 +1,4 @@
-# Two commands do everything on a machine with Python 3.11+ and git: make demo, make test.
+# On a machine with Python 3.11+ and git: make demo, make test (about 6 minutes on two cores), make test-all (about 16).
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -6,8 +6,9 @@ BIN := .venv/bin
 WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
+CONFORMANCE := OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance
 
-.PHONY: demo test bench lint format types wheel-test readme examples clean
+.PHONY: demo test test-all sweep conformance bench lint format types wheel-test readme examples clean
 
 demo: .venv/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
@@ -15,6 +16,22 @@ demo: .venv/installed  # torch says that it has no numpy; shardc needs none
 test: .venv/installed-test
 	$(BIN)/python -m compileall -q shardc passes runtime  # once, and not in each process that a test starts
 	$(PYTEST) $(IN_PARALLEL)
+
+# Everything: the conformance suites, the sweeps, and make test, whose count of tests is the last line.
+test-all: conformance sweep test
+
+# More cases of what make test holds on a few; the README's jobs of several processes.
+sweep: .venv/installed-test
+	$(PYTEST) $(IN_PARALLEL) -m sweep
+
+# Every case of each suite, but of the zoo each third: all of it takes ten minutes.
+conformance: .venv/installed-test
+	$(CONFORMANCE) gspmd
+	$(CONFORMANCE) op_db --samples 1
+	$(CONFORMANCE) programs --examples 500
+	$(CONFORMANCE) pipelines
+	$(CONFORMANCE) draws
+	$(CONFORMANCE) zoo --every 3
 
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
 bench: .venv/installed
@@ -32,7 +49,7 @@ types: .venv/installed-dev
 	$(BIN)/mypy
 
 readme: .venv/installed-test
-	$(PYTEST) tests/project/test_readme.py
+	$(PYTEST) -m "sweep or not sweep" tests/project/test_readme.py
 
 examples: .venv/installed-test
 	$(PYTEST) tests/project/test_examples.py
@@ -49,7 +66,7 @@ wheel-test: .venv/installed-test
 		> "$$($(WHEEL)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	$(BIN)/python -m pip --python $(WHEEL)/venv/bin/python install --quiet --no-deps $(WHEEL)/*.whl
 	$(WHEEL)/venv/bin/python -P -c 'import shardc; assert "$(WHEEL)" in shardc.__file__, shardc.__file__'
-	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow" $(WHEEL_TESTS)
+	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not sweep" $(WHEEL_TESTS)
 
 # The environment: made once, and again when what it is made from changes.
 .venv/bin/python:

@@ -147,8 +147,15 @@ def run_training(mesh, annotations, stage, optimizer):
     return gathers
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SWEPT = (("adamw fused", 1), ("adamw fused", 2))
+CASES = [
+    pytest.param(name, stage, marks=pytest.mark.sweep if (name, stage) in SWEPT else [])
+    for name in OPTIMIZERS
+    for stage in STAGES
+]
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), CASES)
 def test_training_equals_one_device_and_gathers_once_a_step(gloo, stage, optimizer):
     for mesh, annotations in MESHES.values():
         counted = gloo.run(run_training, mesh, annotations, stage, optimizer)

@@ -357,7 +357,7 @@ def test_a_higher_order_op_that_is_called_as_an_op_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cond in cond", "that writes and returns"])
+@pytest.mark.parametrize("name", ["cond in cond", pytest.param("that writes and returns", marks=pytest.mark.sweep)])
 def test_opaque_calls_stay_opaque_to_inductor(name: str) -> None:
     assert_trains_alike(*model(name), Mesh(dp=2, tp=1), compile="inductor")
 

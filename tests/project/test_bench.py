@@ -49,7 +49,7 @@ def test_everyone_in_a_row_trains_alike_and_is_weighed(tmp_path: Path) -> None:
     assert len(markdown([(row, found)]).splitlines()) == 2 + len(found)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_pipeline_sends_what_enters_each_stage_and_its_gradient_alone() -> None:
     row = Row("pipeline", "tiny", Job(2))
     found = figures(row, launch(measure, 2, row, Steps(least=2, most=3), private_network=True))
@@ -177,7 +177,7 @@ def test_where_time_goes_is_told_from_nested_events() -> None:
     assert spent(events, profiled, [timed]) == Spent(1.0, 0.5, 1.0, dispatch=3.5, waiting=2.0, network=2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_prediction_stands_beside_every_measured_step() -> None:
     row = Row("data", "tiny", Job(2), is_full=False)
     machine, found = launch(compare, 2, [row], 1, 1)[0]

@@ -85,10 +85,10 @@ def test_python_blocks_run_in_order_and_print_what_the_readme_says() -> None:
 
 
 def commands(text: str) -> list[Any]:
-    """The console blocks as parameters; jobs of several processes run where those of other tests run."""
-    gloo = pytest.mark.xdist_group("gloo")
+    """The console blocks as parameters; jobs of several processes are a sweep, one after another."""
+    job = [pytest.mark.sweep, pytest.mark.xdist_group("gloo")]
     return [
-        pytest.param(each, id=each.code[:60], marks=[gloo] if "torchrun" in each.code else [])
+        pytest.param(each, id=each.code[:60], marks=job if "torchrun" in each.code else [])
         for each in console_snippets(text)
     ]
 

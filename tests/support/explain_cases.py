@@ -8,7 +8,7 @@ from typing import Any
 
 from shardc import Mesh, Pipeline, Precision, Remat, Zero
 from shardc.api import Compiled, compile
-from shardc.cli.target import Wish, load_target
+from shardc.cli.target import TargetOptions, load_target
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:gpt"
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, Mesh, dict[str, Any], dict[str, Any]]] = {
 
 def compiled(target: str, mesh: Mesh, settings: dict[str, Any] | None = None, **options: Any) -> Compiled:
     """A target of the command line."""
-    found = load_target(target, Wish(settings or {}, None, None, "meta"), mesh)
+    found = load_target(target, TargetOptions(settings or {}, None, None, "meta"), mesh)
     return compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 

@@ -101,12 +101,12 @@ def hold(suggestion: Suggestion, before: Figures, after: Figures) -> None:
     assert suggestion.is_free == (is_good and after.peak + after.optimizer <= before.peak + before.optimizer)
 
 
-def quick(names: Mapping[str, Any], *few: str) -> list[Any]:
-    """All names, of which few are quick."""
-    return [pytest.param(name, marks=[] if name in few else pytest.mark.slow) for name in names]
+def few(names: Mapping[str, Any], *chosen: str) -> list[Any]:
+    """All names; those that are not chosen are a sweep."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in chosen else pytest.mark.sweep) for name in names]
 
 
-@pytest.mark.parametrize("name", quick(GOOD, "moe"))
+@pytest.mark.parametrize("name", few(GOOD, "moe", "gpt, fsdp"))
 def test_each_collective_of_a_good_plan_is_removed_as_advised_and_at_the_cost_that_is_said(name: str) -> None:
     target, mesh = GOOD[name]
     found = hold_all(target, mesh, compile(target, mesh, target[3]))
@@ -125,7 +125,7 @@ def test_zero_is_a_cost_of_wire_for_memory() -> None:
         assert advice.suggestion is not None and advice.suggestion.change.zero == Zero("dp", 2), advice.text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_twelve_layers_are_advised_on_by_patterns_over_all_of_them() -> None:
     target = gpt2(layers=12)
     annotations = {**target[3], "transformer.h.*.mlp.c_fc.bias": P()}
@@ -192,7 +192,16 @@ BAD: dict[str, tuple[Target, dict[str, P], tuple[str, str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick(BAD, "a bias whole that is added to what is cut", "logits asked for whole"))
+OBVIOUS = (
+    "a bias whole that is added to what is cut",
+    "q, k and v cut along the wrong dim",
+    "logits asked for whole",
+    "a batch on every rank beside weights that are stored in pieces",
+    "a module's output annotated to be whole",
+)
+
+
+@pytest.mark.parametrize("name", few(BAD, *OBVIOUS))
 def test_of_a_bad_plan_the_advice_is_the_obvious_one(name: str) -> None:
     target, added, (phase, kind, axis), expected = BAD[name]
     mesh, annotations = Mesh(dp=4) if target is NO_DATA else MESH, {**target[3], **added}

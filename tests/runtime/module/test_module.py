@@ -444,7 +444,7 @@ def run_inductor():
     return [loss.item() for loss in losses], counted, announced, backward_code()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")  # one job of several processes at a time
 def test_inductor_runs_both_parts_on_two_ranks():
     for losses, counted, announced, code in launch(ByPath(__file__, "run_inductor"), 2):
