@@ -42,64 +42,58 @@ _PLACEMENT = {"device", "layout", "pin_memory"}  # a program runs on any device
 
 @dataclass(frozen=True, slots=True)
 class TraceSignature:
-    """What the traced function takes and returns, in order.
+    """The arguments and results of a traced function, in order.
 
-    It takes ``inputs``; it returns ``outputs``, then its ``inputs`` as they are at the end, then the ``tangents`` that
-    it made for itself, then its ``guards``.
+    It takes ``inputs``. It returns ``outputs``, then its ``inputs`` as they are at the end, then the ``tangents`` that
+    it made for itself, then the results of its ``guards``.
     """
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    tangents: tuple[Input, ...]
+    tangents: tuple[Input, ...] = ()
     guards: tuple[Output, ...] = ()
-
-
-def traced_types(traced: fx.GraphModule) -> dict[fx.Node, Types]:
-    """The type of every traced node, from the fake value that tracing left on it."""
-    return {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
 
 
 def assemble(
     traced: fx.GraphModule,
-    ends: TraceSignature,
-    types: Mapping[fx.Node, Types],
+    signature: TraceSignature,
     sources: Mapping[fx.Node, Source],
-    constant_names: Mapping[int, str],
+    plain_tensors: Mapping[str, torch.Tensor],
 ) -> tuple[Program, dict[str, torch.Tensor]]:
-    """The program, and the constants that became inputs of kind ``buffer``, by name.
+    """The program of a traced function, and the constants that became inputs of kind ``buffer``, by name.
 
-    ``constant_names`` gives names to tensors that the model holds as plain attributes, by their id.
+    A constant that the model holds as a plain attribute has its name in ``plain_tensors``.
     """
-    assembly = _Assembly(traced, ends, types, sources, constant_names)
+    assembly = _Assembly(traced, signature, sources, {id(tensor): name for name, tensor in plain_tensors.items()})
     return assembly.run(), assembly.constants
 
 
 class _Assembly:
     """A traced graph on its way into ``program``.
 
-    State: ``mapping`` from traced nodes to those of the program. Every live traced node is mapped once, in traced
-    order; an identity is mapped as what it stands for. ``constants`` by name.
+    State: ``mapping`` from traced nodes to those of the program; ``constants`` by name. Every live traced node is
+    mapped once, in traced order; an identity is mapped as its operand.
     """
 
     def __init__(
         self,
         traced: fx.GraphModule,
-        ends: TraceSignature,
-        types: Mapping[fx.Node, Types],
+        signature: TraceSignature,
         sources: Mapping[fx.Node, Source],
         constant_names: Mapping[int, str],
     ) -> None:
-        self.traced, self.ends, self.types = traced, ends, types
+        self.traced, self.signature = traced, signature
         self.sources, self.constant_names = sources, constant_names
+        self.types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
         self.program = Program(fx.Graph(), (), ())
         self.mapping: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.given = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        self.placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         results: Any = next(reversed(traced.graph.nodes)).args[0]
-        self.results: list[fx.Node | None] = [node and _stands_for(node) for node in results]
+        self.results: list[fx.Node | None] = [node and _without_identities(node) for node in results]
 
     def run(self) -> Program:
-        """The program; the state is spent."""
+        """Build the program, once."""
         outputs, results = self._outputs()
         live = _live(results)
         self._place_inputs(live)
@@ -111,36 +105,36 @@ class _Assembly:
         return self.program
 
     def _outputs(self) -> tuple[tuple[Output, ...], list[fx.Node | None]]:
-        """The outputs and the traced node of each: the given ones, the new values of buffers that changed, guards."""
-        outputs = list(self.ends.outputs)
+        """The outputs with the traced node of each: the model's, new values of buffers that changed, guards."""
+        outputs = list(self.signature.outputs)
         nodes = list(self.results[: len(outputs)])
-        after = self.results[len(outputs) : len(outputs) + len(self.ends.inputs)]
-        for given, before, node in zip(self.ends.inputs, self.given, after, strict=True):
+        after = self.results[len(outputs) : len(outputs) + len(self.signature.inputs)]
+        for entry, before, node in zip(self.signature.inputs, self.placeholders, after, strict=True):
             if node is not None and node is not before:
-                _check_may_change(given, self.types[node])
-                outputs.append(Output(given.name, "buffer"))
+                _check_may_change(entry, self.types[node])
+                outputs.append(Output(entry.name, "buffer"))
                 nodes.append(node)
-        last = len(self.results) - len(self.ends.guards)
-        return (*outputs, *self.ends.guards), [*nodes, *self.results[last:]]
+        last = len(self.results) - len(self.signature.guards)
+        return (*outputs, *self.signature.guards), [*nodes, *self.results[last:]]
 
     def _place_inputs(self, live: set[fx.Node]) -> None:
-        placed = [*zip(self.ends.inputs, self.given, strict=True), *self._constants(live)]
-        first = len(self.ends.outputs) + len(self.ends.inputs)
-        made = self.results[first : first + len(self.ends.tangents)]
-        placed += [(entry, node) for entry, node in zip(self.ends.tangents, made, strict=True) if node is not None]
+        placed = [*zip(self.signature.inputs, self.placeholders, strict=True), *self._constants(live)]
+        first = len(self.signature.outputs) + len(self.signature.inputs)
+        made = self.results[first : first + len(self.signature.tangents)]
+        placed += [(entry, node) for entry, node in zip(self.signature.tangents, made, strict=True) if node is not None]
         for entry, node in sorted(placed, key=lambda pair: _ORDER.index(pair[0].kind)):
             self._place(entry, node)
 
     def _constants(self, live: set[fx.Node]) -> list[tuple[Input, fx.Node]]:
         """The constants that are more than a number, as buffers that the program holds."""
-        found: list[tuple[Input, fx.Node]] = []
+        buffers: list[tuple[Input, fx.Node]] = []
         for node in self.traced.graph.nodes:
             if node.op == "get_attr" and node in live and self._tensor(node).ndim:
                 value = self._tensor(node)
-                name = self.constant_names.get(id(value), f"constant.{len(found)}")
+                name = self.constant_names.get(id(value), f"constant.{len(buffers)}")
                 self.constants[name] = value
-                found.append((Input(name, "buffer", TensorType.of(value)), node))
-        return found
+                buffers.append((Input(name, "buffer", TensorType.of(value)), node))
+        return buffers
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:
         value = getattr(self.traced, str(node.target))
@@ -203,18 +197,18 @@ class _Assembly:
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self.mapping[_stands_for(value)]
+            return self.mapping[_without_identities(value)]
         return tuple(map(self._argument, value)) if isinstance(value, (list, tuple)) else value
 
     def _source(self, node: fx.Node) -> Source:
         return self._source(node.all_input_nodes[0]) if is_getitem(node) else self._near(node)
 
     def _near(self, node: fx.Node) -> Source:
-        """That of a node, or of one that reads it."""
+        """The source of a node, or of one that reads it."""
         return next((self.sources[each] for each in (node, *node.users) if each in self.sources), Source())
 
 
-def _stands_for(node: fx.Node) -> fx.Node:
+def _without_identities(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.target in _IDENTITIES:
         node = node.all_input_nodes[0]
     return node
@@ -223,25 +217,25 @@ def _stands_for(node: fx.Node) -> fx.Node:
 def _live(results: Iterable[fx.Node | None]) -> set[fx.Node]:
     """The nodes that a result needs, identities apart."""
     ends = (node for node in results if node is not None)
-    return reached(ends, lambda node: map(_stands_for, node.all_input_nodes))
+    return reached(ends, lambda node: map(_without_identities, node.all_input_nodes))
 
 
-def _check_may_change(given: Input, after: Types) -> None:
-    if given.kind != "buffer":
+def _check_may_change(entry: Input, after: Types) -> None:
+    if entry.kind != "buffer":
         raise CaptureError(
-            f"{given.kind} {given.name!r}",
-            f"the forward changes it in place ({given.type})",
+            f"{entry.kind} {entry.name!r}",
+            f"the forward changes it in place ({entry.type})",
             "write to a clone of it, or make it a buffer",
         )
-    if after != given.type:
+    if after != entry.type:
         raise CaptureError(
-            f"buffer {given.name!r}",
-            f"the forward turns {given.type} into {after}",
+            f"buffer {entry.name!r}",
+            f"the forward turns {entry.type} into {after}",
             "keep the shape and dtype of a buffer",
         )
 
 
 def _default_dtype(target: torch._ops.OpOverload, type_: Types, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A tensor made from nothing says its dtype, so that no global default decides it later."""
+    """The ``dtype`` argument of an op without operands, so that no global default decides it later."""
     takes = any(argument.name == "dtype" for argument in target._schema.arguments)
     return {"dtype": type_.dtype} if takes and isinstance(type_, TensorType) and kwargs.get("dtype") is None else {}

@@ -16,7 +16,6 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import CodeType
 from typing import Any, Literal
 
@@ -32,20 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardc.capture.annotations import Match, annotate_output, annotating
 from shardc.capture.assembly import TraceSignature, assemble
-from shardc.capture.call import (
-    CallingConvention,
-    Tree,
-    call_leaves,
-    call_signature,
-    differentiable_names,
-    output_leaves,
-    rebuild_call,
-)
-from shardc.capture.decompositions import PlainDropout, decompositions, plain_cells, resampling_whole
+from shardc.capture.call import CallingConvention, Tree, call_leaves, call_signature, differentiable_names, output_leaves, rebuild_call
+from shardc.capture.decompositions import FunctionRewrites, decompositions, unfused_recurrent_layers
 from shardc.capture.guards import Guards, known_number
 from shardc.capture.higher_order import REPLACED, higher_order_ops
 from shardc.capture.microbatches import counting_marks, marks_passed
-from shardc.capture.model import borrow, changed, follow_modules, held, no_checkpoints, plain_tensors, state_names, swap
+from shardc.capture.model import borrow, current_tensor, follow_modules, no_checkpoints, override_attribute, plain_tensors, replace_tensors, state_names
 from shardc.capture.precision import Casting
 from shardc.capture.refusals import (
     DATA_DEPENDENT,
@@ -65,7 +56,6 @@ from shardc.capture.signature import Leaves, TensorLeaf, leaf_of
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
-from shardc.program.inference import types_of
 from shardc.program.opaque import Opaque, hold_opaques
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Phase, Source
@@ -116,17 +106,16 @@ def capture(
 
 
 class _Joint:
-    """The forward and backward of a call as one function of flat tensors: ``inputs`` in order.
+    """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
-    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``; ``watch``,
-    which knows where each traced node comes from; and ``guards``, where no path of the model has a graph without.
+    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``;
+    ``tracker``, which knows where each traced node comes from; ``guards``, where no path of the model has a graph
+    without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
     """
 
     outputs: Leaves
     output_tree: Tree
-    tangents: tuple[Input, ...]
-    watch: SourceTracker
-    opaque: list[Opaque]
+    tracker: SourceTracker
     guards: Guards | None
 
     def __init__(
@@ -141,7 +130,9 @@ class _Joint:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.train, self.modules, self.differentiable = train, modules, differentiable
-        self.tangents, self.opaque, self.precision = (), [], precision
+        self.precision = precision
+        self.tangents: tuple[Input, ...] = ()
+        self.opaque: list[Opaque] = []
         self.parameters, self.buffers, self.aliases = state_names(model)
         leaves, _ = call_leaves(model.forward, args, kwargs)
         self.passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
@@ -156,11 +147,11 @@ class _Joint:
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
-        """The graph of the model's eager path, or of the path that it offers to compilers; guards where it must be."""
+        """The graph of the model's eager path, else of its path for compilers; without guards if possible."""
         for has_guards in (False, True):
             for is_compiling in (False, True):
                 self.guards = Guards(self.opaque) if has_guards else None
-                with changed(torch.compiler, "_is_compiling_flag", is_compiling):
+                with override_attribute(torch.compiler, "_is_compiling_flag", is_compiling):
                     try:
                         return self._trace(Refusals())
                     except DATA_DEPENDENT as error:
@@ -170,32 +161,33 @@ class _Joint:
     def _trace(self, refusals: Refusals) -> fx.GraphModule:
         self.refusals = refusals
         with contextlib.ExitStack() as stack:
-            stack.enter_context(borrow(self.model, self.train))
             for context in (
+                borrow(self.model, self.train),
                 torch.inference_mode(False),
                 torch.autograd.set_multithreading_enabled(False),
-                plain_cells(),
-                PlainDropout(),
+                unfused_recurrent_layers(),
+                FunctionRewrites(),
                 no_checkpoints(),
                 higher_order_ops(self.opaque),
                 annotating(),
                 counting_marks(),
-                resampling_whole(),
                 python_effects(self.model),
-                changed(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # our error says it
+                override_attribute(
+                    logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True
+                ),  # our error says it
                 no_seeds(),
-                _use_lazy_graph_module(True),  # no one runs it: its graph is no Python code until it is asked for
+                _use_lazy_graph_module(True),  # the graph module never runs, so no code is generated for it
                 refusals,
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
                 stack.enter_context(context)
             stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
-            fakes = map(self._empty, self.inputs)
+            fakes = [self._fake(entry) for entry in self.inputs]
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             return traced
 
-    def _empty(self, entry: Input) -> torch.Tensor:
+    def _fake(self, entry: Input) -> torch.Tensor:
         shape, dtype = entry.type.shape, entry.type.dtype
         return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
 
@@ -205,43 +197,44 @@ class _Joint:
         named = dict(zip(keys, tensors, strict=True))
         casting = Casting(self.model, self.precision)
         used = casting.enter(named)
-        swap(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
+        replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
-        self.watch = SourceTracker(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
+        self.tracker = SourceTracker(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
         if self.guards:
             self.guards.begin(self.values)
-        with self.watch, torch.set_grad_enabled(self.train):
-            self.outputs, found, self.output_tree = output_leaves(self.model(*args, **kwargs))
+        with self.tracker, torch.set_grad_enabled(self.train):
+            self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
             casting.check_unchanged()
-            tangents, gradients = self._backward(dict(found), used, casting) if self.train else ([], [])
-            after = [held(self.model, name) if kind == "buffer" else tensor for (kind, name), tensor in named.items()]
-            met = self.guards.met if self.guards else []
-            ends = [*(tensor.detach() for _, tensor in found), *gradients, *(t.detach() for t in after)]
-            return [*ends, *tangents, *met]
+            tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
+            after = [
+                current_tensor(self.model, name) if kind == "buffer" else tensor
+                for (kind, name), tensor in named.items()
+            ]
+            passed = self.guards.results if self.guards else []
+            outputs = [tensor.detach() for _, tensor in results]
+            return [*outputs, *gradients, *(tensor.detach() for tensor in after), *tangents, *passed]
 
     def _backward(
         self, outputs: Mapping[str, torch.Tensor], used: Mapping[tuple[str, str], torch.Tensor], casting: Casting
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         names = differentiable_names(self.outputs, self.differentiable)
         with self.guards.unknown() if self.guards else contextlib.nullcontext():
-            tangents = [torch.empty(outputs[name].shape, dtype=outputs[name].dtype, device=self.device)
-                        for name in names]  # fmt: skip
+            starts = [outputs[name] for name in names]
+            tangents = [torch.empty(start.shape, dtype=start.dtype, device=self.device) for start in starts]
         self.tangents = tuple(
             Input(name, "tangent", TensorType.of(tangent)) for name, tangent in zip(names, tangents, strict=True)
         )
-        wanting = [entry for entry in self.inputs if entry.requires_grad]
-        sources = [used[entry.kind, entry.name] for entry in wanting]
+        entries = [entry for entry in self.inputs if entry.requires_grad]
+        sources = [used[entry.kind, entry.name] for entry in entries]
         if not names or not sources:
             return tangents, [None] * len(sources)
-        self.watch.phase = "backward"
+        self.tracker.phase = "backward"
         with torch.autocast(self.device.type, enabled=False):
-            starts = [outputs[name] for name in names]
-            gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
-            return tangents, [self._left(casting, *pair) for pair in zip(wanting, gradients, strict=True)]
-
-    def _left(self, casting: Casting, entry: Input, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self.watch.latest = Source(entry.name.rpartition(".")[0], self.watch.latest.location, "backward")
-        return casting.leave(entry, gradient)
+            gradients: list[torch.Tensor | None] = [*torch.autograd.grad(starts, sources, tangents, allow_unused=True)]
+            for i, entry in enumerate(entries):
+                self.tracker.latest = Source(entry.name.rpartition(".")[0], self.tracker.latest.location, "backward")
+                gradients[i] = casting.leave(entry, gradients[i])
+            return tangents, gradients
 
     def captured(self, traced: fx.GraphModule) -> Captured:
         """The traced graph as a program with its calling convention."""
@@ -249,9 +242,8 @@ class _Joint:
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
         guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
-        ends = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
-        types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
-        program, constants = assemble(traced, ends, types, self.watch.sources, plain_tensors(self.model))
+        trace = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
+        program, constants = assemble(traced, trace, self.tracker.sources, plain_tensors(self.model))
         leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
         signature = call_signature(self.model, self.args, self.kwargs, self.train)
         inputs = tuple((name, leaf_of(value)) for name, value in leaves)
@@ -268,12 +260,13 @@ def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dic
 
 
 class SourceTracker(TorchDispatchMode):
-    """Notes where in the user's model each traced node comes from; a backward node comes from its forward's place.
+    """Records where in the user's model each traced node comes from; a backward node has the source of its forward op.
 
-    What an op finds in values is guarded, unless the user's own line asks for it or there are no ``guards``.
+    An op that returns what it finds in values gets a guard, unless the user's own line calls it or there are no
+    ``guards``.
 
-    State: ``modules``, the paths of the running modules; ``by_sequence``, the source of the op that made the autograd
-    node of that number; ``count`` of the calls of forward.
+    State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
+    the source of the op that made it; ``count`` of the calls of forward; ``latest``, the source of backward's latest.
     """
 
     supports_higher_order_operators = True
@@ -294,7 +287,8 @@ class SourceTracker(TorchDispatchMode):
         self.by_sequence: dict[int, Source] = {}
         self.latest, self.count = Source(), 0
         for path, entry in annotations.items():
-            model.get_submodule(path).register_forward_hook(partial(_annotate_hook, entry))
+            annotate: Any = lambda module, args, output, entry=entry: annotate_output(output, entry)  # noqa: E731
+            model.get_submodule(path).register_forward_hook(annotate)
         follow_modules(model, self.modules)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -311,13 +305,15 @@ class SourceTracker(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except DATA_DEPENDENT as error:
-            return self._found(error, func, args, kwargs or {}, source)
+            return self._value_at_capture(error, func, args, kwargs or {}, source)
         finally:
             while (last := last.next).op != "root":
                 self.sources[last] = source
 
-    def _found(self, error: Exception, func: Any, args: Any, kwargs: Mapping[str, Any], source: Source) -> Any:
-        """What an op finds in the values of tensors; the error where they are not known."""
+    def _value_at_capture(
+        self, error: Exception, func: Any, args: Any, kwargs: Mapping[str, Any], source: Source
+    ) -> Any:
+        """The result of an op that reads values of tensors; raises the error where they are unknown."""
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         if isinstance(error, DataDependentOutputException):
             with _disable_current_modes():
@@ -327,7 +323,7 @@ class SourceTracker(TorchDispatchMode):
         if self.guards is None or self.refusals.is_users(isinstance(error, DataDependentOutputException)):
             raise error
         try:
-            return self.guards.guarded(func, args, kwargs, source.location or "the model")
+            return self.guards.add(func, args, kwargs, source.location or "the model")
         except NoValueError as reason:
             raise error from reason
 
@@ -335,19 +331,15 @@ class SourceTracker(TorchDispatchMode):
         autograd_node = torch._C._current_autograd_node()
         if autograd_node is None and self.phase == "forward":
             line = user_location(sys._getframe(2), stop=self.stop)
-            found = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
+            source = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
             self.count += 1
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, found)
-            return found
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+            return source
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
             self.latest = replace(known, phase=self.phase)
         return self.latest
 
 
 def _only_checks(func: Any) -> bool:
-    """Whether an op of torch's own raises an error or does nothing: it looks at values, and capture has none."""
+    """Whether an op of torch's checks values, and so raises an error or does nothing: capture has no values."""
     return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable
-
-
-def _annotate_hook(entry: Match, module: nn.Module, args: Any, output: Any) -> Any:
-    return annotate_output(output, entry)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.model import changed
+from shardc.capture.model import override_attribute
 from shardc.capture.refusals import user_location
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
@@ -56,7 +56,7 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
         places["torch._dynamo.config", "error_on_nested_fx_trace"] = False
     with contextlib.ExitStack() as stack:
         for (module, name), value in places.items():
-            stack.enter_context(changed(importlib.import_module(module), name, value))
+            stack.enter_context(override_attribute(importlib.import_module(module), name, value))
         yield
 
 
@@ -284,7 +284,7 @@ class Body:
         return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, made, strict=True)]
 
     def _check(self, forward: fx.GraphModule, count: int) -> None:
-        """Nothing is drawn at random, nothing that was given is changed."""
+        """Refuse a body that draws random numbers or that writes to an operand."""
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
         output = next(reversed(forward.graph.nodes))
         results: Any = output.args[0]

@@ -1,6 +1,6 @@
-"""A model's own initialisers as a program: the seed in, the value of every parameter and buffer out.
+"""A model's own initialisers as a program that takes a seed and returns every parameter and buffer.
 
-Nothing is allocated, and what a constructor or an initialiser does with numbers, lists and branches just runs.
+The initialisers run on fake tensors, which allocate nothing; numbers, lists and branches in them run as usual.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardc.capture.assembly import TraceSignature, assemble, traced_types
+from shardc.capture.assembly import TraceSignature, assemble
 from shardc.capture.decompositions import TRACED_AS
 from shardc.capture.guards import known_number
-from shardc.capture.model import borrow, changed, held, plain_tensors, state_names, swap, with_aliases
+from shardc.capture.model import borrow, current_tensor, override_attribute, plain_tensors, replace_tensors, state_names, with_aliases
 from shardc.capture.refusals import (
     failing_line,
 )
@@ -36,17 +36,13 @@ from shardc.program.node import ancestors
 from shardc.program.program import Input, Output, Program
 
 Initializer = Callable[[nn.Module], Any]
-
-
 RESETS = ("reset_parameters", "_reset_parameters")
-
-
 INITS = ("init_weights", "initialize_weights", "_init_weights", "_initialize_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Initialized:
-    """A model on meta, and the program that makes its values.
+    """A model on meta, and the program that computes its values.
 
     ``program``: one output for every parameter, buffer, and tensor that a module holds as a plain attribute, each by
     its first name. ``constants``: the values of the program's inputs of kind ``buffer``.
@@ -60,11 +56,12 @@ class Initialized:
 def record_initializers(
     model: nn.Module | Callable[[], nn.Module], initialize: Initializer | None = None
 ) -> Initialized:
-    """The initialisers of a model that was made on meta, or all that a function does that makes a model.
+    """Record the initialisers of a model that was made on meta, or a function that makes a model.
 
-    Of a model on meta run, children first, every module's ``reset_parameters``, then the model's ``init_weights`` or
-    ``_init_weights``, as torch and transformers do; or ``initialize(model)`` alone. What is not on meta keeps its value
-    unless an initialiser writes it. ShardingError where the constructor wrote a parameter more often than these do.
+    For a model on meta, every module's ``reset_parameters`` runs, children first, then the model's ``init_weights`` or
+    ``_init_weights``, as in torch and transformers; or ``initialize(model)`` alone. A tensor that is not on meta keeps
+    its value unless an initialiser writes it. Raises a ShardingError where the constructor wrote a parameter more often
+    than these initialisers do.
     """
     record = Record()
     if isinstance(model, nn.Module):
@@ -76,19 +73,19 @@ def record_initializers(
 
 
 def _of_model(record: Record, model: nn.Module, initialize: Initializer | None) -> dict[str, fx.Node]:
-    """Run the initialisers of a model with fake tensors in place of its own; the recorded node of every tensor."""
+    """Run the initialisers of a model with fake tensors in place of its own; returns the node of every tensor."""
     parameters, buffers, aliases = state_names(model)
-    plain = {name: tensor for name, tensor in _plain(model).items() if tensor.is_meta}
+    plain = {name: tensor for name, tensor in plain_tensors(model).items() if tensor.is_meta}
     with borrow(model, train=False), record.recording():
         fakes = {name: _fake(tensor) for name, tensor in (*parameters.items(), *buffers.items())}
-        swap(model, fakes, aliases)
+        replace_tensors(model, fakes, aliases)
         before = {name: fakes[name]._version for name in parameters}
         for module in model.modules():
             vars(module).pop("_is_hf_initialized", None)  # transformers' note that this is done
         with torch.no_grad():
             (initialize or _own_initializers)(model)
-        writes = {name: held(model, name)._version - before[name] for name in parameters}
-        outputs = {name: record.node(held(model, name)) for name in fakes}
+        writes = {name: current_tensor(model, name)._version - before[name] for name in parameters}
+        outputs = {name: record.node(current_tensor(model, name)) for name in fakes}
         outputs |= {name: record.node(_fake(tensor)) for name, tensor in plain.items()}
     if initialize is None:
         _check_writes(parameters, writes)
@@ -98,23 +95,23 @@ def _of_model(record: Record, model: nn.Module, initialize: Initializer | None) 
 def _of_function(
     record: Record, make: Callable[[], nn.Module], initialize: Initializer | None
 ) -> tuple[nn.Module, dict[str, fx.Node]]:
-    """Run a constructor on fake tensors; the model, now on meta, and the recorded node of every tensor."""
+    """Run a constructor on fake tensors; returns the model, now on meta, and the node of every tensor."""
     with record.recording():
         model = make()
         check_model(model)
         if initialize is not None:
             initialize(model)
     parameters, buffers, _ = state_names(model)
-    plain = _plain(model)
-    outputs = {name: record.node(tensor) for name, tensor in {**parameters, **buffers, **plain}.items()}
-    set_tensors(model, {name: _on_meta(tensor) for name, tensor in {**parameters, **buffers, **plain}.items()})
+    tensors = {**parameters, **buffers, **plain_tensors(model)}
+    outputs = {name: record.node(tensor) for name, tensor in tensors.items()}
+    set_tensors(model, {name: _like(tensor, "meta") for name, tensor in tensors.items()})
     return model, outputs
 
 
 def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give modules parameters, buffers and plain attributes, by path; those tied to them are the same tensor.
+    """Set parameters, buffers and plain attributes of modules, by path; the names tied to one get the same tensor.
 
-    As attributes, so that a module which keeps a list of its parameters (nn.LSTM) hears of it.
+    They are set as attributes, since a module may keep a list of its parameters (``nn.LSTM``) and update it then.
     """
     _, _, aliases = state_names(model)
     for name, tensor in with_aliases(tensors, aliases):
@@ -122,21 +119,18 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         setattr(model.get_submodule(path), leaf, tensor)
 
 
-def _plain(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that modules hold as plain attributes, by path."""
-    tensors = {id(value): value for module in model.modules() for value in vars(module).values()}
-    return {name: tensors[found] for found, name in plain_tensors(model).items()}
-
-
 def _fake(tensor: Tensor) -> Tensor:
-    """A tensor like one of a model's: of no value yet where that is on meta, else of its value."""
-    like = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().clone()
-    return nn.Parameter(like, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    """A tensor like one of a model's: empty where that is on meta, else with its values."""
+    return _like(tensor, "cpu") if tensor.is_meta else _as(tensor, tensor.detach().clone())
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(like, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+def _like(tensor: Tensor, device: str) -> Tensor:
+    return _as(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+
+
+def _as(tensor: Tensor, new: Tensor) -> Tensor:
+    """``new`` as a parameter if ``tensor`` is one."""
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _own_initializers(model: nn.Module) -> None:
@@ -149,22 +143,23 @@ def _own_initializers(model: nn.Module) -> None:
 
 def _init_weights(module: nn.Module) -> None:
     """Call a module's method of that name, or apply it where it takes a module; else those of its children."""
-    found = next((getattr(module, name) for name in INITS if callable(getattr(module, name, None))), None)
-    if found is None:
+    method = next((getattr(module, name) for name in INITS if callable(getattr(module, name, None))), None)
+    if method is None:
         for child in module.children():
             _init_weights(child)
-    elif _needs_argument(found):
-        module.apply(found)
+    elif _needs_argument(method):
+        module.apply(method)
     else:
-        found()
+        method()
 
 
 def _needs_argument(method: Callable[..., Any]) -> bool:
-    given = inspect.signature(method).parameters.values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _check_writes(parameters: Mapping[str, nn.Parameter], writes: Mapping[str, int]) -> None:
+    """Raise a ShardingError if the constructor wrote a parameter on meta more often than the initialisers do."""
     lost = [name for name, parameter in parameters.items() if parameter.is_meta and parameter._version > writes[name]]
     if lost:
         raise ShardingError(
@@ -175,32 +170,32 @@ def _check_writes(parameters: Mapping[str, nn.Parameter], writes: Mapping[str, i
         )
 
 
-Place = tuple[Any, ...]  # where a tensor lies: its memory first, then where in it
+View = tuple[Any, ...]  # a memory, then offset, shape, strides and dtype in it
 
 
 class Record:
     """The ops of a block, in order.
 
-    State: ``nodes``, the latest node of a tensor, by where it lies: tensors of one memory, shape and strides are one;
-    ``memory`` of each node; ``writes``, the nodes that wrote to each memory; ``constants``, the real tensors that came
-    in. Every memory that was seen is kept, so that none is used twice.
+    State: ``nodes``, by view the latest node: tensors that are one view of one memory have one node; ``memory`` of each
+    node; ``writes``, the nodes that wrote to each memory; ``constants``, the real tensors that came in from outside.
+    ``_alive`` keeps every memory, so that torch gives no address twice.
     """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.nodes: dict[Place, fx.Node] = {}
+        self.nodes: dict[View, fx.Node] = {}
         self.memory: dict[fx.Node, Any] = {}
         self.writes: dict[Any, set[fx.Node]] = {}
         self.constants: dict[str, Tensor] = {}
-        self._kept: list[torch.UntypedStorage] = []
+        self._alive: list[torch.UntypedStorage] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block every op runs on fake tensors and is recorded."""
+        """Run every op of the block on fake tensors and record it."""
         with (
             warnings.catch_warnings(),
-            changed(nn.init, "_no_grad_trunc_normal_", _trunc_normal),
-            changed(nn.Module, "_apply", _converted({})),
+            override_attribute(nn.init, "_no_grad_trunc_normal_", _trunc_normal),
+            override_attribute(nn.Module, "_apply", _converted({})),
             FakeTensorMode(allow_non_fake_inputs=True),
             _Recorder(self),
         ):
@@ -215,22 +210,22 @@ class Record:
                 ) from error
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node that stands for a tensor now; a tensor from outside is a constant."""
-        if _place(tensor) not in self.nodes:
+        """The latest node of a tensor; a tensor from outside is a constant."""
+        if _view(tensor) not in self.nodes:
             name = f"constant_{len(self.constants)}"
             with _disable_current_modes():
                 self.constants[name] = tensor.detach().clone()
             self._note(tensor, self.graph.get_attr(name))
-        return self.nodes[_place(tensor)]
+        return self.nodes[_view(tensor)]
 
     def add(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record a call and what it returned."""
+        """Record a call and its results."""
         node = self._call(op, args, kwargs)
         for i, argument in enumerate(op._schema.arguments):
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             if is_write and isinstance(written, Tensor):
-                self.writes.setdefault(_place(written)[0], set()).add(node)
+                self.writes.setdefault(_view(written)[0], set()).add(node)
         if isinstance(result, Tensor):
             self._note(result, node)
             return
@@ -239,18 +234,18 @@ class Record:
                 self._note(each, self.graph.call_function(_item, (node, i)))
 
     def number(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What an op says of the value of a tensor, or None where that depends on chance."""
+        """The number that an op reads from a tensor, or None where it depends on random numbers or later writes."""
         node = self._call(op, args, kwargs)
         needed = ancestors(node)
-        is_settled = not any(self.writes.get(self.memory.get(each), needed) - needed for each in needed)
+        is_final = not any(self.writes.get(self.memory.get(each), needed) - needed for each in needed)
         with _disable_current_modes():
             root: Any = SimpleNamespace(**self.constants)
-            number = known_number(node, root) if is_settled else None
+            number = known_number(node, root) if is_final else None
         self.graph.erase_node(node)
         return number
 
     def program(self, outputs: Mapping[str, fx.Node]) -> tuple[Program, dict[str, Tensor]]:
-        """The values of these nodes at the end of the block, as a program of pure ops, and its constants by name."""
+        """A program of pure ops that returns the values of these nodes, and its constants by name."""
 
         def replay(random: Tensor) -> list[Tensor]:
             values = self._replay()
@@ -259,12 +254,11 @@ class Record:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             random = torch.empty(2, dtype=torch.int64)
             traced = make_fx(dispatch_functionalize(replay, FunctionalTensorMode()), TRACED_AS)(random)
-        ends = TraceSignature(
+        signature = TraceSignature(
             (Input("random", "random", TensorType((2,), torch.int64)),),
             tuple(Output(name, "output") for name in outputs),
-            (),
         )
-        return assemble(traced, ends, traced_types(traced), {}, {})
+        return assemble(traced, signature, {}, {})
 
     def _replay(self) -> dict[fx.Node, Any]:
         values: dict[fx.Node, Any] = {}
@@ -280,17 +274,17 @@ class Record:
         def argument(value: Any) -> Any:
             return self.node(value) if isinstance(value, Tensor) else value
 
-        given: Any = map_aggregate((args, dict(kwargs)), argument)
-        return self.graph.call_function(op, *given)
+        node_args: Any = map_aggregate((args, dict(kwargs)), argument)
+        return self.graph.call_function(op, *node_args)
 
     def _note(self, tensor: Tensor, node: fx.Node) -> None:
-        place = _place(tensor)
-        self.nodes[place], self.memory[node] = node, place[0]
-        self._kept.append(tensor.untyped_storage())
+        view = _view(tensor)
+        self.nodes[view], self.memory[node] = node, view[0]
+        self._alive.append(tensor.untyped_storage())
 
 
 class _Recorder(TorchDispatchMode):
-    """Gives every op that runs to a record."""
+    """Adds every op that runs to a record."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -313,7 +307,7 @@ class _Recorder(TorchDispatchMode):
 def _trunc_normal(
     tensor: Tensor, mean: float, std: float, low: float, high: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Normal numbers within bounds, by inversion: torch rejects those outside, in a loop that has no graph."""
+    """Truncated normal numbers by inversion: torch rejects those out of bounds in a loop, which no graph can hold."""
     bounds = [math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (low, high)]
     is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
     with torch.no_grad():
@@ -324,9 +318,9 @@ def _trunc_normal(
 
 
 def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.Module]:
-    """``nn.Module._apply``, which torch has not for fake parameters: tied ones are converted once.
+    """An ``nn.Module._apply`` for fake parameters, which torch's own cannot replace; converts tied ones once.
 
-    ``memo``: for the id of a tensor itself, the function that converted it, and what it became.
+    ``memo``: for the id of a tensor itself, the function that converted it, and the result.
     """
 
     def convert(fn: Any, tensor: Tensor) -> Tensor:
@@ -351,7 +345,7 @@ def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.
     return apply
 
 
-def _place(tensor: Tensor) -> Place:
+def _view(tensor: Tensor) -> View:
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 

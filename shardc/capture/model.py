@@ -1,11 +1,11 @@
-"""The user's model while it is captured: other tensors in place of its own, hooks on it, and all put back after."""
+"""The user's model while it is captured: other tensors in place of its own, hooks on it, and all undone afterwards."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType
 from typing import Any
 
@@ -13,144 +13,61 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-_MEMOIZED = functools._lru_cache_wrapper
-
-
-_EMPTY_CELL = CellType()
-
 
 @contextmanager
 def borrow(model: nn.Module, train: bool) -> Iterator[None]:
-    """Whatever the block does to the modules' attributes, tensors, hooks, lists and caches is undone at its end.
+    """Undo at the end of the block whatever it did to the modules' attributes, tensors, hooks, containers and caches.
 
-    What their code memoized in the block by ``functools.cache`` is forgotten, for it may hold tensors of the block.
-    With ``train`` a transformers model leaves its key-value cache away: ``config.use_cache`` is off in the block.
+    With ``train`` a transformers model makes no key-value cache: ``config.use_cache`` is off in the block.
     """
     modules = list(model.modules())
-    attributes = [(module, dict(vars(module))) for module in modules]
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
     containers = [
-        (value, value.copy())
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, (dict, list))
+        (value, value.copy()) for own, _ in attributes for value in own.values() if isinstance(value, (dict, list))
     ]
-    configs = _caching_configs(modules) if train else []
-    memoized = [(cache, cache.cache_info().misses) for cache in _caches(modules)]
-    try:
-        for config in configs:
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True
-        for cache, misses in memoized:
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
-        _put_back(attributes, containers)
+    with ExitStack() as stack:
+        stack.enter_context(_forget_cached_results(modules))
+        for config in _configs_with_cache(modules) if train else ():
+            stack.enter_context(override_attribute(config, "use_cache", False))
+        try:
+            yield
+        finally:
+            for container, content in [*attributes, *containers]:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
-def _caching_configs(modules: list[nn.Module]) -> list[Any]:
+def _configs_with_cache(modules: list[nn.Module]) -> list[Any]:
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
-def _caches(modules: list[nn.Module]) -> Iterator[Any]:
-    """The memoized functions of the modules' classes and of the files that these are in, bare or in a wrapper."""
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    files = {id(file): vars(file) for cls in classes if (file := sys.modules.get(cls.__module__))}
-    for place in [*map(vars, classes), *files.values()]:
-        for value in list(place.values()):
-            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
-            inner = [cell.cell_contents for cell in cells if cell != _EMPTY_CELL]
-            yield from (each for each in (function, *inner) if isinstance(each, _MEMOIZED))
+@contextmanager
+def _forget_cached_results(modules: list[nn.Module]) -> Iterator[None]:
+    """Clear, at the end of the block, every ``functools`` cache of the modules' code that got a new entry in the block.
 
-
-def _put_back(attributes: list[tuple[nn.Module, dict[str, Any]]], containers: list[tuple[Any, Any]]) -> None:
-    for module, content in attributes:
-        vars(module).clear()
-        vars(module).update(content)
-    for container, content in containers:
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def state_names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers, each under its first name, and for every further name of a tied one its first."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    kinds: Any = (parameters, model.named_parameters), (buffers, model.named_buffers)
-    for found, named in kinds:
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(id(tensor), name) == name:
-                found[name] = tensor
-            else:
-                aliases[name] = first[id(tensor)]
-    return parameters, buffers, aliases
-
-
-def with_aliases(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name, and then again by the names of those tied to them."""
-    yield from tensors.items()
-    yield from ((alias, tensors[name]) for alias, name in aliases.items())
-
-
-def swap(model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
-    """Put tensors in the place of the parameters and buffers of these names and of those tied to them."""
-    for name, tensor in with_aliases(tensors, aliases):
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        place = module._parameters if leaf in module._parameters else module._buffers
-        place[leaf] = tensor  # type: ignore[assignment]
-
-
-def held(model: nn.Module, name: str) -> Any:
-    """What the model now holds under the name of a parameter or buffer."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
-
-
-def plain_tensors(model: nn.Module) -> dict[int, str]:
-    """The tensors that modules hold as plain attributes: for the id of each its name."""
-    return {
-        id(value): f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def computed_tensors(model: nn.Module) -> dict[int, Any]:
-    """A memo for deepcopy: for tensors that modules hold and have computed, which torch does not copy, their values.
-
-    ``torch.nn.utils.weight_norm`` leaves such a weight behind, and computes it anew in each forward.
+    Such an entry may hold a fake tensor of the trace, which the model would return in its next eager call. The caches
+    are the attributes of the modules' classes and of the files that define these. A cache may also be one cell of the
+    closure of such an attribute: the ``compile_compatible_method_lru_cache`` of transformers keeps its cache there, and
+    nothing public leads to it. A cache that got no entry in the block keeps what it has.
     """
-    held_tensors = [value for module in model.modules() for value in vars(module).values()]
-    return {id(value): value.detach() for value in held_tensors if isinstance(value, torch.Tensor) and value.grad_fn}
-
-
-def follow_modules(model: nn.Module, stack: list[str]) -> None:
-    """Keep in ``stack`` the paths of the modules that are running, the innermost last."""
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(_push(stack, path), prepend=True)
-        module.register_forward_hook(_pop(stack), always_call=True)
-
-
-def _push(stack: list[str], path: str) -> Callable[..., None]:
-    return lambda module, args: stack.append(path)
-
-
-def _pop(stack: list[str]) -> Callable[..., None]:
-    def pop(module: nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
-
-    return pop
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    files = {cls.__module__: vars(sys.modules[cls.__module__]) for cls in classes if cls.__module__ in sys.modules}
+    attributes = [value for owner in [*map(vars, classes), *files.values()] for value in list(owner.values())]
+    functions = [getattr(value, "__func__", value) for value in attributes]  # of a static or class method
+    cells = [cell for each in functions if isinstance(each, FunctionType) for cell in each.__closure__ or ()]
+    candidates = [*functions, *(cell.cell_contents for cell in cells if cell != CellType())]  # that one is empty
+    caches = [(each, each.cache_info().misses) for each in candidates if isinstance(each, functools._lru_cache_wrapper)]
+    try:
+        yield
+    finally:
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
 
 
 @contextmanager
-def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
+def override_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
     """In the block an attribute has another value."""
     before = getattr(holder, name)
     setattr(holder, name, value)
@@ -162,15 +79,41 @@ def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Activation checkpoints are plain calls: a dropout inside is drawn once, what is recomputed is decided later."""
-    reentrant = type("Plain", (), {"apply": staticmethod(lambda function, preserve, *args: function(*args))})
+    """Run activation checkpoints as plain calls: dropout inside is drawn once; what to recompute is decided later."""
+
+    class PlainCall:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return iter([None])
+
+    home = torch.utils.checkpoint
     with (
-        changed(
-            torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter([None])
-        ),
-        changed(torch.utils.checkpoint, "CheckpointFunction", reentrant),
+        override_attribute(home, "_checkpoint_without_reentrant_generator", generator),
+        override_attribute(home, "CheckpointFunction", PlainCall),
     ):
         yield
+
+
+# Tensors of a model by name.
+
+
+def state_names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], dict[str, str]]:
+    """Parameters and buffers, each under its first name, and for every further name of a tied one its first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    kinds: Any = (parameters, model.named_parameters), (buffers, model.named_buffers)
+    for table, named in kinds:
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) == name:
+                table[name] = tensor
+            else:
+                aliases[name] = first[id(tensor)]
+    return parameters, buffers, aliases
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
@@ -179,3 +122,55 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
         yield ("parameter", name), parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield ("buffer", name), buffer
+
+
+def with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, and then again by the names of those tied to them."""
+    yield from tensors.items()
+    yield from ((alias, tensors[name]) for alias, name in aliases.items())
+
+
+def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    """Put tensors in the place of the parameters and buffers of these names and of those tied to them."""
+    for name, tensor in with_aliases(tensors, aliases):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        place = module._parameters if leaf in module._parameters else module._buffers
+        place[leaf] = tensor  # type: ignore[assignment]
+
+
+def current_tensor(model: nn.Module, name: str) -> Any:
+    """The tensor that the model has now under the name of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
+
+
+def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that modules hold as plain attributes, by path; one that has several paths under the last of them."""
+    paths = {
+        id(value): (f"{path}.{name}" if path else name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+    return dict(paths.values())
+
+
+def computed_tensors(model: nn.Module) -> dict[int, Any]:
+    """A memo for deepcopy: for tensors that modules hold and have computed, which torch does not copy, their values.
+
+    ``torch.nn.utils.weight_norm`` leaves such a weight behind, and computes it anew in each forward.
+    """
+    return {id(value): value.detach() for value in plain_tensors(model).values() if value.grad_fn}
+
+
+def follow_modules(model: nn.Module, stack: list[str]) -> None:
+    """Keep in ``stack`` the paths of the modules that are running, the innermost last."""
+
+    def pop(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    for path, module in model.named_modules():
+        push: Any = lambda module, args, path=path: stack.append(path)  # noqa: E731
+        module.register_forward_pre_hook(push, prepend=True)
+        module.register_forward_hook(pop, always_call=True)

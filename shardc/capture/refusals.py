@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.model import changed
+from shardc.capture.model import override_attribute
 from shardc.language.errors import CaptureError, error_line, error_text
 
 
@@ -140,9 +140,9 @@ def python_effects(model: nn.Module) -> Iterator[None]:
                 f"it draws from {name}: what was drawn during capture would be drawn in every step",
                 "draw with torch, or outside of the model and pass it as an argument",
             )
-    changed = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
-    if changed:
-        who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changed[:4])}"
+    changes = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
+    if changes:
+        who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changes[:4])}"
         problem = "that happens while it is captured, and in no step after"
         text = error_text(who, what, problem, "hold what changes from step to step in a buffer")
         warnings.warn(text, stacklevel=5)
@@ -158,7 +158,7 @@ def no_seeds() -> Iterator[None]:
     with ExitStack() as stack:
         for holder in (torch, torch.random):
             for name in ("manual_seed", "seed"):
-                stack.enter_context(changed(holder, name, refuse))
+                stack.enter_context(override_attribute(holder, name, refuse))
         yield
 
 

@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import shardc
 from shardc import Mesh, P
+from shardc.capture.capture import capture
 from shardc.capture.decompositions import TRACED_AS
 from shardc.capture.refusals import Unfit
 from shardc.program.node import op_name
@@ -91,3 +93,21 @@ def test_the_norm_of_a_cut_weight_is_ops_that_keep_its_rows_cut():
     torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "enlarge",
+    [
+        lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+        lambda x: F.interpolate(x, (12, 8), None, "bilinear"),
+        torch.nn.Upsample(scale_factor=2),
+        lambda x: torch.ops.aten.upsample_nearest2d(x, [12, 8]),
+    ],
+)
+def test_an_image_is_enlarged_by_one_op(enlarge):
+    class Enlarges(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return enlarge(x)
+
+    calls = [op_name(node.target) for node in capture(Enlarges(), (torch.randn(2, 3, 6, 4),), {}).program.calls]
+    assert len(calls) == 1 and "upsample" in calls[0]

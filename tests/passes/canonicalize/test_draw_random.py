@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import shardc
 from shardc import Mesh, P
-from shardc.capture.decompositions import PlainDropout
+from shardc.capture.decompositions import FunctionRewrites
 from shardc.ops.random import poisson_quantile, seeded
 
 pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once
@@ -186,7 +186,9 @@ def test_attention_with_a_dropout_is_captured_by_no_kernel_that_draws_by_itself(
         compiled = shardc.compile(Attention(dropout), Mesh(a=2), {"x": P("a")}, args=(x,))
         names = [str(node.target) for node in compiled.at("capture").calls]
         assert sum("scaled_dot_product" in name and "backward" not in name for name in names) == fused
-    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, "what PlainDropout looks for"
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, (
+        "what FunctionRewrites looks for"
+    )
 
 
 def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout_is_captured() -> None:
@@ -199,7 +201,7 @@ def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout
                     seen.append(torch.backends.cuda.flash_sdp_enabled())
                 return func(*args, **(kwargs or {}))
 
-        with Look(), PlainDropout():
+        with Look(), FunctionRewrites():
             F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
         return seen[0]
 
