@@ -31,12 +31,29 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardc.capture.annotations import Match, annotate_output, annotating
 from shardc.capture.assembly import TraceSignature, assemble
-from shardc.capture.call import CallingConvention, Tree, call_leaves, call_signature, differentiable_names, output_leaves, rebuild_call
+from shardc.capture.call import (
+    CallingConvention,
+    Tree,
+    call_leaves,
+    call_signature,
+    differentiable_names,
+    output_leaves,
+    rebuild_call,
+)
 from shardc.capture.decompositions import FunctionRewrites, decompositions, unfused_recurrent_layers
 from shardc.capture.guards import Guards, known_number
 from shardc.capture.higher_order import REPLACED, higher_order_ops
 from shardc.capture.microbatches import counting_marks, marks_passed
-from shardc.capture.model import borrow, current_tensor, follow_modules, no_checkpoints, override_attribute, plain_tensors, replace_tensors, state_names
+from shardc.capture.model import (
+    borrow,
+    current_tensor,
+    follow_modules,
+    no_checkpoints,
+    override_attribute,
+    plain_tensors,
+    replace_tensors,
+    state_names,
+)
 from shardc.capture.precision import Casting
 from shardc.capture.refusals import (
     DATA_DEPENDENT,

@@ -25,7 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shardc.capture.assembly import TraceSignature, assemble
 from shardc.capture.decompositions import TRACED_AS
 from shardc.capture.guards import known_number
-from shardc.capture.model import borrow, current_tensor, override_attribute, plain_tensors, replace_tensors, state_names, with_aliases
+from shardc.capture.model import (
+    borrow,
+    current_tensor,
+    override_attribute,
+    plain_tensors,
+    replace_tensors,
+    state_names,
+    with_aliases,
+)
 from shardc.capture.refusals import (
     failing_line,
 )
