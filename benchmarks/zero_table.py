@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Precision, Zero
-from shardc.costs.count import alive, is_gathered
+from shardc.costs.memory import bytes_alive, is_gathered
 from shardc.program.communication import members
 from shardc.program.lifetime import Storage, storages
 from shardc.program.program import Program, parameters_of
@@ -102,7 +102,7 @@ def within_step(stage: int | None) -> tuple[float, float, float]:
     zero = None if stage is None else Zero("dp", stage)  # type: ignore[arg-type]
     compiled = shardc.compile(model, Mesh(dp=4), DATA, args=(ids, ids), zero=zero)
     kept = compiled.memory["parameters"] + compiled.memory["optimizer"]
-    most = kept + max(alive(states(compiled.whole)).values())
+    most = kept + max(bytes_alive(states(compiled.whole)).values())
     size = sum(parameter.numel() for parameter in model.parameters())
     return (kept + compiled.memory["gradients"]) / size, most / size, largest_layer(model) / size
 

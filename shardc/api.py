@@ -61,14 +61,14 @@ class Compiled(compiler.Compiled):
     @property
     def memory(self) -> dict[str, int]:
         """Bytes a rank by class: parameters, gradients, optimizer (Adam), saved, peak."""
-        from shardc.costs.count import memory_of
+        from shardc.costs.memory import memory_of
 
         return memory_of(self.program)
 
     @property
     def timeline(self) -> Timeline:
         """A step as it is predicted: when each call and each collective of a rank runs; of a pipeline, of all ranks."""
-        from shardc.costs.time import step_timeline
+        from shardc.costs.step_time import step_timeline
 
         return Timeline.of(step_timeline(self.program))
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from shardc.costs.count import flops_of
+from shardc.costs.flops import flops_of
 from shardc.language.sharding import Sharding
 from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.program import Program

@@ -30,7 +30,7 @@ from itertools import groupby, pairwise
 
 from torch import fx
 
-from shardc.costs.count import flops_of_call
+from shardc.costs.flops import flops_of_call
 from shardc.language.collective_kind import LOCAL_KINDS
 from shardc.program.code_motion import first_reader, is_early, layer, move_before
 from shardc.program.communication import bucket, members

@@ -24,9 +24,9 @@ import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
-from shardc.costs.count import flops_of_call
+from shardc.costs.flops import flops_of_call
 from shardc.costs.pipeline_memory import rank_bytes
-from shardc.costs.stage_record import schedule_of
+from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import Remat
 from shardc.program.communication import bytes_sent, is_collective

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from shardc.costs.pipeline_memory import kept_after, read_beside, sums_in_place
+from shardc.costs.stage_lifetime import kept_after, read_beside, sums_in_place
 from shardc.program.node import operand
 from shardc.program.program import Program
 from shardc.program.stages import PARTS, SCHEDULED, Part, Stage, Stages

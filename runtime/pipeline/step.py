@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.costs.pipeline_memory import Turns, turns_of, ways_after
-from shardc.costs.stage_record import schedule_of
-from shardc.costs.time import PART_OF_PHASE
+from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
+from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
 from shardc.language.errors import second_backward
 from shardc.program.program import Program, ends_of, parameters_of
 from shardc.program.stages import PARTS_OF, Crossing, Part, Stages, is_cut_in_time, stages_of
@@ -334,7 +333,7 @@ class Offload:
 
     def __init__(self, step: PipelineStep, rank: int, host: Host) -> None:
         self.step, self.host, runner = step, host, step.runner
-        self.turns, self.marks = Turns(turns_of(runner.stages, runner.schedule, rank)), dict[int, Any]()
+        self.turns, self.marks = ResidentStages(stage_turns(runner.stages, runner.schedule, rank)), dict[int, Any]()
         parameters = {i for i, put in enumerate(runner.program.inputs) if put.kind == "parameter"}
         given = (value for row in step.inputs for i, value in enumerate(row) if i not in parameters)
         self.fixed = {value.untyped_storage().data_ptr() for value in given if value is not None}
@@ -351,7 +350,7 @@ class Offload:
 
     def take_turn(self) -> None:
         """Begin the next turn: stages that are idle leave the device, and then those that are next come there."""
-        leaving, coming = self.turns.take()
+        leaving, coming = self.turns.advance()
         for stage in leaving:
             self._move_out(stage)
         for stage in coming:

@@ -1,30 +1,94 @@
-"""Bytes alive on one rank over a step, by class: what ``memory_of`` sums up, place by place."""
+"""Bytes alive on one rank over a step, by class: of a program, of each rank of a pipeline, and over time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import fx
 
-from shardc.costs.count import alive, is_gathered, stored_bytes
+from shardc.costs.parameter_bytes import persistent_bytes, stored_bytes
 from shardc.costs.pipeline_memory import rank_bytes
-from shardc.costs.stage_record import schedule_of
+from shardc.costs.stage_schedule import schedule_of
+from shardc.program.code_motion import is_early
 from shardc.program.lifetime import Storage, split, storages
+from shardc.program.node import ancestors
 from shardc.program.program import Program, parameters_of
-from shardc.program.stages import Stage, stages_of
+from shardc.program.stages import has_stages, stages_of
 
-CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
+MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "saved", "gathered", "peak")
+CURVE_CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
+
+
+def memory_of(program: Program) -> dict[str, int]:
+    """Bytes on one rank by class, of an annotated program or a later one; of a pipeline, on the rank of highest peak.
+
+    ``parameters``: as they are stored, with the copies that are kept to compute on; shared bytes count once.
+    ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
+    Adam's two states in the parameter's dtype (the fp32 master copy of ZeRO's paper is a parameter here). ``saved``:
+    activations that forward makes and backward reads. ``gathered``: the most that is gathered of parameters at a time.
+    ``peak``: the most that is alive at a time, inputs included, optimizer states not.
+    """
+    if has_stages(program):
+        return max(memory_by_rank(program), key=lambda memory: memory["peak"])
+    parameters, live = parameters_of(program), list(storages(program))
+    gathered = [storage for storage in live if is_gathered(program, storage.value[0], parameters)]
+    return {
+        **persistent_bytes(program),
+        "saved": sum(storage.nbytes for storage in live if storage.is_saved),
+        "gathered": max(bytes_alive(gathered).values(), default=0),
+        "peak": max(bytes_alive(live).values(), default=0),
+    }
+
+
+def memory_by_rank(program: Program) -> list[dict[str, int]]:
+    """The same for each rank of a lowered or localized pipeline, of the stages that it holds.
+
+    ``saved``: the most that microbatches under way keep between two actions of the schedule. ``gathered``: all of it,
+    since it lives for the whole step. ``peak``: over the whole step, with the inputs of all microbatches, the sums of
+    gradients and what is added to them, and messages.
+    """
+    stages, schedule, parameters = stages_of(program), schedule_of(program), parameters_of(program)
+    gathered = [storage for storage in storages(program) if is_gathered(program, storage.value[0], parameters)]
+    memory = []
+    for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
+        here = [stages.stages[stage] for stage in schedule.stages_on(rank)]
+        once = [set(stage.parts["once"]) for stage in here]  # each stage has a copy of what several of them gather
+        found = {
+            **stored_bytes(program, {name for stage in here for name in stage.parameters}),
+            "saved": saved,
+            "gathered": sum(storage.nbytes for calls in once for storage in gathered if storage.value[0] in calls),
+            "peak": peak,
+        }
+        memory.append({name: found[name] for name in MEMORY_CLASSES})
+    return memory
+
+
+def is_gathered(program: Program, node: fx.Node, parameters: Mapping[str, fx.Node]) -> bool:
+    """Whether a value is gathered from parameters for a use."""
+    is_used_up = is_early(node) and program.source(node).phase != "update"
+    return is_used_up and not ancestors(node).isdisjoint(parameters.values())
+
+
+def bytes_alive(live: Iterable[Storage]) -> dict[int, int]:
+    """The bytes alive from each position of a program where a storage is allocated or freed."""
+    change: Counter[int] = Counter()
+    for storage in live:
+        change[storage.born] += storage.nbytes
+        change[storage.last + 1] -= storage.nbytes
+    positions = sorted(change)
+    return dict(zip(positions, accumulate(change[position] for position in positions), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """``places``: the calls in the order in which they run; ``starts``: where among them each part of the step starts.
+    """Memory by class over a step.
 
-    ``changes``: by class, at which place how many bytes live; that holds until the next entry. The last place,
-    ``len(places)``, is the end of the step.
+    ``places``: the calls in the order in which they run. ``starts``: the index of the first call of each phase.
+    ``changes``: by class, pairs of an index and the bytes alive from there on; ``len(places)`` is the end of the step.
     """
 
     places: tuple[fx.Node, ...]
@@ -32,81 +96,45 @@ class MemoryCurve:
     changes: dict[str, list[tuple[int, int]]]
 
     def record(self) -> dict[str, Any]:
-        """The JSON form; a class that has no bytes is left out."""
+        """The JSON form, without classes that have no bytes."""
         classes = {name: changes for name, changes in self.changes.items() if changes}
         return {"places": [node.name for node in self.places], "starts": self.starts, "classes": classes}
 
 
 def memory_curve(program: Program) -> MemoryCurve:
-    """Of a program without stages; its highest sum over classes is the ``peak`` of ``memory_of``.
+    """The memory of a program without stages; the highest sum over classes is the ``peak`` of ``memory_of``.
 
-    ``parameters`` as they are stored, and what is kept of them to compute on; ``inputs``: data and buffers;
-    ``gathered``, ``saved``: see ``memory_of``; ``outputs`` and ``gradients``: what the program returns;
-    ``working``: all that dies in the part in which it is made.
+    ``parameters``: as stored, with the copies kept to compute on. ``inputs``: data and buffers. ``gathered``,
+    ``saved``: see ``memory_of``. ``outputs``, ``gradients``: results. ``working``: freed in the phase that made it.
     """
     parts = split(program)
     places = (*parts.update, *parts.forward, *parts.backward)
-    forward, backward = len(parts.update), len(parts.update) + len(parts.forward)
+    starts = {"update": 0, "forward": len(parts.update), "backward": len(parts.update) + len(parts.forward)}
     parameters = parameters_of(program)
-    live: dict[str, list[Storage]] = {name: [] for name in CLASSES}
+    live: dict[str, list[Storage]] = {name: [] for name in CURVE_CLASSES}
     for storage in storages(program):
         if storage.value[0] in parameters.values():
-            name = "parameters"
+            live["parameters"].append(storage)
         elif is_gathered(program, storage.value[0], parameters):
-            name = "gathered"
+            live["gathered"].append(storage)
         else:
-            name = _class(storage, len(places), forward, backward)
-        live[name].append(storage)
-    starts = {"update": 0, "forward": forward, "backward": backward}
+            live[_class(storage, len(places), starts)].append(storage)
     return MemoryCurve(places, starts, {name: _changes(those, len(places)) for name, those in live.items()})
 
 
-def _class(storage: Storage, end: int, forward: int, backward: int) -> str:
+def _class(storage: Storage, end: int, starts: Mapping[str, int]) -> str:
     if storage.born < 0:
         return "inputs"
     if storage.is_saved:
         return "saved"
     if storage.last < end:
         return "working"
-    return "parameters" if storage.born < forward else "outputs" if storage.born < backward else "gradients"
+    if storage.born < starts["forward"]:
+        return "parameters"
+    return "outputs" if storage.born < starts["backward"] else "gradients"
 
 
 def _changes(live: Iterable[Storage], end: int) -> list[tuple[int, int]]:
-    """Where it is no longer as many bytes as before; what is there before the first call counts at that."""
-    sums = {max(place, 0): nbytes for place, nbytes in alive(live).items() if place <= end}
-    return [(place, now) for (_, before), (place, now) in pairwise([(0, 0), *sums.items()]) if now != before]
-
-
-def stage_memory(program: Program) -> dict[str, int]:
-    """Of a lowered or localized program, on the rank with the highest peak; see ``memory_by_rank``."""
-    return max(memory_by_rank(program), key=lambda memory: memory["peak"])
-
-
-def memory_by_rank(program: Program) -> list[dict[str, int]]:
-    """Of a lowered or localized program, for each rank of its pipeline.
-
-    As ``memory_of``, of the stages that the rank holds. ``saved``: the most that is kept between two of the schedule's
-    actions of all microbatches under way; ``gathered`` lives for the whole step; ``peak`` is that of a whole step, with
-    the inputs of all microbatches, both the sums of gradients and what is being added to them, and messages.
-    """
-    stages = stages_of(program)
-    schedule, live = schedule_of(program), list(storages(program))
-    found = []
-    for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
-        here = [stages.stages[stage] for stage in schedule.stages_on(rank)]
-        of_rank = dict(_of_rank(program, here, live)) | {"saved": saved, "peak": peak}
-        found.append({name: of_rank[name] for name in ORDER})
-    return found
-
-
-ORDER = ("parameters", "gradients", "optimizer", "saved", "gathered", "peak")
-
-
-def _of_rank(program: Program, stages: Iterable[Stage], live: Iterable[Storage]) -> Iterator[tuple[str, int]]:
-    """What does not depend on the schedule, of the stages of one rank."""
-    stages = list(stages)
-    nodes = parameters_of(program)
-    yield from stored_bytes(program, {name for stage in stages for name in stage.parameters}).items()
-    gathered = [each for each in live if is_gathered(program, each.value[0], nodes)]
-    once = [set(stage.parts["once"]) for stage in stages]  # of what two of them read each has a copy
-    yield "gathered", sum(each.nbytes for calls in once for each in gathered if each.value[0] in calls)
+    """The positions at which the bytes alive change; what is alive before the first call counts from there."""
+    sums = {max(position, 0): nbytes for position, nbytes in bytes_alive(live).items() if position <= end}
+    return [(position, now) for (_, before), (position, now) in pairwise([(0, 0), *sums.items()]) if now != before]

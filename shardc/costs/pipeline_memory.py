@@ -1,103 +1,59 @@
-"""The bytes alive on a rank of a pipeline, call by call: the runner's step without values.
+"""Bytes alive on a rank of a pipeline, call by call: the runner's step, replayed with blocks of memory for values.
 
-State: *blocks*, memory that some values share; a block is alive as long as something holds it. Envs hold the values of
-a stage (``base``, made once a step) and of a stage for one microbatch (``envs``), by node, those of every result; sums
-hold what is added up; ``waiting`` messages are made and not sent, ``posted`` ones have memory to be received in.
-Invariant: ``now`` is the bytes of all blocks that are held, inputs included.
+State: a *block* is memory that some values share; it is alive as long as something holds it. An ``Env`` maps nodes to
+the blocks of their results: ``base`` of a stage (values made once a step), ``envs`` of a stage for one microbatch,
+``sums`` of what is added up. ``waiting`` messages are computed and not yet sent; ``posted`` ones have memory to be
+received in. Invariant: ``memory.now`` is the bytes of all blocks that are held, inputs included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardc.costs.count import nbytes
-from shardc.costs.time import PART_OF_PHASE
+from shardc.costs.parameter_bytes import nbytes
+from shardc.costs.stage_lifetime import (
+    CallsWithDeaths,
+    ResidentStages,
+    kept_after,
+    read_beside,
+    stage_turns,
+    sums_in_place,
+    ways_after,
+    with_deaths,
+)
+from shardc.costs.stage_schedule import PART_OF_PHASE
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.program.collective import mask_padding
-from shardc.program.lifetime import dies_at, is_whole, owners_of
+from shardc.program.lifetime import owners_of
 from shardc.program.node import is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
-from shardc.program.stages import PARTS, PARTS_OF, SCHEDULED, Crossing, Part, Stages, is_cut_in_time
+from shardc.program.stages import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """Memory, and how many hold it."""
-
-    nbytes: int
-    holders: int = 0
-
-
-Blocks = tuple[Block, ...]
-Env = dict[fx.Node, Blocks]
-
-
-@dataclass(slots=True)
-class Memory:
-    """What is held ``now``; its ``peak``; ``high``, the most since that was last asked for."""
-
-    now: int = 0
-    peak: int = 0
-    high: int = 0
-
-    def take_high(self) -> int:
-        """The most bytes since this was last asked."""
-        high, self.high = self.high, self.now
-        return high
-
-    def hold(self, blocks: Blocks) -> None:
-        """One more holds each of them."""
-        for block in blocks:
-            self.now += 0 if block.holders else block.nbytes
-            block.holders += 1
-        self.high = max(self.high, self.now)
-        self.peak = max(self.peak, self.now)
-
-    def drop(self, blocks: Blocks) -> None:
-        """One less holds each of them."""
-        for block in blocks:
-            block.holders -= 1
-            self.now -= 0 if block.holders else block.nbytes
-
-    def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
-        """In place of what was there."""
-        self.hold(blocks)
-        self.drop(env.get(node, ()))
-        env[node] = blocks
-
-    def free(self, env: Env, nodes: Iterable[fx.Node]) -> None:
-        """What an env itself holds of them."""
-        for node in nodes:
-            self.drop(env.pop(node, ()))
-
-
-Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
 
 
 def rank_bytes(
     stages: Stages, schedule: Schedule, owners: Mapping[Value, Value] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """For each rank of a pipeline ``saved`` and ``peak``; ``owners``, where they are known: see ``owners_of``.
+    """For each rank of a pipeline the bytes ``saved`` and ``peak``; ``owners``: see ``owners_of``, if known already.
 
-    ``saved``: the most that lives between two of its actions of what microbatches under way have made; ``peak``: the
-    most that lives at any time, inputs (of all microbatches), gradients and messages included. A message lives from
-    where it is made until it is sent, and from where its receive is posted until it is read for the last time. Of
-    stages that are offloaded nothing lives on the rank's device while they are idle.
+    ``saved``: the most that microbatches under way keep between two actions of the rank. ``peak``: the most that is
+    alive at any time, with the inputs of all microbatches, gradients and messages. A message is alive from its
+    computation until it is sent, and from its receive until its last reader. An offloaded stage has no memory on the
+    device while it is idle.
     """
     for replay in _replays(stages, schedule, owners):
         yield replay.saved, replay.memory.peak
 
 
 def bytes_over_time(stages: Stages, schedule: Schedule) -> Iterator[list[tuple[str, int]]]:
-    """For each rank, in order, each of its actions with the most bytes that live in it.
+    """For each rank its actions in order, each with the most bytes that are alive while it runs.
 
-    Before them is ``begin``, what is done once a step, and after them ``end``; the highest is the rank's ``peak``.
+    ``begin`` before them and ``end`` after them are what runs once a step. The highest value is the rank's ``peak``.
     """
     for replay in _replays(stages, schedule):
         yield replay.highs
@@ -109,10 +65,62 @@ def _replays(stages: Stages, schedule: Schedule, owners: Mapping[Value, Value] |
     if owners is None:
         owners = owners_of(stages.program, (node for node in stages.program.graph.nodes if node.op == "call_function"))
     for rank in range(schedule.num_ranks):
-        turns = Turns(turns_of(stages, schedule, rank)) if is_offloaded else None
-        replay = _Replay(stages, schedule, rank, owners, turns)
+        resident = ResidentStages(stage_turns(stages, schedule, rank)) if is_offloaded else None
+        replay = _Replay(stages, schedule, rank, owners, resident)
         replay.run()
         yield replay
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory, and the number of its holders."""
+
+    nbytes: int
+    holders: int = 0
+
+
+Blocks = tuple[Block, ...]
+Env = dict[fx.Node, Blocks]
+Message = tuple[Crossing, int]  # of a microbatch, or ALL for one that is sent once a step
+
+
+@dataclass(slots=True)
+class Memory:
+    """The bytes held ``now``, their ``peak``, and ``high``: the most since ``take_high`` was last called."""
+
+    now: int = 0
+    peak: int = 0
+    high: int = 0
+
+    def take_high(self) -> int:
+        """The most bytes since the last call."""
+        high, self.high = self.high, self.now
+        return high
+
+    def hold(self, blocks: Blocks) -> None:
+        """Add a holder to each block."""
+        for block in blocks:
+            self.now += 0 if block.holders else block.nbytes
+            block.holders += 1
+        self.high = max(self.high, self.now)
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, blocks: Blocks) -> None:
+        """Remove a holder from each block."""
+        for block in blocks:
+            block.holders -= 1
+            self.now -= 0 if block.holders else block.nbytes
+
+    def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
+        """Replace the blocks of a node."""
+        self.hold(blocks)
+        self.drop(env.get(node, ()))
+        env[node] = blocks
+
+    def free(self, env: Env, nodes: Iterable[fx.Node]) -> None:
+        """Remove nodes from an env."""
+        for node in nodes:
+            self.drop(env.pop(node, ()))
 
 
 @dataclass(slots=True)
@@ -121,22 +129,22 @@ class _Replay:
     schedule: Schedule
     rank: int
     owners: Mapping[Value, Value]
-    turns: Turns | None = None  # where stages are moved away
-    away: set[int] = field(default_factory=set)  # stages that are in host memory
-    given: set[Block] = field(default_factory=set)  # inputs that never move
+    resident: ResidentStages | None = None  # where stages are offloaded
+    away: set[int] = field(default_factory=set)  # stages in host memory
+    fixed: set[Block] = field(default_factory=set)  # inputs that are never offloaded
     base: dict[int, Env] = field(default_factory=dict)
     envs: dict[tuple[int, int], Env] = field(default_factory=dict)
     sums: dict[int, Env] = field(default_factory=dict)
     own: set[tuple[int, fx.Node]] = field(default_factory=set)  # sums in memory of their own, by stage
-    waiting: dict[Key, Blocks] = field(default_factory=dict)
-    posted: dict[Key, Blocks] = field(default_factory=dict)
+    waiting: dict[Message, Blocks] = field(default_factory=dict)
+    posted: dict[Message, Blocks] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
     saved: int = 0
     highs: list[tuple[str, int]] = field(default_factory=list)
     program: Program = field(init=False)
     parameters: Mapping[fx.Node, str] = field(init=False)
-    calls: dict[int, Mapping[Part, Dying]] = field(default_factory=dict)
-    forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
+    calls: dict[int, Mapping[Part, CallsWithDeaths]] = field(default_factory=dict)
+    forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)  # see _forget
     in_place: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,75 +152,77 @@ class _Replay:
         self.parameters = {node: name for name, node in parameters_of(self.program).items()}
 
     def run(self) -> None:
-        """The whole step."""
+        """Replay the whole step."""
         here = self.schedule.stages_on(self.rank)
-        given = dict(self._inputs(here))
-        for node, blocks in given.items():
-            if self.turns is None or node not in self.parameters:
+        inputs = dict(self._inputs(here))
+        for node, blocks in inputs.items():
+            if self.resident is None or node not in self.parameters:
                 self.memory.hold(blocks)
-                self.given |= set(blocks)
+                self.fixed |= set(blocks)
         for stage in here:
-            self.base[stage], self.sums[stage] = self._at_first(stage, given), {}
-            self.away |= {stage} if self.turns else set()
+            self.base[stage], self.sums[stage] = self._initial_env(stage, inputs), {}
+            self.away |= {stage} if self.resident else set()
         for stage in here:
-            self.calls[stage], kept = with_deaths(self.stages, stage), kept_after(self.stages, stage)
+            kept = kept_after(self.stages, stage)
+            self.calls[stage] = with_deaths(self.stages, stage)
             self.forgotten[stage] = {part: read_beside(self.stages, stage, part) - kept[part] for part in kept}
             self.in_place[stage] = {part: sums_in_place(self.stages, stage, part) for part in kept}
             self._begin(stage)
         self.highs.append(("begin", self.memory.take_high()))
         for action in self.schedule.actions[self.rank]:
             self._do(action)
-            self.saved = max(self.saved, self._kept())
+            self.saved = max(self.saved, self._saved_now())
             self.highs.append((str(action), self.memory.take_high()))
-        self._close(here)
+        self._end(here)
         self.highs.append(("end", self.memory.take_high()))
 
     def _inputs(self, here: Iterable[int]) -> Iterator[tuple[fx.Node, Blocks]]:
-        """Of parameters those of our stages; of what microbatches cut the pieces of all of them."""
-        count, held = self.schedule.num_microbatches, {name for i in here for name in self.stages.stages[i].parameters}
+        """The blocks of all inputs: empty for parameters of other ranks; of data, the pieces of all microbatches."""
+        names = {name for stage in here for name in self.stages.stages[stage].parameters}
         for node in self.program.placeholders:
-            times = count if is_cut_in_time(self.program.sharding(node)) else 1
-            is_absent = self.parameters.get(node, "") not in held | {""}
+            times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
+            is_absent = node in self.parameters and self.parameters[node] not in names
             yield node, (Block(0 if is_absent else times * nbytes(self.program.local_type(node))),)
 
-    def _at_first(self, stage: int, given: Env) -> Env:
-        """What a stage has before it begins: of what may move, parameters, blocks of its own."""
-        if self.turns is None:
-            return dict(given)
-        held = self.stages.stages[stage].parameters
-        moving = {node: (Block(given[node][0].nbytes),) for node, name in self.parameters.items() if name in held}
-        return {node: blocks for node, blocks in given.items() if node not in self.parameters} | moving
+    def _initial_env(self, stage: int, inputs: Env) -> Env:
+        """The inputs of a stage; an offloaded stage has blocks of its own for its parameters."""
+        if self.resident is None:
+            return dict(inputs)
+        names = self.stages.stages[stage].parameters
+        own = {node: (Block(inputs[node][0].nbytes),) for node, name in self.parameters.items() if name in names}
+        return {node: blocks for node, blocks in inputs.items() if node not in self.parameters} | own
 
     def _take_turn(self) -> None:
-        """Stages that are idle leave the device, and then those that are next come there."""
-        if self.turns is None:
+        """Move idle stages to the host, and then the next one back to the device."""
+        if self.resident is None:
             return
-        leaving, coming = self.turns.take()
+        leaving, returning = self.resident.advance()
         for env in (env for stage in leaving for env in self._envs_of(stage)):
             for blocks in env.values():
-                self.memory.drop(tuple(block for block in blocks if block not in self.given))
+                self.memory.drop(tuple(block for block in blocks if block not in self.fixed))
         self.away |= set(leaving)
-        for stage in coming:
+        for stage in returning:
             self._bring_back(stage)
 
     def _bring_back(self, stage: int) -> None:
-        """Blocks that values share are shared again; a parameter that another stage has is there already."""
+        """Allocate new blocks, shared as before. A parameter that another stage has is on the device already."""
         base, moved = self.base[stage], dict[Block, Block]()
         for other in self.base.keys() - self.away:
             shared = self.base[other].keys() & base.keys() & self.parameters.keys()
             moved |= {base[node][0]: self.base[other][node][0] for node in shared}
-        moved |= {block: block for block in self.given}
+        moved |= {block: block for block in self.fixed}
         for env in self._envs_of(stage):
             for node, blocks in env.items():
                 env[node] = tuple(moved.setdefault(block, Block(block.nbytes)) for block in blocks)
-                self.memory.hold(tuple(block for block in env[node] if block not in self.given))
+                self.memory.hold(tuple(block for block in env[node] if block not in self.fixed))
         self.away -= {stage}
 
     def _envs_of(self, stage: int) -> Iterator[Env]:
         yield from (self.base[stage], self.sums[stage])
-        yield from (env for (its, _), env in self.envs.items() if its == stage)
+        yield from (env for (owner, _), env in self.envs.items() if owner == stage)
 
     def _begin(self, stage: int) -> None:
+        """Run what a stage does once a step before its first microbatch."""
         base = self.base[stage]
         self._take_turn()
         self._run(stage, "once", base)
@@ -225,6 +235,7 @@ class _Replay:
         self._run(stage, "settle", base)
 
     def _do(self, action: Action) -> None:
+        """Run one action of the schedule."""
         if action.kind in COMPUTE:
             self._take_turn()
             for part in PARTS_OF[action.kind]:
@@ -235,9 +246,10 @@ class _Replay:
         else:
             self._post((Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase]), action.microbatch))
 
-    def _post(self, key: Key) -> None:
-        blocks = tuple(Block(nbytes(self.program.local_type(node))) for node in self.stages.crossings[key[0]])
-        self.posted[key] = blocks
+    def _post(self, message: Message) -> None:
+        """Allocate the memory in which a message is received."""
+        blocks = tuple(Block(nbytes(self.program.local_type(node))) for node in self.stages.crossings[message[0]])
+        self.posted[message] = blocks
         self.memory.hold(blocks)
 
     def _compute(self, stage: int, microbatch: int, part: Part) -> None:
@@ -252,51 +264,50 @@ class _Replay:
                 self._hand_over((way, microbatch), env)
         self._forget(stage, part, env)
 
-    def _hand_over(self, key: Key, env: Env) -> None:
-        """To a stage of the same rank at once; else it waits to be sent."""
-        way = key[0]
+    def _hand_over(self, message: Message, env: Env) -> None:
+        """Give a message to a stage of the same rank at once, or let it wait until it is sent."""
+        way = message[0]
         blocks = tuple(block for node in self.stages.crossings[way] for block in self._find(way.source, env, node))
         self.memory.hold(blocks)
         is_here = self.schedule.place[way.target] == self.rank
-        (self.posted if is_here else self.waiting)[key] = blocks
+        (self.posted if is_here else self.waiting)[message] = blocks
 
-    def _receive(self, key: Key, env: Env) -> None:
-        blocks = self.posted.pop(key)
-        for node, block in zip(self.stages.crossings[key[0]], blocks, strict=True):
+    def _receive(self, message: Message, env: Env) -> None:
+        blocks = self.posted.pop(message)
+        for node, block in zip(self.stages.crossings[message[0]], blocks, strict=True):
             self.memory.put(env, node, (block,))
         self.memory.drop(blocks)
 
     def _run(self, stage: int, part: Part, env: Env, microbatch: int = ALL) -> None:
         for node, dead in self.calls[stage][part]:
-            is_shown = node.target is mask_padding and microbatch != ALL and self._is_full(node, microbatch)
-            made = self._find(stage, env, operand(node)) if is_shown else self._made(stage, env, node)
-            self.memory.put(env, node, made)
+            has_no_padding = node.target is mask_padding and microbatch != ALL and self._is_full(node, microbatch)
+            blocks = self._find(stage, env, operand(node)) if has_no_padding else self._results(stage, env, node)
+            self.memory.put(env, node, blocks)
             self.memory.free(env, dead)
 
     def _is_full(self, node: fx.Node, microbatch: int) -> bool:
-        """Whether no rank has padding in a microbatch; the last one has least data."""
+        """Whether no rank has padding in a microbatch. The last rank has the least data."""
         (_, axes, _, size, *_), mesh = node.args, self.program.mesh
         assert mesh is not None and isinstance(axes, tuple) and isinstance(size, int), node
         parts, ranks = parse_parts(axes, mesh), mesh.size // mesh.axis_size(MICROBATCH)
         length = chunk_of(size, parts, mesh, (microbatch + 1) * ranks - 1)[1]
         return length == ceil_div(size, num_shards(parts))
 
-    def _made(self, stage: int, env: Env, node: fx.Node) -> Blocks:
-        """What a call returns: memory of its own, or that of an operand that it shows."""
+    def _results(self, stage: int, env: Env, node: fx.Node) -> Blocks:
+        """The blocks of a call's results: new ones, or those of the operand that a view shows."""
         if is_getitem(node):
             return (self._find(stage, env, operand(node))[int(node.args[1])],)  # type: ignore[arg-type]
         shown = {self.owners[self.program.value(each)]: each for each in node.all_input_nodes}
-        found = []
+        results = []
         for i, type_ in enumerate(self.program.types(node)):
             source = None if type_ is None else shown.get(self.owners[node, i])
             new = Block(nbytes(self.program.local_type(node, i)))
-            found.append(new if source is None else self._find(stage, env, source)[0])
-        return tuple(found)
+            results.append(new if source is None else self._find(stage, env, source)[0])
+        return tuple(results)
 
     def _add(self, stage: int, part: Part, env: Env) -> None:
-        """To the sums over microbatches: the first summand is kept, the second makes a sum that others are added to."""
-        sums = self.sums[stage]
-        in_place = self.in_place[stage][part]
+        """Add to the sums over microbatches: the first summand is kept, the second allocates the sum."""
+        sums, in_place = self.sums[stage], self.in_place[stage][part]
         for into in self.stages.stages[stage].sums[part]:
             before, added = sums.get(into), operand(into)
             if before is None:
@@ -306,8 +317,8 @@ class _Replay:
                 self.own.add((stage, into))
                 self.memory.put(sums, into, (Block(nbytes(self.program.local_type(added))),))
 
-    def _close(self, here: Iterable[int]) -> None:
-        """What stages sum together, reductions over ranks, gradients."""
+    def _end(self, here: Iterable[int]) -> None:
+        """Run what stages do once a step after the last microbatch: sums over stages and over ranks."""
         for way in ways_after(self.stages):
             if way.source in here:
                 self._take_turn()
@@ -328,98 +339,16 @@ class _Replay:
             self.memory.put(self.base[stage], into, blocks)
 
     def _forget(self, stage: int, part: Part, env: Env) -> None:
-        """What was read right after a part and is not read again."""
+        """Free what was read right after a part and is not read again."""
         self.memory.free(env, self.forgotten[stage][part])
 
     def _find(self, stage: int, env: Env, node: fx.Node) -> Blocks:
         return env.get(node) or self.base[stage][node]
 
-    def _kept(self) -> int:
-        """Bytes of what microbatches have made, and only they hold."""
+    def _saved_now(self) -> int:
+        """The bytes that only microbatches under way hold."""
         here = self.base.keys() - self.away
-        base = {block for stage in here for held in self.base[stage].values() for block in held}
+        base = {block for stage in here for blocks in self.base[stage].values() for block in blocks}
         envs = (env for (stage, _), env in self.envs.items() if stage in here)
-        blocks = {block for env in envs for held in env.values() for block in held} - base
-        return sum(block.nbytes for block in blocks)
-
-
-Dying = Sequence[tuple[fx.Node, tuple[fx.Node, ...]]]  # calls in order, each with the values that die after it
-
-
-def read_beside(stages: Stages, index: int, part: Part) -> set[fx.Node]:
-    """What is read right after a part: what it adds to sums, and what is sent then."""
-    ways = stages.crossings.items()
-    sent = {node for way, nodes in ways if (way.source, way.part) == (index, part) for node in nodes}
-    return sent | {operand(node) for node in stages.stages[index].sums[part]}
-
-
-def kept_after(stages: Stages, index: int) -> dict[Part, set[fx.Node]]:
-    """For each part that runs for every microbatch, the values that later parts of it read, or that are returned."""
-    kept: dict[Part, set[fx.Node]] = {"count": set()}
-    results = enumerate(stages.program.results)
-    later = {node for i, node in results if node is not None and stages.home.get(i) == index}
-    for part in reversed(SCHEDULED):
-        kept[part] = later
-        read = {each for node in stages.stages[index].parts[part] for each in node.all_input_nodes}
-        later = later | read | read_beside(stages, index, part)
-    return kept
-
-
-def sums_in_place(stages: Stages, index: int, part: Part) -> set[fx.Node]:
-    """Of the sums that a part adds to, those that may be made in the memory of their first summand."""
-    program, calls = stages.program, stages.stages[index].parts[part]
-    places = {node: i for i, node in enumerate(calls)}
-    found: set[fx.Node] = set()
-    for into in stages.stages[index].sums[part]:
-        added = operand(into)
-        if is_whole(added, program) and dies_at(added, into, places | {into: len(calls)}):
-            found.add(into)
-    return found
-
-
-def with_deaths(stages: Stages, index: int) -> Mapping[Part, Dying]:
-    """The calls of each part of a stage; what is made once a step lives to its end."""
-    kept = kept_after(stages, index)
-    found: dict[Part, Dying] = {part: [(node, ()) for node in stages.stages[index].parts[part]] for part in PARTS}
-    for part, later in kept.items():
-        seen, dying = later | read_beside(stages, index, part), list[tuple[fx.Node, tuple[fx.Node, ...]]]()
-        for node in reversed(stages.stages[index].parts[part]):
-            used = {node, *node.all_input_nodes}
-            dying.append((node, tuple(used - seen)))
-            seen |= used
-        found[part] = dying[::-1]
-    return found
-
-
-def ways_after(stages: Stages) -> list[Crossing]:
-    """What stages send each other once all microbatches are done, in the order in which it is sent."""
-    return sorted((way for way in stages.crossings if way.part == "after"), key=lambda way: (way.source, way.target))
-
-
-def turns_of(stages: Stages, schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """The stages of a rank in the order in which it works on them in a step.
-
-    Each begins; then come the computations of the schedule; then what is sent once all microbatches are done; then each
-    stage closes.
-    """
-    here = tuple(schedule.stages_on(rank))
-    scheduled = (action.stage for action in schedule.actions[rank] if action.kind in COMPUTE)
-    sending = (way.source for way in ways_after(stages) if way.source in here)
-    return (*here, *scheduled, *sending, *here)
-
-
-class Turns:
-    """The stages of a rank that are on its device: the one whose turn it is, and the one whose turn is next.
-
-    State: ``here``, these; ``left``, the turns to come.
-    """
-
-    def __init__(self, turns: Sequence[int]) -> None:
-        self.left, self.here = list(reversed(turns)), tuple[int, ...]()
-
-    def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Begin the next turn: the stages that leave the device, and after that those that come there."""
-        before, turn = self.here, self.left.pop()
-        self.here = tuple(dict.fromkeys((turn, *self.left[-1:])))
-        leave = tuple(stage for stage in before if stage not in self.here)
-        return leave, tuple(stage for stage in self.here if stage not in before)
+        saved = {block for env in envs for blocks in env.values() for block in blocks} - base
+        return sum(block.nbytes for block in saved)

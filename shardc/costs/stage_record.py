@@ -1,24 +1,22 @@
-"""What a dump says of a pipeline: what each stage holds and does, what crosses between stages, and the schedule."""
+"""The record of a pipeline for dumps: what each stage holds, computes and sends, and the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
-from shardc.costs.count import flops_of_call, nbytes, resident_bytes
+from shardc.costs.flops import flops_of_call
+from shardc.costs.parameter_bytes import nbytes
+from shardc.costs.stage_schedule import schedule_of, stage_costs
 from shardc.costs.stage_units import prefixes
-from shardc.costs.time import costs_of, edges_of
 from shardc.language.text import table
 from shardc.program.program import Program, parameters_of
-from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, kept, stages_of
+from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, stages_of
 from shardc.program.text import value_names
-from shardc.schedules.check import check
-from shardc.schedules.events import with_messages
-from shardc.schedules.named import schedule
 from shardc.schedules.picture import timeline_text
 from shardc.schedules.schedule import Schedule, to_csv
 from shardc.schedules.simulate import simulate
@@ -27,51 +25,50 @@ from shardc.schedules.timeline import Timeline, rounded
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The stages of a lowered or localized program, by the schedule that they run by. Its times are estimates."""
+    """The stages and the schedule of a lowered or localized program. Times are estimates."""
 
     program: Program
 
     @cached_property
     def stages(self) -> Stages:
-        """What each stage does, and what crosses."""
+        """The calls of each stage, and the values that cross between stages."""
         return stages_of(self.program)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of each rank's work."""
+        """The order in which each rank works."""
         return schedule_of(self.program)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When all of it happens."""
-        return simulate(self.schedule, costs_of(self.stages))
+        """The timeline of the schedule."""
+        return simulate(self.schedule, stage_costs(self.stages))
 
     @cached_property
     def flops(self) -> list[int]:
         """For each stage the floating-point operations of a step on one rank."""
-        return [sum(self._flops(stage, part) for part in stage.parts) for stage in self.stages.stages]
 
-    def _flops(self, stage: Stage, part: Part) -> int:
-        return sum(flops_of_call(self.program, node) for node in stage.parts[part]) * self.times(part)
+        def part_flops(part: Part, calls: Iterable[fx.Node]) -> int:
+            return self.times(part) * sum(flops_of_call(self.program, node) for node in calls)
+
+        return [sum(part_flops(*each) for each in stage.parts.items()) for stage in self.stages.stages]
 
     @property
     def rank_flops(self) -> int:
-        """Those of the rank that has most of them."""
-        place = self.schedule.place
-        return max(sum(f for f, its in zip(self.flops, place, strict=True) if its == rank) for rank in set(place))
+        """The operations of the rank that has most of them."""
+        ranks = range(self.schedule.num_ranks)
+        return max(sum(self.flops[stage] for stage in self.schedule.stages_on(rank)) for rank in ranks)
 
     def times(self, part: Part) -> int:
-        """How often in a step a part of a stage's work is done."""
+        """How often a part of a stage runs in a step."""
         return self.schedule.num_microbatches if part in TIMED else 1
 
-    # JSON.
-
     def entries(self) -> list[dict[str, Any]]:
-        """The JSON form, an object a stage.
+        """The JSON form, one object for each stage.
 
-        ``modules``: the first and the last. ``parameter_bytes``: on one rank. ``flops``: of a step on one rank.
-        ``calls``: how many each part has. ``sent``: to which stage, after which part, how often, over the axis
-        unless that stage is on the same rank. ``actions``: in the cells of torch.distributed.pipelining.
+        ``modules``: the first and the last. ``parameter_bytes``, ``flops``: on one rank, of a step. ``calls``: the
+        number in each part. ``sent``: the target stage, the part after which values are sent, how often, and the axis
+        (none if the target is on the same rank). ``actions``: as cells of torch.distributed.pipelining.
         """
         return [self._entry(i, stage) for i, stage in enumerate(self.stages.stages)]
 
@@ -102,7 +99,7 @@ class StageRecord:
                 "over": pipeline.axis if is_far else None, "values": values}  # fmt: skip
 
     def schedule_entry(self) -> dict[str, Any]:
-        """The JSON form of the schedule: ``place``, the rank of each stage; ``rows``, a CSV line a rank; seconds."""
+        """The JSON form of the schedule: ``place``, the rank of each stage; ``rows``, one CSV line for each rank."""
         return {
             "name": self.schedule.name,
             "microbatches": self.schedule.num_microbatches,
@@ -114,7 +111,7 @@ class StageRecord:
 
     @cached_property
     def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
-        """For each call the stages that run it, each with its part; for a parameter those that hold it."""
+        """For each call the stages that run it and the part in which; for each parameter the stages that hold it."""
         found: dict[fx.Node, list[dict[str, Any]]] = {}
         for i, stage in enumerate(self.stages.stages):
             for part in stage.parts:
@@ -124,15 +121,14 @@ class StageRecord:
                 found.setdefault(self._parameters[name], []).append({"stage": i})
         return found
 
-    # Text.
-
     def text(self) -> str:
-        """A table of stages, one of what crosses between them, and the schedule as a picture."""
-        found, axis = self.schedule, self.program.options.pipeline
-        assert axis is not None
+        """A table of stages, one of the values that cross between them, and the schedule as a picture."""
+        schedule, pipeline = self.schedule, self.program.options.pipeline
+        assert pipeline is not None
         title = (
-            f"{_counted(found.num_stages, 'stage')} on {_counted(found.num_ranks, 'rank')} along {axis.axis}, "
-            f"{_counted(found.num_microbatches, 'microbatch')} by {found.name}, times estimated"
+            f"{_counted(schedule.num_stages, 'stage')} on {_counted(schedule.num_ranks, 'rank')} "
+            f"along {pipeline.axis}, {_counted(schedule.num_microbatches, 'microbatch')} by {schedule.name}, "
+            f"times estimated"
         )
         return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{timeline_text(self.timeline)}"
 
@@ -156,8 +152,6 @@ class StageRecord:
         ]  # fmt: skip
         header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
         return table(header, rows) if rows else "no value crosses between stages\n"
-
-    # What a stage is.
 
     def _nbytes(self, node: fx.Node) -> int:
         return nbytes(self.program.local_type(node))
@@ -187,25 +181,3 @@ def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
 def _counted(count: int, name: str) -> str:
     ending = "" if count == 1 else "es" if name.endswith("ch") else "s"
     return f"{count} {name}{ending}"
-
-
-@kept
-def schedule_of(program: Program) -> Schedule:
-    """The schedule of a localized program's stages, proven, with its messages in the order of what stages cost.
-
-    Which rank holds which stage depends on the option alone, and is the same for all programs of a model.
-    """
-    stages, pipeline = stages_of(program), program.options.pipeline
-    assert pipeline is not None
-    costs, edges, place = costs_of(stages), edges_of(stages), pipeline.place(program.num_stages)
-    stored = resident_bytes(program, stages.stages, place)
-    full = tuple(replace(cost, resident=nbytes) for cost, nbytes in zip(costs.stages, stored, strict=True))
-    found = schedule(
-        pipeline.schedule, program.num_stages, pipeline.microbatches, num_ranks=max(place) + 1, edges=edges,
-        costs=replace(costs, stages=full), memory=pipeline.max_memory, place=place,
-    )  # fmt: skip
-    assert found.place == place, (found.place, place)
-    trains = any(put.kind == "tangent" for put in program.inputs)
-    complete = with_messages(found if trains else found.forward_only(), costs)
-    check(complete)
-    return complete

@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from shardc.costs.count import bytes_moved, flops_of_call
+from shardc.costs.flops import flops_of_call
+from shardc.costs.time import bytes_moved
 from shardc.language.sharding import ceil_div
 from shardc.program.lifetime import split, storages
 from shardc.program.node import is_cast, is_getitem, is_view, operand

@@ -12,7 +12,7 @@ from targets import convolution, mlp
 from torch import fx
 
 from shardc import Mesh, P, Precision, Remat, Zero, compile
-from shardc.costs.count import memory_of
+from shardc.costs.memory import memory_of
 from shardc.language.sharding import TensorType
 from shardc.program.program import Input, Output, Program
 

@@ -16,7 +16,8 @@ from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
-from shardc.costs.time import COMPUTING, OPTIMIZER, Slice, call_seconds, collective_seconds, update_seconds
+from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice
+from shardc.costs.time import call_seconds, collective_seconds, update_seconds
 from shardc.language.collective_kind import num_steps
 from shardc.language.machine import LINKS, Device, Link, Machine, machine_of
 from shardc.program.communication import is_collective

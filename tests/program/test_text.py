@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from shardc.costs.count import flops_of, memory_of
+from shardc.costs.flops import flops_of
+from shardc.costs.memory import memory_of
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.count import flops_of, memory_of
+from shardc.costs.flops import flops_of
+from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, has_machine
+from shardc.costs.step import StepRecord
+from shardc.costs.time import has_machine
 from shardc.language.sharding import dtype_name
 from shardc.program.collective import Collective
 from shardc.program.program import Input, Program

@@ -7,9 +7,11 @@ from typing import Literal
 
 from torch import fx
 
-from shardc.costs.count import flops_of, memory_of
+from shardc.costs.flops import flops_of
+from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, has_machine, rank_flops
+from shardc.costs.step import StepRecord, rank_flops
+from shardc.costs.time import has_machine
 from shardc.language.text import table
 from shardc.program.program import Input, Output, Program
 from shardc.program.stages import has_stages

@@ -19,8 +19,10 @@ from shardc.compiler import (
     match_annotations,
     resolve_pins,
 )
-from shardc.costs.count import flops_of, memory_of
-from shardc.costs.stage_record import StageRecord, schedule_of
+from shardc.costs.flops import flops_of
+from shardc.costs.memory import memory_of
+from shardc.costs.stage_record import StageRecord
+from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.count import alive, flops_of, flops_of_call, held, is_gathered, stored_bytes
-from shardc.costs.memory import ORDER, memory_by_rank
+from shardc.costs.flops import flops_of, flops_of_call
+from shardc.costs.memory import MEMORY_CLASSES, bytes_alive, is_gathered, memory_by_rank
+from shardc.costs.parameter_bytes import persistent_bytes, stored_bytes
 from shardc.costs.pipeline_memory import rank_bytes
-from shardc.costs.stage_record import schedule_of
+from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost
 from shardc.language.sharding import TensorType
 from shardc.program.communication import members, results
@@ -39,10 +40,10 @@ def expressed_memory(program: Program, lowered: Program, final: Program) -> dict
     gathered = [each for each in live if is_gathered(final, each.value[0], parameters)]
     found = {
         "saved": sum(each.nbytes for each in live if each.is_saved),
-        "gathered": max(alive(gathered).values(), default=0),
-        "peak": max(alive(live).values(), default=0),
+        "gathered": max(bytes_alive(gathered).values(), default=0),
+        "peak": max(bytes_alive(live).values(), default=0),
     }
-    return {**held(program), **{name: expression_of(size) for name, size in found.items()}}
+    return {**persistent_bytes(program), **{name: expression_of(size) for name, size in found.items()}}
 
 
 def fullest(program: Program) -> int:
@@ -117,7 +118,7 @@ def _of_pipeline(program: Program, sizes: _Sizes, final: Program) -> dict[str, A
         "gathered": sum(each.nbytes for each in gathered),
         "peak": peak,
     }
-    return {name: expression_of(found[name]) for name in ORDER}
+    return {name: expression_of(found[name]) for name in MEMORY_CLASSES}
 
 
 def expressed_cost(symbolic: Symbolic, lowered: Program, final: Program) -> StepCost:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardc.compiler import Compiled
-from shardc.costs.stage_record import schedule_of
+from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError
 from shardc.passes.lower.rematerialize import rematerialize

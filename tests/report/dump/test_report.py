@@ -16,8 +16,7 @@ from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.cli.target import TargetOptions, load_target
-from shardc.costs.count import memory_of
-from shardc.costs.memory import memory_curve
+from shardc.costs.memory import memory_curve, memory_of
 from shardc.report.dump.dump import dump
 from shardc.report.dump.html import report_record
 from shardc.report.explain.explain import Explainer

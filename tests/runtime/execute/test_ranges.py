@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardc
 from shardc import Mesh
-from shardc.costs.time import OPTIMIZER, Slice
+from shardc.costs.step_time import OPTIMIZER, Slice
 from shardc.ops.contraction import dot
 from shardc.runtime.comm.ranges import WAIT
 

@@ -1,0 +1,166 @@
+"""The timeline of a step before it runs: every call and collective of one rank, or all ranks of a pipeline.
+
+A rank computes in the order of the program. A collective starts where it stands in the program and overlaps with what
+is computed after it; its first reader waits for it. Collectives over the same axes follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.costs.parameter_bytes import nbytes
+from shardc.costs.stage_lifetime import ways_after
+from shardc.costs.stage_record import StageRecord
+from shardc.costs.time import call_seconds, collective_seconds, link_of, seconds, update_seconds
+from shardc.program.communication import collective_at, is_collective
+from shardc.program.lifetime import split
+from shardc.program.program import Program
+from shardc.program.provenance import Phase
+from shardc.program.stages import Crossing, Part, has_stages
+from shardc.program.text import range_name
+from shardc.schedules.timeline import Task, Timeline, timeline
+
+COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
+BEFORE_SCHEDULE: tuple[Part, ...] = ("once", "count", "settle")
+
+
+def step_timeline(program: Program) -> Timeline:
+    """One step of a lowered program or a later one, with Adam's step if there are gradients.
+
+    Its ``makespan`` is the predicted time in seconds on the machine that the program was compiled for. Lanes are those
+    of one rank; of a pipeline, all its ranks and their channels.
+    """
+    if not has_stages(program):
+        return timeline(tuple(_Lanes(program).tasks()), [COMPUTING])
+    record = StageRecord(program)
+    scheduled = record.timeline
+    return timeline((*_begin(record), *scheduled.tasks, *_end(record, scheduled)), scheduled.ranks)
+
+
+# One rank.
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The name of a task on a lane of one rank: a call or a collective.
+
+    ``name``: of the node. ``text``: ``phase/module/name``. ``kind``: of a collective. ``is_share``: the part of a
+    collective's time in which its rank computes nothing.
+    """
+
+    name: str
+    text: str
+    phase: Phase
+    kind: str = ""
+    is_share: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def category(self) -> str:
+        """The category in a trace: the kind of a collective, otherwise the phase."""
+        return self.kind or self.phase
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """The tasks of a program in its order.
+
+    ``makers``: for each node so far, the tasks that its readers wait for. ``last``: the latest task of the computing
+    lane; no collective starts before it ends.
+    """
+
+    program: Program
+    makers: dict[fx.Node, tuple[Hashable, ...]] = field(default_factory=dict)
+    last: tuple[Hashable, ...] = ()
+
+    def tasks(self) -> Iterator[Task]:
+        """Every call that takes time, every collective, and the optimizer's step."""
+        parts = split(self.program)
+        for node in (*parts.update, *parts.forward, *parts.backward):
+            yield from self._collective(node) if is_collective(node) else self._call(node)
+        if seconds := update_seconds(self.program):
+            ends = tuple(dict.fromkeys(maker for makers in self.makers.values() for maker in makers))
+            yield Task(Slice(OPTIMIZER, f"update/{OPTIMIZER}", "update"), (COMPUTING,), seconds, ends)
+
+    def _call(self, node: fx.Node) -> Iterator[Task]:
+        after, seconds = self._operand_makers(node), call_seconds(self.program, node)
+        self.makers[node] = after
+        if seconds:
+            task = Task(self._slice(node), (COMPUTING,), seconds, after)
+            self.makers[node] = self.last = (task.name,)
+            yield task
+
+    def _collective(self, node: fx.Node) -> Iterator[Task]:
+        collective = collective_at(self.program, node)
+        seconds, link = collective_seconds(self.program, collective), link_of(self.program, collective)
+        after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
+        name = self._slice(node, collective.kind)
+        self.makers[node] = (name,)
+        yield Task(name, (f"{OVER}{', '.join(collective.axes)}",), seconds, after)
+        if link.overlap < 1:
+            share = Slice(name.name, f"{name.text} (its share)", name.phase, collective.kind, is_share=True)
+            self.last = (share,)
+            yield Task(share, (COMPUTING,), seconds * (1 - link.overlap), after)
+
+    def _operand_makers(self, node: fx.Node) -> tuple[Hashable, ...]:
+        return tuple(dict.fromkeys(maker for read in node.all_input_nodes for maker in self.makers.get(read, ())))
+
+    def _slice(self, node: fx.Node, kind: str = "") -> Slice:
+        return Slice(node.name, range_name(self.program, node), self.program.source(node).phase, kind)
+
+
+# The ranks of a pipeline: what they do once a step, before and after the schedule.
+
+
+@dataclass(frozen=True, slots=True)
+class OnceAStep:
+    """The name of a task that a rank of a pipeline runs once a step."""
+
+    text: str
+    category: Phase
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _begin(record: StageRecord) -> Iterator[Task]:
+    """Gathers and counts of each stage; a rank begins its stages one after the other."""
+    for stage, rank in enumerate(record.schedule.place):
+        took = sum(_seconds(record, stage, part) for part in BEFORE_SCHEDULE)
+        yield Task(OnceAStep(f"stage {stage} begins", "forward"), (rank,), took)
+
+
+def _end(record: StageRecord, scheduled: Timeline) -> Iterator[Task]:
+    """The last messages, the reductions of each stage, and Adam's step of each rank."""
+    sent, place = dict(_last_messages(record, scheduled)), record.schedule.place
+    yield from sent.values()
+    for stage, rank in enumerate(place):
+        arrived = tuple(task.name for way, task in sent.items() if way.target == stage)
+        yield Task(OnceAStep(f"stage {stage} ends", "backward"), (rank,), _seconds(record, stage, "after"), arrived)
+    for rank in dict.fromkeys(place):
+        names = {name for stage in record.schedule.stages_on(rank) for name in record.stages.stages[stage].parameters}
+        yield Task(OnceAStep(f"{OPTIMIZER} of rank {rank}", "update"), (rank,), update_seconds(record.program, names))
+
+
+def _last_messages(record: StageRecord, scheduled: Timeline) -> Iterator[tuple[Crossing, Task]]:
+    """The messages that ranks send once all microbatches are done."""
+    program, place, pipeline = record.program, record.schedule.place, record.program.options.pipeline
+    assert pipeline is not None
+    link = program.options.machine.of_axis(pipeline.axis)
+    for way in ways_after(record.stages):
+        ends = place[way.source], place[way.target]
+        if ends[0] != ends[1]:
+            size = sum(nbytes(program.local_type(node)) for node in record.stages.crossings[way])
+            name = OnceAStep(f"{way.source}→{way.target} at the end", "backward")
+            last = scheduled.on(ends[0])[-1].name
+            yield way, Task(name, (ends,), link.seconds("send", size, 2), (last,))
+
+
+def _seconds(record: StageRecord, stage: int, part: Part) -> float:
+    calls = record.stages.stages[stage].parts[part]
+    return sum(seconds(record.program, node) for node in calls) * record.times(part)
