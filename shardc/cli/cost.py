@@ -145,7 +145,7 @@ class SymbolicTarget:
     def compile(self, point: Mapping[str, int]) -> Compiled:
         """Compile the target at the sizes of a point."""
         from shardc.cli.target import set_list_length, with_input_sizes
-        from shardc.report.symbolic.expression import mesh_at
+        from shardc.report.symbolic.symbolic_program import mesh_at
 
         options = copy.copy(self.options)
         options.mesh = mesh_at(self.options.mesh.axis_names, point)

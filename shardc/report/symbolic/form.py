@@ -1,30 +1,29 @@
-"""A number as a function of named sizes: found from its values at a few points, and exact or none.
+"""Forms: numbers as functions of named sizes, found from their values at a few points.
 
-A form is a sum of ``coefficient * product of (symbol + shift) ** power`` and an offset: what dims of tensors are made
-of.
+A form is a sum of ``coefficient * product of (symbol + shift) ** power`` and a whole number. The dims of tensors are
+such sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 from typing import Any
 
 Point = Mapping[str, int]  # a size for each symbol
+Factors = tuple[tuple[str, int, int], ...]  # a symbol, shift and power each
 
 POWERS = (0, 1, 2, -1)
+AXIS_POWERS = (0, 1, -1, 2)
 SHIFTS = (1, -1, 2, -2)  # a next token, a class token, both ends
-
-
-Factors = tuple[tuple[str, int, int], ...]  # a symbol, shift and power each
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A product."""
+    """A product of powers and a coefficient."""
 
     coefficient: Fraction
     factors: Factors
@@ -35,7 +34,7 @@ class Term:
         return math.prod(bases, start=self.coefficient)
 
     def expression(self, symbols: Mapping[str, Any]) -> Any:
-        """As an expression in symbols."""
+        """The term as a sympy expression in symbols."""
         bases = ((symbols[name] + shift) ** power for name, shift, power in self.factors)
         return math.prod(bases, start=self.coefficient.numerator) / self.coefficient.denominator
 
@@ -56,142 +55,70 @@ class Form:
         return int(self.exact(point))
 
     def expression(self, symbols: Mapping[str, Any]) -> Any:
-        """As an expression in symbols; an int where it has none."""
+        """The form as a sympy expression in symbols; an int if it has no terms."""
         return sum((term.expression(symbols) for term in self.terms), start=self.offset)
 
 
-def constant(value: int) -> Form:
-    """What does not depend on sizes."""
-    return Form(offset=value)
+def point_text(point: Point) -> str:
+    """``dp=2, B=8``."""
+    return ", ".join(f"{name}={size}" for name, size in point.items())
 
 
-def product_form(coefficient: Fraction, factors: Factors, offset: int = 0) -> Form:
-    """One product and a whole number."""
-    return Form((Term(coefficient, factors),), offset)
+def _first_fitting(forms: Iterable[Form], points: Sequence[Point], values: Sequence[int]) -> Form | None:
+    """The first form with these values at the points."""
+    pairs = list(zip(points, values, strict=True))
+    return next((form for form in forms if all(form.exact(point) == value for point, value in pairs)), None)
 
 
 @dataclass(frozen=True)
 class Fitter:
-    """Finds forms from values at the same points; of those that fit it takes the first that is simplest."""
+    """Finds forms from values at the same points; of those that fit, the first in order of simplicity."""
 
     points: Sequence[Point]
 
     def fit(self, values: Sequence[int]) -> Form | None:
-        """The form of a number with these values at the points, or none."""
+        """The form of a number with these values at the points, or None."""
         if len(set(values)) == 1:
-            return constant(values[0])
-        return next((form for form in self._candidates(values) if self._holds(form, values)), None)
-
-    def _holds(self, form: Form, values: Sequence[int]) -> bool:
-        return all(form.exact(point) == value for point, value in zip(self.points, values, strict=True))
+            return Form(offset=values[0])
+        return _first_fitting(self._candidates(values), self.points, values)
 
     def _candidates(self, values: Sequence[int]) -> Iterator[Form]:
-        symbols = list(self.points[0])
-        yield from self._products(values, dict.fromkeys(symbols, 0))
-        for name in symbols:
+        unshifted = dict.fromkeys(self.points[0], 0)
+        yield from self._products(values, unshifted)
+        for name in unshifted:
             yield from self._lines(values, name)
-        for name, shift in product(symbols, SHIFTS):
-            yield from self._products(values, {other: shift if other == name else 0 for other in symbols})
+        for name, shift in product(unshifted, SHIFTS):
+            yield from self._products(values, {**unshifted, name: shift})
         for shift in SHIFTS:
-            for form in self._products([value - shift for value in values], dict.fromkeys(symbols, 0)):
+            for form in self._products([value - shift for value in values], unshifted):
                 yield Form(form.terms, shift)
 
     def _products(self, values: Sequence[int], shifts: Mapping[str, int]) -> Iterator[Form]:
-        """Monomials, by what they are multiplied with from the first point to the second."""
-        first, second = values[:2]
-        if not first:
+        """Monomials whose ratio from the first point to the second is that of the values."""
+        low, high = self.points[:2]
+        if not values[0]:
             return
-        steps = {
-            name: Fraction(self.points[1][name] + shift, self.points[0][name] + shift)
-            for name, shift in shifts.items()
-            if self.points[0][name] + shift
+        ratios = {
+            name: Fraction(high[name] + shift, low[name] + shift) for name, shift in shifts.items() if low[name] + shift
         }
-        grown = Fraction(second, first)
-        for powers in product(POWERS, repeat=len(steps)):
-            if (
-                math.prod((step**power for step, power in zip(steps.values(), powers, strict=True)), start=Fraction(1))
-                == grown
-            ):
-                factors = tuple((name, shifts[name], power) for name, power in zip(steps, powers, strict=True) if power)
-                unit = Term(Fraction(1), factors).exact(self.points[0])
-                yield product_form(first / unit, factors)
+        for powers in product(POWERS, repeat=len(ratios)):
+            ratio = math.prod(
+                (base**power for base, power in zip(ratios.values(), powers, strict=True)), start=Fraction(1)
+            )
+            if ratio == Fraction(values[1], values[0]):
+                factors = tuple(
+                    (name, shifts[name], power) for name, power in zip(ratios, powers, strict=True) if power
+                )
+                yield Form((Term(values[0] / Term(Fraction(1), factors).exact(low), factors),))
 
     def _lines(self, values: Sequence[int], name: str) -> Iterator[Form]:
         """A multiple of one symbol and a constant."""
         low, high = (point[name] for point in self.points[:2])
         if high != low:
             slope = Fraction(values[1] - values[0], high - low)
-            rest = values[0] - slope * low
-            if slope and rest.denominator == 1:
-                yield product_form(slope, ((name, 0, 1),), int(rest))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Size:
-    """``value`` at a point; ``terms``: how often each expression is in the sum. Order is that of values."""
-
-    value: int
-    terms: Mapping[Any, int]
-
-    @property
-    def expression(self) -> Any:
-        """The sum."""
-        return sum(expression * times for expression, times in self.terms.items())
-
-    def __add__(self, other: Size | int) -> Size:
-        terms = dict(self.terms)
-        for expression, times in _terms(other).items():
-            terms[expression] = terms.get(expression, 0) + times
-            if not terms[expression]:
-                del terms[expression]
-        return Size(self.value + _value(other), terms)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Size | int) -> Size:
-        return self + other * -1
-
-    def __rsub__(self, other: int) -> Size:
-        return self * -1 + other
-
-    def __mul__(self, times: int) -> Size:
-        return Size(self.value * times, {expression: n * times for expression, n in self.terms.items()})
-
-    __rmul__ = __mul__
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == _value(other))
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __lt__(self, other: Size | int) -> bool:
-        return bool(self.value < _value(other))
-
-    def __le__(self, other: Size | int) -> bool:
-        return bool(self.value <= _value(other))
-
-    def __gt__(self, other: Size | int) -> bool:
-        return bool(self.value > _value(other))
-
-    def __ge__(self, other: Size | int) -> bool:
-        return bool(self.value >= _value(other))
-
-
-def expression_of(size: Any) -> Any:
-    """Of a size; a number is its own."""
-    return size.expression if isinstance(size, Size) else size
-
-
-def _value(size: Any) -> Any:
-    return size.value if isinstance(size, Size) else size
-
-
-def _terms(size: Size | int) -> Mapping[Any, int]:
-    return size.terms if isinstance(size, Size) else {1: size} if size else {}
-
-
-AXIS_POWERS = (0, 1, -1, 2)
+            offset = values[0] - slope * low
+            if slope and offset.denominator == 1:
+                yield Form((Term(slope, ((name, 0, 1),)),), int(offset))
 
 
 @dataclass(frozen=True)
@@ -202,11 +129,8 @@ class Widening:
     points: Sequence[Point]
 
     def widen(self, form: Form, values: Sequence[int]) -> Form | None:
-        """The form with these values at the points that is ``form`` on the mesh; none where none is found."""
-        return next((found for found in self._candidates(form, values) if self._holds(found, values)), None)
-
-    def _holds(self, form: Form, values: Sequence[int]) -> bool:
-        return all(form.exact(point) == value for point, value in zip(self.points, values, strict=True))
+        """The form that equals ``form`` on the base mesh and has these values at the points; None if there is none."""
+        return _first_fitting(self._candidates(form, values), self.points, values)
 
     def _candidates(self, form: Form, values: Sequence[int]) -> Iterator[Form]:
         yield form
@@ -217,7 +141,7 @@ class Widening:
         yield from self._sloped(form, values)
 
     def _scaled(self, form: Form, factors: Factors, first: int) -> Iterator[Form]:
-        """All that depends on sizes times a product of axes, or all of it; of a fixed number a part."""
+        """A product of axes times the terms, or times the terms and the offset; of a fixed number times a part."""
         unit = math.prod((Fraction(self.base[name]) ** -power for name, _, power in factors), start=Fraction(1))
         scaled = tuple(Term(each.coefficient * unit, each.factors + factors) for each in form.terms)
         if scaled:
@@ -231,16 +155,13 @@ class Widening:
                 yield Form((Term((form.offset - fixed) * unit, factors),), int(fixed))
 
     def _sloped(self, form: Form, values: Sequence[int]) -> Iterator[Form]:
-        """With a multiple of each axis more."""
-        slopes = {name: self._slope(form, name, values) for name in self.base}
-        terms = tuple(Term(slope, ((name, 0, 1),)) for name, slope in slopes.items() if slope)
+        """The form and a multiple of each axis: the slope from the base to a point where only this axis is another."""
+        slopes: dict[str, Fraction] = {}
+        for point, value in zip(self.points, values, strict=True):
+            moved = [name for name, size in self.base.items() if point[name] != size]
+            if len(moved) == 1 and moved[0] not in slopes:
+                slopes[moved[0]] = (value - form.exact(point)) / (point[moved[0]] - self.base[moved[0]])
+        terms = tuple(Term(slopes[name], ((name, 0, 1),)) for name in self.base if slopes.get(name))
         offset = form.offset - sum((slope * self.base[name] for name, slope in slopes.items()), start=Fraction(0))
         if terms and offset.denominator == 1:
             yield Form((*form.terms, *terms), int(offset))
-
-    def _slope(self, form: Form, name: str, values: Sequence[int]) -> Fraction:
-        """By how much the number grows with an axis, from a point where no other axis has another size."""
-        for point, value in zip(self.points, values, strict=True):
-            if [other for other, size in self.base.items() if point[other] != size] == [name]:
-                return Fraction(value - form.exact(point)) / (point[name] - self.base[name])
-        return Fraction(0)

@@ -1,24 +1,22 @@
-"""A plan at several sizes: one program whose numbers are forms of the symbols, learned from a few compiles."""
+"""Learning a plan from a few compiles: its program at one point, and the form of every number in it."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING
 
+from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError
 from shardc.program.program import Program
-from shardc.report.symbolic.expression import Key, Symbolic, numbers, outline
-from shardc.report.symbolic.form import Fitter, Form, Point, Widening
+from shardc.report.symbolic.form import Fitter, Form, Point, Widening, point_text
+from shardc.report.symbolic.numbers import NumberKey, first_difference, numbers, outline
+from shardc.report.symbolic.symbolic_program import SymbolicProgram
 
-if TYPE_CHECKING:
-    from shardc.compiler import Compiled
-
-Compile = Callable[[Point], "Compiled"]
+Compile = Callable[[Point], Compiled]
 Levels = Mapping[str, Program]
 LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
 FEW = 2  # repeated modules of the programs that are compiled at many points
@@ -29,90 +27,113 @@ MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as an
     (5, 11, 2, 3, 7, 17),
 )
 
-
-Place = tuple[int, Key | None, int]
+Place = tuple[int, NumberKey | None, int]  # which of the points, a key or any, and the number's value there
 
 
 @dataclass(frozen=True)
 class Learned:
-    """``symbolic`` by level: the captured and the lowered program, all of the first of ``points``.
+    """What a few compiles tell of a plan.
 
-    ``forms``: those that numbers have that are of one value at one of the points and stand at the same place.
-    ``keyed``: of each number of the lowered program what it is of, and its values at the points.
+    ``symbolic`` by level: the captured and the lowered program, both at the first of ``points``. ``outlines``: theirs.
+    ``keyed``: the key of each number of the lowered program, and its values at the points. ``repeated``: the path of a
+    list of modules that are alike.
     """
 
     points: Sequence[Point]
-    symbolic: Mapping[str, Symbolic]
+    symbolic: Mapping[str, SymbolicProgram]
     outlines: Mapping[str, list[str]]
-    keyed: Sequence[tuple[Key, tuple[int, ...]]] = field(repr=False)
+    keyed: Sequence[tuple[NumberKey, tuple[int, ...]]] = field(repr=False)
     repeated: str = ""
 
+    @property
+    def captured(self) -> SymbolicProgram:
+        """The captured program."""
+        return self.symbolic[LEVELS[0]]
+
+    @property
+    def lowered(self) -> SymbolicProgram:
+        """The lowered program."""
+        return self.symbolic[LEVELS[1]]
+
+    def form(self, i: int, key: NumberKey, size: int) -> Form:
+        """The form of a number of a program with more modules, whose value is ``size`` at the point ``i``.
+
+        It is that of the same number of one of the few modules; else that of any number with this value. A number that
+        no place has, such as a seed, is constant. Raises a ShardingError where there are several.
+        """
+        forms: set[Form] = set()
+        for place in self._places_of(key):
+            forms = self._forms.get((i, place, size), set())
+            if len(forms) == 1:
+                return next(iter(forms))
+        if not forms:
+            return Form(offset=size)
+        raise ShardingError(
+            f"a number of {' '.join(key[:-2])}",
+            f"it is {size}, which is {len(forms)} different sizes at {point_text(self.points[0])}",
+            "where there are more modules it cannot be told which it is",
+            "start from sizes that differ from each other",
+        )
+
     @cached_property
-    def forms(self) -> Mapping[Place, set[Form]]:
-        """Where to look for the form of a number of a program with more modules."""
-        found: dict[Place, set[Form]] = {}
-        for (key, values), form in zip(self.keyed, self.symbolic[LEVELS[-1]].forms, strict=True):
-            for place in places_of(key, self.repeated):
+    def _forms(self) -> Mapping[Place, set[Form]]:
+        forms: dict[Place, set[Form]] = {}
+        for (key, values), form in zip(self.keyed, self.lowered.forms, strict=True):
+            for place in self._places_of(key):
                 for i, value in enumerate(values):
-                    found.setdefault((i, place, value), set()).add(form)
-        return found
+                    forms.setdefault((i, place, value), set()).add(form)
+        return forms
+
+    def _places_of(self, key: NumberKey) -> tuple[NumberKey | None, ...]:
+        """Where to look for a number: at its key in any repeated module, in any list of modules, or anywhere."""
+        repeated = re.compile(rf"^{re.escape(self.repeated)}\.\d+(?=\.|$)")
+        same = tuple(repeated.sub(f"{self.repeated}.*", part) for part in key) if self.repeated else key
+        return same, tuple(re.sub(r"\.\d+(?=\.|$)", ".*", part, count=1) for part in key), None
 
     def on_meshes(self, compile_: Compile, points: Iterable[Point]) -> Learned:
-        """With forms that hold on meshes of other sizes too, where the plan is the same at enough of these points.
+        """The same with forms that hold on meshes of other sizes, learned at those of the points that have this plan.
 
-        Where it has what the forms say at the first of them there is nothing to learn.
+        Unchanged where the forms already hold at the first of them, and where too few points have the plan.
         """
-        seen: list[tuple[Point, Levels]] = []
+        moving, known = self.lowered.moving_axes, list[tuple[Point, Levels]]()
         for point in points:
-            found = compiled_at(compile_, point)
-            if isinstance(found, Exception) or self.differs(found):
+            levels = compiled_at(compile_, point)
+            if isinstance(levels, Exception) or self.differs(levels):
                 continue
-            seen.append((point, found))
-            if len(seen) == 1 and self._says(*seen[0]):
+            known.append((point, levels))
+            if len(known) == 1 and all(each.agrees(point, levels[level]) for level, each in self.symbolic.items()):
                 return self
-            if all(len({self.points[0][name], *(each[name] for each, _ in seen)}) > 2 for name in self._moving):
+            if all(len({self.points[0][name], *(each[name] for each, _ in known)}) > 2 for name in moving):
                 break
         else:
             return self
-        symbolic = dict(self.symbolic)
-        for level, known in self.symbolic.items():
-            forms = self._widened(known, [(point, numbers(found[level])) for point, found in seen])
-            if forms is None:
+        symbolic: dict[str, SymbolicProgram] = {}
+        for level, program in self.symbolic.items():
+            widening = Widening({name: program.point[name] for name in moving}, [point for point, _ in known])
+            widen = functools.cache(widening.widen)
+            columns = zip(*([value for _, value in numbers(levels[level])] for _, levels in known), strict=True)
+            forms = [widen(form, values) for form, values in zip(program.forms, columns, strict=True)]
+            if None in forms:
                 return self
-            symbolic[level] = replace(known, forms=forms)
+            symbolic[level] = replace(program, forms=[form for form in forms if form is not None])
         return replace(self, symbolic=symbolic)
 
     def differs(self, levels: Levels) -> bool:
-        """Whether programs are of another plan."""
+        """Whether programs have another plan."""
         return any(outline(levels[level]) != ours for level, ours in self.outlines.items())
-
-    @property
-    def _moving(self) -> list[str]:
-        """The axes that have other sizes too."""
-        known = self.symbolic[LEVELS[-1]]
-        return [name for name in known.axes if name not in known.held and known.point[name] > 1]
-
-    def _says(self, point: Point, levels: Levels) -> bool:
-        return all(known.says(point, levels[level]) for level, known in self.symbolic.items())
-
-    def _widened(self, known: Symbolic, seen: Sequence[tuple[Point, list[tuple[Key, int]]]]) -> list[Form] | None:
-        widening = Widening({name: known.point[name] for name in self._moving}, [point for point, _ in seen])
-        widen = functools.cache(widening.widen)
-        columns = zip(*([value for _, value in values] for _, values in seen), strict=True)
-        found = [widen(form, values) for form, values in zip(known.forms, columns, strict=True)]
-        return None if None in found else [form for form in found if form is not None]
 
 
 def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str = "", repeated: str = "") -> Learned:
-    """From three compiles: at the reference, and where each dim is another multiple of what it is there.
+    """Learn from three compiles: at the reference, and where each dim is another multiple of what it is there.
 
-    ``layers``: the symbol that counts the modules of the list ``repeated``; it stays as it is.
+    ``layers``: the symbol that counts the modules of the list ``repeated``; it stays as it is. Raises a ShardingError
+    for a number without a form.
     """
     dims = [name for name in reference if name not in axes and name != layers]
-    points, programs = _alike(compile_, reference, dims)
+    points, programs = _points_of_one_plan(compile_, reference, dims)
     fitter = Fitter([{name: point[name] for name in dims} for point in points])
-    symbolic: dict[str, Symbolic] = {}
-    keyed: list[tuple[Key, tuple[int, ...]]] = []
+    symbolic: dict[str, SymbolicProgram] = {}
+    keyed: list[tuple[NumberKey, tuple[int, ...]]] = []
     cache: dict[tuple[int, ...], Form] = {}
     for level in LEVELS:
         several = zip(*(numbers(program[level]) for program in programs), strict=True)
@@ -120,12 +141,12 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
         for key, values in keyed:
             if values not in cache:
                 cache[values] = _fitted(fitter, key, values)
-        symbolic[level] = Symbolic(programs[0][level], [cache[values] for _, values in keyed], reference, axes)
+        symbolic[level] = SymbolicProgram(programs[0][level], [cache[values] for _, values in keyed], reference, axes)
     outlines = {level: outline(programs[0][level]) for level in LEVELS}
     return Learned(points, symbolic, outlines, keyed, repeated)
 
 
-def _fitted(fitter: Fitter, key: Key, values: tuple[int, ...]) -> Form:
+def _fitted(fitter: Fitter, key: NumberKey, values: tuple[int, ...]) -> Form:
     form = fitter.fit(values)
     if form is None:
         raise ShardingError(
@@ -137,32 +158,8 @@ def _fitted(fitter: Fitter, key: Key, values: tuple[int, ...]) -> Form:
     return form
 
 
-def point_text(point: Point) -> str:
-    """``dp=2, B=8``."""
-    return ", ".join(f"{name}={size}" for name, size in point.items())
-
-
-def places_of(key: Key, repeated: str) -> tuple[Key | None, ...]:
-    """Where to look for a number: in the same place of any repeated module, or of any list, or anywhere."""
-    return place_of(key, repeated), tuple(re.sub(r"\.\d+(?=\.|$)", ".*", part, count=1) for part in key), None
-
-
-def place_of(key: Key, repeated: str) -> Key:
-    """The same in each of the repeated modules."""
-    if not repeated:
-        return key
-    return tuple(_unnumbered(part, repeated) for part in key)
-
-
-def _unnumbered(text: str, repeated: str) -> str:
-    if not text.startswith(f"{repeated}."):
-        return text
-    number, dot, rest = text.removeprefix(f"{repeated}.").partition(".")
-    return f"{repeated}.*{dot}{rest}" if number.isdigit() else text
-
-
 def compiled_at(compile_: Compile, point: Point) -> Levels | Exception:
-    """The programs at a point, or what is wrong there: whatever a model says of sizes that it does not take."""
+    """The programs at a point, or the error of a model that does not take these sizes, of whatever type it is."""
     try:
         return levels_of(compile_(point))
     except Exception as error:
@@ -174,21 +171,24 @@ def levels_of(compiled: Compiled) -> Levels:
     return {level: compiled.at(level) for level in LEVELS}
 
 
-def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[list[Point], list[Levels]]:
-    """Three points where the plan is the same."""
+def _points_of_one_plan(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[list[Point], list[Levels]]:
+    """Three points where the plan is the same, and the programs there."""
     points, programs = [reference], [levels_of(compile_(reference))]
     problem: Exception | str = ""
-    for point in _multiples(reference, dims):
+    for factors in MULTIPLES if dims else ():
         if len(points) == 3:
             break
-        found = compiled_at(compile_, point)
-        if isinstance(found, Exception):
-            problem = found
+        point = {**reference, **{name: reference[name] * factor for name, factor in zip(dims, factors, strict=False)}}
+        levels = compiled_at(compile_, point)
+        if isinstance(levels, Exception):
+            problem = levels
             continue
-        problem = difference(programs[0], found) or problem
-        if not difference(programs[0], found) and _tell_apart([*points, point], dims):
+        differences = (first_difference(outline(programs[0][level]), outline(levels[level])) for level in LEVELS)
+        difference = next(filter(None, differences), "")
+        problem = difference or problem
+        if not difference and _can_tell_apart([*points, point], dims):
             points.append(point)
-            programs.append(found)
+            programs.append(levels)
     if len(points) == 3 or not dims:
         return (points * 3)[:3], (programs * 3)[:3]
     raise ShardingError(
@@ -199,30 +199,9 @@ def _alike(compile_: Compile, reference: Point, dims: Sequence[str]) -> tuple[li
     )
 
 
-def _multiples(reference: Point, dims: Sequence[str]) -> Iterator[Point]:
-    for factors in MULTIPLES if dims else ():
-        yield {**reference, **{name: reference[name] * factor for name, factor in zip(dims, factors, strict=False)}}
-
-
-def _tell_apart(points: Sequence[Point], dims: Sequence[str]) -> bool:
-    """Whether no dim is a line of another at three points: what one makes of both could not be told."""
+def _can_tell_apart(points: Sequence[Point], dims: Sequence[str]) -> bool:
+    """Whether at three points no dim is a line of another: a number could then be a form of either."""
     if len(points) < 3:
         return True
     steps = {name: [point[name] - points[0][name] for point in points[1:]] for name in dims}
     return all(a[0] * b[1] != a[1] * b[0] for a, b in combinations(steps.values(), 2))
-
-
-def difference(ours: Levels, theirs: Levels) -> str:
-    """Where another program first is no program of the same plan; nothing where it is one."""
-    for level in LEVELS:
-        mine, other = outline(ours[level]), outline(theirs[level])
-        if mine != other:
-            return first_difference(mine, other)
-    return ""
-
-
-def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first lines that are not alike."""
-    pairs = zip([*ours, ""], [*theirs, ""], strict=False)
-    mine, other = next((mine, other) for mine, other in pairs if mine != other)
-    return f"{mine.partition(' [')[0] or 'the end'} is {other.partition(' [')[0] or 'the end'} there"

@@ -1,4 +1,4 @@
-"""How expressions, the plan that they are of, and the region where it holds are printed."""
+"""Text and JSON of a symbolic plan: its expressions, the region where it holds, and the numbers at points."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepCost
 from shardc.language.collective_kind import WHOLE_PAYLOAD
 from shardc.language.text import table
-from shardc.report.symbolic.form import Point
-from shardc.report.symbolic.learn import FEW, point_text
-
-if TYPE_CHECKING:
-    from shardc.report.symbolic.plan import SymbolicPlan
+from shardc.report.symbolic.form import Point, point_text
+from shardc.report.symbolic.learn import FEW
+from shardc.report.symbolic.plan import SymbolicPlan
 
 POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ROOM = 6  # letters that a product of what is sent may have more than a sum, for (n - 1)/n
-PLACED = ("gathered", "peak")  # what lives at one place
+ROOM = 6  # letters that a product of sent bytes may have more than a sum, for (n - 1)/n
+PLACED = ("gathered", "peak")  # classes of memory that are counted at one place of the program
 PLACE = "where most lives at these sizes"
 ROUNDED = "what a rank sends is rounded down to whole bytes, a row at a time"
-
 
 Numbers = Sequence[tuple[Point, StepCost]]
 
@@ -35,12 +32,12 @@ def plan_text(plan: SymbolicPlan, numbers: Numbers = ()) -> str:
 
 
 def numbers_text(numbers: Numbers) -> str:
-    """What a step costs at points."""
+    """The cost of a step at points."""
     return "\n".join(f"at {point_text(point)}\n\n{cost.text()}" for point, cost in numbers)
 
 
 def digest(plan: SymbolicPlan) -> str:
-    """What two plans that are one have in common: ops, shardings and collectives without their sizes."""
+    """A hash of the plan without its sizes: of its ops, shardings and collectives."""
     lines = plan.learned.outlines["rematerialize"]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
@@ -73,14 +70,14 @@ def costs_text(plan: SymbolicPlan) -> str:
 
 
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """All to the left, for numbers and expressions alike."""
+    """Rows in columns, all aligned to the left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def region_text(plan: SymbolicPlan) -> str:
-    """Where the plan holds."""
+    """The region where the plan holds: a range for each symbol, and the conditions."""
     region = plan.region
     ranges = [(name, region.low[name], region.high[name]) for name in region.low]
     lines = list(map(_typed, region.conditions))
@@ -92,7 +89,7 @@ def region_text(plan: SymbolicPlan) -> str:
 
 
 def _stages(plan: SymbolicPlan) -> list[str]:
-    """The cut of a pipeline, which is a part of the plan."""
+    """The stages of a pipeline, which are a part of the plan."""
     record = StageRecord(plan.here)
     name, count = record.schedule.name, record.schedule.num_microbatches
     lines = [f"{count} microbatches by {name}, whose order and fullest rank are as here, and so are the stages:"]
@@ -106,8 +103,8 @@ def expression_text(expression: Any, room: int = 0) -> str:
     """``16·B·L·T·d·(tp - 1)/(dp·tp)``: as a product where that is longer than a sum by no more than ``room``."""
     import sympy
 
-    found = sympy.sympify(expression).replace(sympy.floor, lambda inside: -sympy.ceiling(-inside, evaluate=False))
-    product, summands = _typed(str(sympy.factor(found))), _typed(str(sympy.expand(found)))
+    ceiled = sympy.sympify(expression).replace(sympy.floor, lambda inside: -sympy.ceiling(-inside, evaluate=False))
+    product, summands = _typed(str(sympy.factor(ceiled))), _typed(str(sympy.expand(ceiled)))
     return product if len(product) <= len(summands) + room else summands
 
 
@@ -117,7 +114,7 @@ def _typed(text: str) -> str:
 
 
 def plan_record(plan: SymbolicPlan, numbers: Numbers = ()) -> dict[str, Any]:
-    """As JSON has it: expressions as python reads them."""
+    """The JSON form, version 1; expressions as Python reads them."""
     region = plan.region
     return {
         "version": 1,
@@ -135,14 +132,14 @@ def plan_record(plan: SymbolicPlan, numbers: Numbers = ()) -> dict[str, Any]:
 
 
 def _expressions(cost: StepCost) -> dict[str, Any]:
-    """As they are where symbols are numbers, what goes on the wire rounded down."""
+    """The record of a cost with bytes on the wire rounded down, and without counts, which depend on buckets."""
     import sympy
 
     rounded = [replace(each, wire_bytes=sympy.floor(each.wire_bytes)) for each in cost.traffic]
-    found = replace(cost, traffic=tuple(rounded)).record()
-    for row in found["traffic"]:
-        del row["count"]  # which goes by what is put into buckets
-    texts: dict[str, Any] = _texts(found)
+    record = replace(cost, traffic=tuple(rounded)).record()
+    for row in record["traffic"]:
+        del row["count"]
+    texts: dict[str, Any] = _texts(record)
     return texts
 
 

@@ -1,0 +1,186 @@
+"""The region of sizes and meshes in which a plan holds: ranges and conditions, tried at its ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardc.report.symbolic.condition import Condition, CutCondition, LengthCondition, independent, names_in
+from shardc.report.symbolic.exchange import exchange_conditions
+from shardc.report.symbolic.form import Point
+from shardc.report.symbolic.learn import FEW, Learned
+from shardc.report.symbolic.symbolic_program import SymbolicProgram
+
+IsSame = Callable[[Point], bool]
+RANKS = 65536
+GROWTH = 64  # times as large as at the reference, and a 16th of it, are dims by default
+SHRINK = 16
+MODULES = 1024  # of a list of them
+HALVINGS = 3
+
+
+@dataclass(frozen=True)
+class Region:
+    """``low`` and ``high`` of each symbol, both included, and the conditions that hold between symbols.
+
+    ``cuts``: which sizes divide which. ``lengths``: which chunks are long enough for the rows that neighbours take.
+    ``probes``: points that were compiled. ``count``: the symbol that counts modules, if there is one.
+    """
+
+    reference: Point
+    axes: Sequence[str]
+    low: Mapping[str, int]
+    high: Mapping[str, int]
+    cuts: Sequence[CutCondition]
+    lengths: Sequence[LengthCondition] = ()
+    probes: Sequence[Point] = ()
+    count: str = ""
+
+    def why_not(self, point: Point) -> str:
+        """The reason why a point is outside; nothing where it is inside."""
+        for name, size in point.items():
+            if not self.low[name] <= size <= self.high[name]:
+                return (
+                    f"{name}={size} is not in {self.low[name]} to {self.high[name]}, where the plan was found to hold"
+                )
+        if math.prod(point[name] for name in self.axes) > RANKS:
+            return f"the mesh has more than {RANKS} ranks"
+        conditions: list[Condition] = [*self.cuts, *self.lengths]
+        broken = next((each for each in conditions if not each.holds(point)), None)
+        return f"it must hold that {broken.text()}" if broken else ""
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions as text."""
+        conditions: list[Condition] = [*independent(self.cuts), *self.lengths]
+        return list(dict.fromkeys(each.text() for each in conditions))
+
+
+def widest(learned: Learned, count: str) -> Region:
+    """The region that is tried first: numbers are whole, cuts as even as in the plan.
+
+    Meshes have up to as many ranks as there are, and batches are as large as those need.
+    """
+    symbolic, exchanges = learned.lowered, list(exchange_conditions(learned.lowered))
+    cuts = [each for program in learned.symbolic.values() for each in program.whole_numbers()]
+    cuts += [*symbolic.cuts, *(each for each in exchanges if isinstance(each, CutCondition))]
+    cuts = list(dict.fromkeys(cuts))
+    low, high = _ranges(symbolic, count, cuts)
+    lengths = tuple(dict.fromkeys(each for each in exchanges if isinstance(each, LengthCondition)))
+    return Region(symbolic.point, symbolic.axes, low, high, tuple(cuts), lengths, tuple(learned.points), count)
+
+
+def _ranges(
+    symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    reference, axes, moving = symbolic.point, symbolic.axes, symbolic.moving_axes
+    limits = {axis: _most_ranks(axis, cuts) if axis in moving else reference[axis] for axis in axes}
+    low, high, conditions = {count: FEW}, {count: MODULES}, independent(cuts)
+    for name, size in reference.items():
+        if name in axes:
+            low[name], high[name] = 2 if name in moving else size, limits[name]
+        elif name != count:
+            cut_by = {axis for cut in conditions if name in names_in(cut.size) for axis in names_in(cut.shards)}
+            grows = any(limits.get(axis) == RANKS for axis in cut_by)
+            low[name], high[name] = max(1, size // SHRINK), size * (RANKS if grows else GROWTH)
+    return {name: low[name] for name in reference}, {name: high[name] for name in reference}
+
+
+def _most_ranks(axis: str, cuts: Sequence[CutCondition]) -> int:
+    """The ranks along an axis that cuts dims without a symbol evenly."""
+    fixed = [int(cut.size) for cut in cuts if cut.is_even and axis in names_in(cut.shards) and not names_in(cut.size)]
+    return math.gcd(*fixed) if fixed else RANKS
+
+
+def other_meshes(symbolic: SymbolicProgram) -> Iterator[Point]:
+    """Points of other meshes, with dims as much larger as their cuts need: all axes larger, each alone, all again."""
+    moving = symbolic.moving_axes
+    alone = [([axis], 2) for axis in moving] if len(moving) > 1 else []
+    for names, factor in ((moving, 2), *alone, (moving, 4), (moving, 3)) if moving else ():
+        point = {name: size * factor if name in names else size for name, size in symbolic.point.items()}
+        for cut in symbolic.cuts:
+            free = names_in(cut.size) - {*symbolic.axes}
+            if cut.is_even and free and not cut.holds(point):
+                point[min(free)] *= cut.missing_factor(point)
+        yield point
+
+
+def probed(region: Region, is_same: IsSame) -> Region:
+    """The region made so small that the plan is the same at its ends; ``is_same`` compiles at a point and compares.
+
+    Ends: all dims as large as can be, all as small; all axes likewise, with the dims that they cut as much larger.
+    Where the plan is another there, each symbol alone, and all within what these leave.
+    """
+    dims = [name for name in region.low if name not in (*region.axes, region.count)]
+    for names in (dims, list(region.axes)):
+        for is_high in (True, False):
+            smaller = _narrowed(region, names, is_high, is_same, halvings=1)
+            if smaller is None:
+                for name in names:
+                    region = _narrowed(region, [name], is_high, is_same, HALVINGS) or _fixed(region, [name], is_high)
+                smaller = _narrowed(region, names, is_high, is_same, HALVINGS)
+            region = smaller or _fixed(region, names, is_high)
+    return region
+
+
+def _narrowed(region: Region, names: Sequence[str], is_high: bool, is_same: IsSame, halvings: int) -> Region | None:
+    """The region with one end of some symbols as far as the plan is found to hold; None where it never does.
+
+    Dims go no further than a point that was compiled: between two points where a size has one form it has that form.
+    """
+    for i in range(halvings):
+        end = region.high if is_high else region.low
+        if i:
+            end = {**end, **{name: math.isqrt(region.reference[name] * end[name]) for name in names}}
+            region = _with_end(region, end, is_high)
+        point: Point = region.reference
+        for name in names:
+            nearest = (_with_size(region, point, name, size) for size in _steps(point[name], end[name]))
+            point = next(filter(None, nearest), point)
+        is_known = point in (region.reference, *region.probes)
+        if is_known or is_same(point):
+            narrowed = region if is_known else replace(region, probes=(*region.probes, point))
+            dims = [name for name in names if name not in region.axes]
+            return _with_end(narrowed, {**end, **{name: point[name] for name in dims}}, is_high)
+    return None
+
+
+def _fixed(region: Region, names: Sequence[str], is_high: bool) -> Region:
+    """The region in which some symbols go no further than they are at the reference."""
+    end = region.high if is_high else region.low
+    return _with_end(region, {**end, **{name: region.reference[name] for name in names}}, is_high)
+
+
+def _with_end(region: Region, end: Mapping[str, int], is_high: bool) -> Region:
+    return replace(region, high=end) if is_high else replace(region, low=end)
+
+
+def _steps(size: int, bound: int) -> Iterator[int]:
+    """Sizes from a bound to ``size``, each a multiple or a part of it by small primes."""
+    ratios = sorted({2**i * 3**j for i in range(17) for j in range(3)}, reverse=True)
+    for ratio in ratios:
+        if bound >= size * ratio:
+            yield size * ratio
+        elif bound < size and size % ratio == 0 and size // ratio >= bound:
+            yield size // ratio
+
+
+def _with_size(region: Region, point: Point, name: str, size: int) -> Point | None:
+    """The point inside the region with another size of a symbol, and the dims that it cuts as much larger.
+
+    Dims become multiples of what cuts them. None where there is no such point.
+    """
+    sizes = {**point, name: size}
+    for cut in region.cuts:
+        if name in names_in(cut.shards) and getattr(cut.size, "is_Symbol", False):
+            sizes[cut.size.name] = max(point[cut.size.name], point[cut.size.name] * size // point[name])
+    for _ in range(2 * len(region.cuts) + 1):
+        broken = next((cut for cut in region.cuts if not cut.holds(sizes)), None)
+        if broken is None:
+            return sizes if not region.why_not(sizes) else None
+        free = names_in(broken.size) - {name, region.count, *region.axes}
+        if not free or not broken.is_even:
+            return None
+        sizes[min(free)] *= broken.missing_factor(sizes)
+    return None
