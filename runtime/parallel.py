@@ -1,4 +1,4 @@
-"""Which module ``parallelize`` returns: on virtual ranks or torch.distributed, whole or in the stages of a pipeline."""
+"""Chooses the module that ``parallelize`` returns: virtual ranks or torch.distributed, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .comm.comm import Comm
 from .comm.distributed import make_device_mesh
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorRunner
-from .module.border import border_of
+from .module.conversion import conversion_on
 from .module.module import CompileFn, ParallelModule
-from .pipeline.border import PipelineBorder, pipeline_on
+from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule
 
 RUNTIMES = ("auto", "virtual", "distributed")
@@ -49,11 +49,11 @@ def parallel_module(
         mesh = Mesh.of(mesh)
     Options(pipeline=pipeline).check_kinds()
     if pipeline is None:
-        return ParallelModule(model, border_of(mesh, device), compile_fn, RUNNERS[backend])
+        return ParallelModule(model, conversion_on(mesh, device), compile_fn, RUNNERS[backend])
     if backend != "eager":
         raise ShardingError(
             "parallelize", f"compile={backend!r} with a pipeline", "stages run eagerly", "leave compile or pipeline out"
         )
-    border, make_runner = pipeline_on(mesh, pipeline, device)
-    kind = PipelineModule if isinstance(border, PipelineBorder) else ParallelModule
-    return kind(model, border, compile_fn, make_runner)
+    conversion, make_runner = pipeline_on(mesh, pipeline, device)
+    kind = PipelineModule if isinstance(conversion, PipelineConversion) else ParallelModule
+    return kind(model, conversion, compile_fn, make_runner)

@@ -17,7 +17,7 @@ from .comm.shards import pad, shard, unshard
 from .comm.simulated import SimulatedComm
 from .execute.executor import Executor
 from .execute.interpreter import Values
-from .pipeline.step import PipelineRunner
+from .pipeline.runner import PipelineRunner
 
 
 @torch.no_grad()

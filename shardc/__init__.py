@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardc.passes.reshard.plan_reshard import reshard_plan
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
-    from shardc.runtime.module.border import shard_batch
+    from shardc.runtime.module.conversion import shard_batch
     from shardc.schedules.balance import balance
     from shardc.schedules.costs import Costs, StageCost
     from shardc.schedules.named import Schedule, schedule
@@ -82,7 +82,7 @@ _HOMES = {
     "init_parameters": "api",
     "parallelize": "api",
     "schedule": "schedules.named",
-    "shard_batch": "runtime.module.border",
+    "shard_batch": "runtime.module.conversion",
     "stage_boundary": "capture.microbatches",
 }
 

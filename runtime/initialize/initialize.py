@@ -15,7 +15,7 @@ from shardc.language.errors import ShardingError, error_text
 from shardc.language.sharding import Sharding
 
 from ..comm.shards import pad, region
-from ..module.border import Border, border_of
+from ..module.conversion import Conversion, conversion_on
 from .evaluator import Evaluator, Unwritten, piece_region
 
 
@@ -27,8 +27,8 @@ def initialize(
     ``found.program`` is canonical. ``shardings`` says how the parameter or buffer of a name and shape is cut. Warns of
     those cut ones that every rank had to make whole; a ShardingError names those that no initialiser writes.
     """
-    border = border_of(mesh, "cpu")
-    device = border.comm.device
+    conversion = conversion_on(mesh, "cpu")
+    device = conversion.comm.device
     evaluator = Evaluator(found.program, torch.tensor([seed, 0], device=device), found.constants, device)
     tensors: dict[str, Tensor] = {}
     unwritten: list[str] = []
@@ -38,7 +38,7 @@ def initialize(
         shape = found.program.value_type(found.program.value(node)).shape
         sharding = shardings(output.name, shape).storable(shape)
         try:
-            tensors[output.name] = _placed(evaluator, border, node, sharding, shape, output.name)
+            tensors[output.name] = _placed(evaluator, conversion, node, sharding, shape, output.name)
         except Unwritten:
             unwritten.append(output.name)
         if sharding.cut_axes and evaluator.whole:
@@ -50,18 +50,18 @@ def initialize(
 
 
 def _placed(
-    evaluator: Evaluator, border: Border, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
+    evaluator: Evaluator, conversion: Conversion, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
 ) -> Tensor:
     """The value as the model holds it; ranks in this process that hold the same piece make it once."""
     made: dict[Any, Tensor] = {}
     pieces: list[Tensor] = []
-    for position in border.comm.positions:
+    for position in conversion.comm.positions:
         where = region(sharding, shape, position)
         if where not in made:
             piece = evaluator.value(node, piece_region(sharding, shape, position, evaluator.device))
             made[where] = pad(piece, sharding, shape, position)
         pieces.append(made[where])
-    return border.door(sharding, shape, name).leave(pieces, is_plain=False)
+    return conversion.converter(sharding, shape, name).to_tensor(pieces, is_plain=False)
 
 
 def _install(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

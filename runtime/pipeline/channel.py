@@ -1,4 +1,4 @@
-"""How values go from stage to stage: within this process, or from rank to rank."""
+"""Messages from stage to stage: within this process, or from rank to rank."""
 
 from __future__ import annotations
 
@@ -14,139 +14,144 @@ from shardc.language.sharding import TensorType
 from shardc.program.stages import Crossing
 
 from ..comm.messages import SMALL
-from .host import bytes_of
 
-Message = list[list[Tensor]]  # for each rank of a stage that lives in this process, the values of a crossing
-Key = tuple[Crossing, int]  # of a microbatch; of none, ALL, once a step
+Message = list[list[Tensor]]  # for each of a stage's ranks in this process, the values of a crossing
+MessageId = tuple[Crossing, int]  # the microbatch, or ALL for a message that is sent once a step
 Types = Sequence[TensorType]
 
 
 class Channel(Protocol):
-    """Carries messages. On each way from rank to rank they are received in the order in which they were sent.
+    """Carries messages. From one rank to another they are received in the order in which they were sent.
 
-    ``place``: for each stage, which of the pipeline's ranks holds it.
+    ``place``: for each stage, the pipeline's rank that holds it.
     """
 
     place: tuple[int, ...]
 
-    def send(self, key: Key, message: Message) -> None:
-        """Send, and do not wait."""
+    def send(self, key: MessageId, message: Message) -> None:
+        """Send without waiting."""
 
-    def post(self, key: Key, types: Types) -> None:
+    def post(self, key: MessageId, types: Types) -> None:
         """Be ready to receive values of these types."""
 
-    def is_there(self, key: Key) -> bool:
-        """Whether ``take`` is worth a try: False where it would never return."""
+    def is_there(self, key: MessageId) -> bool:
+        """Whether ``take`` would return: always where another process sends."""
 
-    def take(self, key: Key) -> Message:
+    def take(self, key: MessageId) -> Message:
         """Wait for a message."""
 
     def close(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until every message has been sent."""
 
 
 @dataclass(slots=True)
-class Mailbox:
-    """Both stages live in this process."""
+class LocalChannel:
+    """All stages live in this process."""
 
-    messages: dict[Key, Message] = field(default_factory=dict)
+    messages: dict[MessageId, Message] = field(default_factory=dict)
     place: tuple[int, ...] = ()
 
-    def send(self, key: Key, message: Message) -> None:
-        """Put it there."""
+    def send(self, key: MessageId, message: Message) -> None:
+        """Hand a message over."""
         self.messages[key] = message
 
-    def post(self, key: Key, types: Types) -> None:
-        """Nothing to be done."""
+    def post(self, key: MessageId, types: Types) -> None:
+        """Nothing to do."""
 
-    def is_there(self, key: Key) -> bool:
+    def is_there(self, key: MessageId) -> bool:
         """Whether it was sent."""
         return key in self.messages
 
-    def take(self, key: Key) -> Message:
-        """Take it away."""
+    def take(self, key: MessageId) -> Message:
+        """Take a message."""
         return self.messages.pop(key)
 
     def close(self) -> None:
-        """All has gone."""
+        """Nothing to do."""
 
 
 class RankChannel:
-    """From this rank to those that hold other stages, over process groups of the pipeline's ranks.
+    """Messages of this rank to and from other stages' ranks, over process groups of the pipeline's ranks.
 
-    Ranks send up the line in one group and down it in another: so each way from rank to rank, in one direction, has a
-    communicator of its own. ``lines``: all lines of the job, of which this rank is in one; ``place``: for each stage
-    where in the line it is. ``sent_bytes`` to other ranks so far.
+    Messages to later ranks and to earlier ranks go in two process groups, so that each direction has a communicator of
+    its own. ``lines``: the ranks of every pipeline of the job, in order; this rank is in one of them, at index ``at``.
+    ``place``: for each stage the index of its rank. ``sent_bytes``: bytes sent to other ranks so far.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
         self.device, rank = device, dist.get_rank()
-        made = [(line, [dist.new_group(list(line)) for _ in ("down", "up")]) for line in lines]  # on every rank, all
-        self.line, self.groups = next((line, groups) for line, groups in made if rank in line)
+        # Every rank makes the groups of all lines, in one order: torch.distributed demands it.
+        pairs = [(line, [dist.new_group(list(line)) for _ in ("earlier", "later")]) for line in lines]
+        self.line, self.groups = next((line, groups) for line, groups in pairs if rank in line)
         self.at = self.line.index(rank)
         self.place: tuple[int, ...] = ()
         self.sent_bytes = 0
-        self.inside, self.sent, self.posted = Mailbox(), list[tuple[Any, Tensor]](), dict[Key, Any]()
+        self.local, self.sent, self.posted = LocalChannel(), list[tuple[Any, Tensor]](), dict[MessageId, Any]()
 
-    def send(self, key: Key, message: Message) -> None:
-        """To the rank of its stage; within this rank it is handed over."""
+    def send(self, key: MessageId, message: Message) -> None:
+        """Send to the rank of the target stage; within this rank the message is handed over."""
         target = self.place[key[0].target]
         if target == self.at:
-            return self.inside.send(key, message)
+            self.local.send(key, message)
+            return
         self.sent = [(work, value) for work, value in self.sent if not work.is_completed()]
         group = self.groups[target > self.at]
-        for flat in _together([bytes_of(value.contiguous()) for value in message[0]]):
+        for flat in _packed([_bytes_of(value.contiguous()) for value in message[0]]):
             self.sent_bytes += flat.nbytes
             self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat))
-        return None
 
-    def post(self, key: Key, types: Types) -> None:
-        """Receive into new tensors; within this rank there is nothing to be done."""
+    def post(self, key: MessageId, types: Types) -> None:
+        """Receive into new tensors; within this rank there is nothing to do."""
         source = self.place[key[0].source]
         if source == self.at:
             return
         values = [torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in types]
-        group, rank, own = self.groups[self.at > source], self.line[source], list(map(bytes_of, values))
-        flats = _together(own)
+        group, rank, own = self.groups[self.at > source], self.line[source], list(map(_bytes_of, values))
+        flats = _packed(own)
         works = [dist.irecv(flat, rank, group=group, tag=_tag(key)) for flat in flats]
         self.posted[key] = works, values, own, flats
 
-    def is_there(self, key: Key) -> bool:
-        """A message from another rank is waited for."""
-        return self.place[key[0].source] != self.at or self.inside.is_there(key)
+    def is_there(self, key: MessageId) -> bool:
+        """True for a message of another rank, which ``take`` waits for."""
+        return self.place[key[0].source] != self.at or self.local.is_there(key)
 
-    def take(self, key: Key) -> Message:
-        """Wait for it."""
+    def take(self, key: MessageId) -> Message:
+        """Wait for a message."""
         if key not in self.posted:
-            return self.inside.take(key)
+            return self.local.take(key)
         works, values, own, flats = self.posted.pop(key)
         for work in works:
             work.wait()
-        _apart(flats, own)
+        _unpack(flats, own)
         return [values]
 
     def close(self) -> None:
-        """Wait for all that was sent."""
+        """Wait until every message has been sent."""
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
 
 
-def _tag(key: Key) -> int:
-    """Which message it is, to gloo: should an order differ, ranks wait in vain and do not mistake one for another."""
+def _tag(key: MessageId) -> int:
+    """gloo's tag of a message: if orders ever differed, ranks would wait in vain, not mistake one for another."""
     crossing, microbatch = key
     return ((microbatch + 1) * 256 + crossing.source) * 256 + crossing.target
 
 
-def _together(values: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes that go as one: each large value by itself, those that are small joined, of none nothing."""
+def _bytes_of(value: Tensor) -> Tensor:
+    """The bytes of a contiguous value."""
+    return value.view(-1).view(torch.uint8)
+
+
+def _packed(values: Sequence[Tensor]) -> list[Tensor]:
+    """The buffers to send for these values: each large value by itself, small ones joined, empty ones left out."""
     small = [value for value in values if 0 < value.nbytes <= SMALL]
     large = [value for value in values if value.nbytes > SMALL]
     return [*large, *(small if len(small) < 2 else [torch.cat(small)])]
 
 
-def _apart(flats: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give the values what came in buffers like those that ``_together`` makes of them."""
+def _unpack(flats: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy joined small values out of the buffers that ``_packed`` makes; large ones were received in place."""
     small = [value for value in values if 0 < value.nbytes <= SMALL]
     if len(small) > 1:
         for value, part in zip(small, flats[-1].split([value.nbytes for value in small]), strict=True):

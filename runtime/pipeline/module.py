@@ -1,104 +1,109 @@
-"""What ``parallelize`` returns for a pipeline on torch.distributed: a rank holds the parameters of its own stages."""
+"""The module that ``parallelize`` returns for a pipeline on torch.distributed: a rank holds its stages' parameters."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardc.capture.model import tensors_of
 from shardc.language.errors import OrderError, ShardingError, raise_all
 from shardc.program.program import Pin
 
 from ..comm.dtensor import local
+from ..module.compiled_call import CompiledCall
 from ..module.module import ParallelModule, become
-from ..module.optimizer import norm_over_stages
-from ..module.step import Step
-from .border import PipelineBorder
-from .step import PipelineRunner
+from .conversion import PipelineConversion
+from .runner import PipelineRunner
 
 
 class PipelineModule(ParallelModule):
-    """A model of which this rank holds some stages: of the other parameters only names and shapes are left, on meta.
+    """A model of which this rank holds some stages: parameters of other ranks are on meta, with names and shapes alone.
 
-    State: ``_homes``, by name the pipeline's ranks that hold a parameter, the one that counts it as its own first:
-    those that read it in the first call that does, for good; until then all ranks hold it. ``_stages``, by name the
-    stages that read it there. ``_elsewhere``, the ids of those that this rank does not hold.
+    Until a call reads a parameter all ranks hold it; the ranks that read it then hold it for good. State, by the name
+    of a parameter: ``_homes``, the pipeline's ranks that hold it, of which the first counts it in norms; ``_stages``,
+    the stages that read it. ``_elsewhere``: the ids of parameters that this rank does not hold.
     """
 
-    _border: PipelineBorder
+    _conversion: PipelineConversion
 
     def __init__(self, *args: Any) -> None:
         self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
         self._stages: dict[str, frozenset[int]] = {}
-        super().__init__(*args)  # what is set later is the model's
+        super().__init__(*args)  # attributes that are set later are the model's
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds: all of them until a call is compiled."""
+        """The parameters that this rank holds: all of them before the first call is compiled."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) not in self._elsewhere:
                 yield name, parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank holds, by name."""
-        found = super().state_dict(*args, **kwargs)
+        """The parameters and buffers that this rank holds, by name."""
+        state = super().state_dict(*args, **kwargs)
         for name in self._absent():
-            found.pop(kwargs.get("prefix", "") + name, None)
-        return found
+            state.pop(kwargs.get("prefix", "") + name, None)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what this rank holds, from a dict of that or of the whole model."""
+        """Load the parameters that this rank holds, from a dict of these or of the whole model."""
         absent = self._absent()
-        given = {name: value for name, value in state_dict.items() if name not in absent}
-        result = super().load_state_dict(given, False, assign)
+        own = {name: value for name, value in state_dict.items() if name not in absent}
+        result = super().load_state_dict(own, False, assign)
         missing = [name for name in result.missing_keys if name not in absent]
         if strict and (missing or result.unexpected_keys):
-            what = f"it lacks {missing}, and has {result.unexpected_keys} which the model has not"
+            what = f"it lacks {missing}, and has {result.unexpected_keys}, which the model does not have"
             raise OrderError("state_dict", what, "names are those of the model", "rename them, or say strict=False")
         return type(result)(missing, result.unexpected_keys)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters of all stages is at most ``max_norm``.
 
-        Every rank of the pipeline calls it; torch's own function sees one rank's stages alone.
+        Every rank of the pipeline calls it; torch's own function sees one rank's stages alone. Returns the norm before.
         """
-        own = [parameter.grad for name, parameter in self.named_parameters() if self._owns(name)]
+        channel = self._conversion.channel
+        own = [each.grad for name, each in self.named_parameters() if self._homes.get(name, (0,))[0] == channel.at]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
-        total = norm_over_stages(gradients, norm_type, self._border.comm.device, self._border.channel.groups[0])
+        total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
-    def _new_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> Step:
-        step = super()._new_step(args, kwargs, train)
-        assert isinstance(step.runner, PipelineRunner)
-        readers = step.runner.readers
-        raise_all(list(self._misplaced(readers, step.runner.trained)))
-        self._stages = step.runner.stages.holders | self._stages
+    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> CompiledCall:
+        call = super()._new_call(args, kwargs, train)
+        assert isinstance(call.runner, PipelineRunner)
+        readers = call.runner.readers
+        raise_all(list(self._misplaced(readers, call.runner.trained)))
+        self._stages = call.runner.stages.holders | self._stages
         is_first, self._homes = not self._homes, readers | self._homes
         parameters = {name: each for (kind, name), each in tensors_of(self._model) if kind == "parameter"}
-        absent = [parameters[name] for name, ranks in self._homes.items() if self._border.channel.at not in ranks]
+        absent = [parameters[name] for name, ranks in self._homes.items() if self._conversion.channel.at not in ranks]
         self._elsewhere |= set(map(id, absent))
         for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
             become(each, _on_meta(each))
-        return step
+        return call
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
-        """Parameters stay in their stages too, whatever is even in a call of other shapes."""
+        """Parameters stay in their stages too, whichever stages would be even for a call of other shapes."""
         pins = super()._fixed(args, kwargs)
-        held = (self._stages.get(pin.name, frozenset()) if pin.kind == "parameter" else frozenset() for pin in pins)
-        return tuple(replace(pin, stages=stages) for pin, stages in zip(pins, held, strict=True))
+        return tuple(
+            replace(pin, stages=self._stages.get(pin.name, frozenset()) if pin.kind == "parameter" else frozenset())
+            for pin in pins
+        )
 
     def _misplaced(self, readers: Mapping[str, tuple[int, ...]], trained: set[str]) -> Iterator[ShardingError]:
-        """An error for each parameter that a call reads where it is not, or does not train wherever it is."""
-        axis = self._border.pipeline.axis
+        """An error for each parameter that a call reads on a rank without it, or leaves untrained on a rank with it."""
+        axis = self._conversion.pipeline.axis
         for name, ranks in readers.items():
             held = self._homes.get(name, ranks)
             if not set(ranks) <= set(held) or (name in trained and set(ranks) != set(held)):
@@ -107,9 +112,6 @@ class PipelineModule(ParallelModule):
                     f"by an earlier call {_ranks(held)} {'alone holds' if len(held) == 1 else 'hold'} it",
                     "make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)",
                 )  # fmt: skip
-
-    def _owns(self, name: str) -> bool:
-        return self._border.channel.at == self._homes.get(name, (0,))[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
         twin = super().__deepcopy__(memo)
@@ -127,8 +129,32 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _on_meta(parameter: Tensor) -> Tensor:
-    """A DTensor like this one that holds nothing."""
+    """A DTensor like this one, without values."""
     assert isinstance(parameter, DTensor), type(parameter)
     piece, mesh = local(parameter).to("meta"), parameter.device_mesh
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(piece, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def norm_over_stages(
+    gradients: Sequence[DTensor], norm_type: float, device: torch.device, pipeline: ProcessGroup
+) -> Tensor:
+    """The norm of the gradients of all ranks of a stage and of all ranks of the ``pipeline``, in float64.
+
+    Shards are measured where they are stored, also in host memory, and the numbers are reduced on the device. They have
+    one dtype, whatever dtypes stages have, and also where a stage has no gradient.
+    """
+    is_max = math.isinf(norm_type)
+    shards: dict[tuple[bool, ...], list[Tensor]] = {}  # by which axes cut them
+    for gradient in gradients:
+        cut = tuple(not each.is_replicate() for each in gradient.placements)
+        shards.setdefault(cut, []).append(local(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for cut, group in shards.items():
+        norm = nn.utils.get_total_norm([each for each in group if each.numel()], norm_type).to(device, torch.float64)
+        placements: list[Placement] = [Partial("max" if is_max else "sum") if each else Replicate() for each in cut]
+        own = norm if is_max else norm**norm_type
+        part = DTensor.from_local(own, gradients[0].device_mesh, placements, run_check=False).full_tensor()
+        total = torch.maximum(total, part) if is_max else total + part
+    dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, pipeline)
+    return total if is_max else total ** (1 / norm_type)

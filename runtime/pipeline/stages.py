@@ -1,15 +1,15 @@
-"""One stage of a pipeline ready to run: the instructions of each part of its work, and what each part leaves."""
+"""The stages of a pipeline, ready to run: instructions of each part of their work, their values and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from shardc.costs.stage_lifetime import kept_after, read_beside, sums_in_place
 from shardc.program.node import operand
-from shardc.program.program import Program
 from shardc.program.stages import PARTS, SCHEDULED, Part, Stage, Stages
 
 from ..comm.comm import Comm
@@ -18,13 +18,32 @@ from ..execute.instruction import Env, instructions, with_deaths, with_waits
 from ..execute.interpreter import run
 
 
-class StageRunner:
-    """The parts of one stage, over an ``Env`` with a slot for each node of the program for each rank.
+@dataclass(slots=True)
+class StepValues:
+    """The values of one step. An env has a slot for each node of the program; there is one for each of a stage's ranks.
 
-    ``leaving`` and ``entering``: for each crossing the slots of its values. ``types``: of those that enter.
-    ``parameters``: the slots of those that it holds. ``sums[part]``: what a part adds to, what is added, how, and
-    whether the first that is added may be written to. ``kept[part]``: the slots that later parts of a microbatch read;
-    ``beside[part]``: those that are read right after it. ``is_eager`` as of an ``Executor``.
+    ``of_step``: by stage, the values that are the same for all microbatches. ``of_microbatch``: by stage and
+    microbatch. ``sums``: by stage, sums over microbatches by slot.
+    """
+
+    of_step: dict[int, list[Env]] = field(default_factory=dict)
+    of_microbatch: dict[tuple[int, int], list[Env]] = field(default_factory=dict)
+    sums: dict[int, list[dict[int, Tensor]]] = field(default_factory=dict)
+
+    def of_stage(self, stage: int, rank: int) -> Iterator[Env | dict[int, Tensor]]:
+        """All that holds values of a stage on one of its ranks."""
+        yield from (self.of_step[stage][rank], self.sums[stage][rank])
+        yield from (envs[rank] for (each, _), envs in self.of_microbatch.items() if each == stage)
+
+
+class StageRunner:
+    """The parts of one stage, over envs.
+
+    ``leaving`` and ``entering``: for each crossing the slots of its values; ``types``: the local types of those that
+    enter. ``parameters``: the slots of the stage's parameters. ``sums[part]``: for each sum over microbatches its slot,
+    the slot that the part adds to it, the reduction, and whether the first term may be written to. ``kept[part]``: the
+    slots that later parts of a microbatch read; ``beside[part]``: those that are read right after the part.
+    ``is_eager`` as in ``Executor``.
     """
 
     def __init__(self, stages: Stages, index: int, comm: Comm, is_eager: bool = True) -> None:
@@ -36,96 +55,75 @@ class StageRunner:
         types = {crossing: map(program.local_type, stages.crossings[crossing]) for crossing in self.entering}
         self.types = {crossing: [type_ for type_ in each if type_ is not None] for crossing, each in types.items()}
         inputs = zip(program.inputs, program.placeholders, strict=True)
-        named = {put.name: slots[node] for put, node in inputs if put.kind == "parameter"}
-        self.parameters = {named[name] for name in self.stage.parameters}
-        self.sums = {
-            part: [_sum(node, slots, node in in_place) for node in nodes]
-            for part, nodes in self.stage.sums.items()
-            for in_place in [sums_in_place(stages, index, part)]
-        }
-        calls = {
-            part: with_waits(instructions(nodes, slots, comm.device, program, is_eager, _before(self.stage, part)))
-            for part, nodes in self.stage.parts.items()
-        }
+        parameters = {put.name: slots[node] for put, node in inputs if put.kind == "parameter"}
+        self.parameters = {parameters[name] for name in self.stage.parameters}
+        self.sums: dict[Part, list[tuple[int, int, str, bool]]] = {}
+        for part, nodes in self.stage.sums.items():
+            own = sums_in_place(stages, index, part)
+            self.sums[part] = [(slots[node], slots[operand(node)], str(node.args[2]), node in own) for node in nodes]
         self.kept = {part: {slots[node] for node in nodes} for part, nodes in kept_after(stages, index).items()}
         self.beside = {part: {slots[node] for node in read_beside(stages, index, part)} for part in PARTS}
-        lasting = set(range(len(slots)))
-        read = {part: self.kept[part] | self.beside[part] for part in self.kept}
-        self.calls = {part: code.Part(with_deaths(calls[part], read.get(part, lasting))) for part in PARTS}
+        self.calls: dict[Part, code.Part] = {}
+        for part, nodes in self.stage.parts.items():
+            calls = with_waits(instructions(nodes, slots, comm.device, program, is_eager, _before(self.stage, part)))
+            read_later = self.kept[part] | self.beside[part] if part in self.kept else set(slots.values())
+            self.calls[part] = code.Part(with_deaths(calls, read_later))
 
     def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         """Run a part."""
         run(self.calls[part], envs, comm)
 
     def forget(self, part: Part, envs: Sequence[Env]) -> None:
-        """Free what was read right after a part and is not read again."""
+        """Free the values that were read right after a part and are not read again."""
         for slot in self.beside[part] - self.kept[part]:
             for env in envs:
                 env[slot] = None
 
 
 def _before(stage: Stage, part: Part) -> list[fx.Node]:
-    """The calls that made what a part finds of its own microbatch."""
+    """The calls of earlier parts of the same microbatch."""
     earlier = SCHEDULED[: SCHEDULED.index(part)] if part in SCHEDULED else ()
     return [node for each in earlier for node in stage.parts[each]]
 
 
-def _sum(node: fx.Node, slots: Mapping[fx.Node, int], is_own: bool) -> tuple[int, int, str, bool]:
-    return slots[node], slots[operand(node)], str(node.args[2]), is_own
-
-
 class StageResults:
-    """Where each result of a program is found.
+    """Reads the results of a program off the values of a step.
 
-    State, by index of the program's outputs: ``_slots``; ``_home``, for what every microbatch has a part of, the stage
-    that makes it; ``_elsewhere``, what stands for an output that a stage of another rank makes.
+    By index of the program's outputs: ``_slots``; ``_home``, for outputs of which every microbatch has a part, the
+    stage that computes them; ``_absent``, a tensor on meta for a model's output that another rank's stage computes.
     """
 
     def __init__(self, stages: Stages) -> None:
-        program, nodes = stages.program, list(enumerate(stages.program.results))
+        program = stages.program
         slots = {node: slot for slot, node in enumerate(program.graph.nodes)}
-        self._slots = {i: slots[node] for i, node in nodes if node is not None}
-        self._home = {i: stage for i, stage in stages.home.items() if i in self._slots}
-        self._elsewhere = {
-            i: _on_meta(program, node)
-            for i, node in nodes
-            if node is not None and i in self._home and program.outputs[i].kind == "output"
+        results = {i: node for i, node in enumerate(program.results) if node is not None}
+        self._slots = {i: slots[node] for i, node in results.items()}
+        self._home = {i: stage for i, stage in stages.home.items() if i in results}
+        types = {i: program.local_type(results[i]) for i in self._home if program.outputs[i].kind == "output"}
+        self._absent = {
+            i: torch.empty(type_.shape, dtype=type_.dtype, device="meta") for i, type_ in types.items() if type_
         }
-        self._lasting = [(i, slot) for i, slot in self._slots.items() if i not in self._home]
-        self._count = len(nodes)
+        self._count = len(program.results)
 
-    def collect(
-        self, base: Mapping[int, Sequence[Env]], envs: Mapping[tuple[int, int], Sequence[Env]], num_microbatches: int
-    ) -> list[list[Tensor | None]]:
+    def collect(self, values: StepValues, num_microbatches: int) -> list[list[Tensor | None]]:
         """For each position the results, parallel to the program's outputs.
 
-        ``base``: by stage, for each of its ranks, what no microbatch changes; ``envs``: by stage and microbatch. What
-        is the same for all microbatches is one tensor.
+        A result that all microbatches share is one tensor.
         """
-        common = [self._common(held) for held in zip(*base.values(), strict=True)]
-        return [
-            self._of(microbatch, rank, envs, common[rank])
-            for microbatch in range(num_microbatches)
-            for rank in range(len(common))
-        ]
+        common = [self._common(envs) for envs in zip(*values.of_step.values(), strict=True)]
+        rows = []
+        for microbatch in range(num_microbatches):
+            for rank, row in enumerate(map(list, common)):
+                for i, stage in self._home.items():
+                    envs = values.of_microbatch.get((stage, microbatch))
+                    row[i] = envs[rank][self._slots[i]] if envs else self._absent.get(i)
+                rows.append(row)
+        return rows
 
-    def _common(self, held: Sequence[Env]) -> list[Tensor | None]:
+    def _common(self, envs: Sequence[Env]) -> list[Tensor | None]:
+        """The results that all microbatches share, from one rank's envs of all stages."""
         row: list[Tensor | None] = [None] * self._count
-        for i, slot in self._lasting:
-            row[i] = next((env[slot] for env in held if env[slot] is not None), None)
+        for i, slot in self._slots.items():
+            if i not in self._home:
+                row[i] = next((env[slot] for env in envs if env[slot] is not None), None)
         return row
-
-    def _of(
-        self, microbatch: int, rank: int, envs: Mapping[tuple[int, int], Sequence[Env]], common: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        row = list(common)
-        for i, stage in self._home.items():
-            made = envs.get((stage, microbatch))
-            row[i] = made[rank][self._slots[i]] if made else self._elsewhere.get(i)
-        return row
-
-
-def _on_meta(program: Program, node: fx.Node) -> Tensor:
-    type_ = program.local_type(node)
-    assert type_ is not None
-    return torch.empty(type_.shape, dtype=type_.dtype, device="meta")

@@ -17,9 +17,9 @@ from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instruction import Env, Instruction
 from shardc.runtime.execute.interpreter import Values, run
-from shardc.runtime.pipeline import step as pipeline
-from shardc.runtime.pipeline import step as pipeline_step
-from shardc.runtime.pipeline.channel import Key, Mailbox, Message, Types
+from shardc.runtime.pipeline import runner as pipeline_runner
+from shardc.runtime.pipeline.channel import LocalChannel, Message, MessageId, Types
+from shardc.runtime.pipeline.runner import PipelineRunner, ScheduleRun
 from shardc.runtime.pipeline.stages import StageRunner
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
 from shardc.schedules.schedule import ALL, Action
@@ -85,36 +85,36 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     program = compiled.program
     assert program.mesh is not None
     comm = SimulatedComm(_stage_mesh(program.mesh))
-    runner = pipeline.PipelineRunner(program, comm, channel=Posted())
+    runner = PipelineRunner(program, comm, channel=Posted())
     runner.channel.place = runner.schedule.place
     inputs = cut_inputs(program, compiled.inputs(program, args))
-    step = MeasuringRun(runner, runner._with_tangents(inputs, 1.0))
-    runner.runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.runners}
-    with mock.patch.object(pipeline_step, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
+    step = MeasuringRun(runner, runner.with_tangents(inputs, 1.0))
+    runner.stage_runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.stage_runners}
+    with mock.patch.object(pipeline_runner, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
         step.run()
     return [{"saved": saved, "peak": peak} for saved, peak in zip(step.saved, step.peak, strict=True)]
 
 
-class Posted(Mailbox):
+class Posted(LocalChannel):
     """A channel that receives into memory of its own, as from another process."""
 
     __slots__ = ("posted", "under_way")
 
     def __init__(self) -> None:
         super().__init__()
-        self.posted: dict[Key, Message] = {}
-        self.under_way: dict[Key, Message] = {}  # to another rank, after the last microbatch: to the end of the step
+        self.posted: dict[MessageId, Message] = {}
+        self.under_way: dict[MessageId, Message] = {}  # once a step, to its end, to another rank
 
-    def send(self, key: Key, message: Message) -> None:
+    def send(self, key: MessageId, message: Message) -> None:
         super().send(key, message)
         if key[1] == ALL and self.place[key[0].source] != self.place[key[0].target]:
             self.under_way[key] = message
 
-    def post(self, key: Key, types: Types) -> None:
+    def post(self, key: MessageId, types: Types) -> None:
         if self.place[key[0].source] != self.place[key[0].target]:
             self.posted[key] = [[torch.empty(each.shape, dtype=each.dtype) for each in types]]
 
-    def take(self, key: Key) -> Message:
+    def take(self, key: MessageId) -> Message:
         message = super().take(key)
         if key not in self.posted:
             return message
@@ -124,24 +124,25 @@ class Posted(Mailbox):
         ]
 
 
-class MeasuringRun(pipeline_step.PipelineStep):
+class MeasuringRun(ScheduleRun):
     """``saved`` and ``peak``: by rank, bytes; ``at``: the rank that computes."""
 
     channel: Posted
 
-    def __init__(self, runner: pipeline.PipelineRunner, inputs: Sequence[Values]) -> None:
+    def __init__(self, runner: PipelineRunner, inputs: Sequence[Values]) -> None:
         super().__init__(runner, inputs)
         self.at, self.place = 0, runner.schedule.place
         self.saved, self.peak = [0] * runner.schedule.num_ranks, [0] * runner.schedule.num_ranks
 
-    def _do(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         self.at = self.place[action.stage]
-        super()._do(action)
+        super()._run_action(action)
         for i in range(self.width):
             self.look(i)
-            kept = [value for (stage, _), envs in self.envs.items() if self._is_here(stage) for value in envs[i]]
-            once = [value for stage, envs in self.base.items() if self._is_here(stage) for value in envs[i]]
-            made, lasting = self._made(kept), self._made(once)
+            timed, step = self.values.of_microbatch.items(), self.values.of_step.items()
+            kept = [value for (stage, _), envs in timed if self._is_here(stage) for value in envs[i]]
+            constant = [value for stage, envs in step if self._is_here(stage) for value in envs[i]]
+            made, lasting = self._made(kept), self._made(constant)
             found = sum(size for address, size in made.items() if address not in lasting)
             self.saved[self.at] = max(self.saved[self.at], found)
 
@@ -177,13 +178,13 @@ class MeasuringRun(pipeline_step.PipelineStep):
 
     def _held(self, i: int) -> Iterator[Any]:
         """Most places of an env are empty."""
-        for stage in filter(self._is_here, self.base):
-            yield from (*self.base[stage][i], *self.sums[stage][i].values())
-        for (stage, _), envs in self.envs.items():
+        for stage in filter(self._is_here, self.values.of_step):
+            yield from (*self.values.of_step[stage][i], *self.values.sums[stage][i].values())
+        for (stage, _), envs in self.values.of_microbatch.items():
             yield from [value for value in envs[i] if value is not None] if self._is_here(stage) else ()
         inside = {key: each for key, each in self.channel.messages.items() if self._is_here(key[0].source)}
         inside = {key: each for key, each in inside.items() if self._is_here(key[0].target)}
-        for (way, _), message in (*inside.items(), *self.waiting.items(), *self.channel.under_way.items()):
+        for (way, _), message in (*inside.items(), *self.outbox.items(), *self.channel.under_way.items()):
             yield from message[i] if self._is_here(way.source) else ()
         for (way, _), message in self.channel.posted.items():
             yield from message[0] if self._is_here(way.target) else ()

@@ -24,7 +24,7 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.launch import launch
-from shardc.runtime.module.border import shard_batch
+from shardc.runtime.module.conversion import shard_batch
 
 MESH = Mesh(dp=2, tp=2)
 MEGATRON_ALONE = {"down.weight": P(None, "tp")}
@@ -439,7 +439,7 @@ def run_inductor():
             losses.append(model(*batch(step)))
             losses[-1].backward()
             optimizer.step()
-    counted = parallel._border.comm.traffic[0].bytes["all_reduce"]
+    counted = parallel._conversion.comm.traffic[0].bytes["all_reduce"]
     announced = sum(each.wire_bytes for each in parallel.program.collectives)
     return [loss.item() for loss in losses], counted, announced, backward_code()
 

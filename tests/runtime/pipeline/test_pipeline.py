@@ -19,7 +19,7 @@ from shardc.language.errors import ShardingError
 from shardc.options import Pipeline
 from shardc.program.program import Program
 from shardc.program.stages import Crossing, stages_of
-from shardc.runtime.pipeline import host
+from shardc.runtime.pipeline.offload import Host
 
 Run = tuple[list[Tensor], dict[str, Tensor | None]]
 DROPPING, FEW_TARGETS = {"is_tied": True, "dropout": 0.3}, some_targets(10)
@@ -89,7 +89,7 @@ def test_with_offload_a_device_holds_less_and_moves_what_it_does_not_hold() -> N
         found: int = shardc.compile(Model(), Mesh(pp=2), pipeline=pipeline, args=data()).memory["peak"]
         return found
 
-    with mock.patch.object(host.Host, "out", autospec=True, side_effect=host.Host.out) as out:
+    with mock.patch.object(Host, "copy_out", autospec=True, side_effect=Host.copy_out) as out:
         check({}, data(), Mesh(pp=2), OFFLOADED["interleaved"], backwards=1)
     assert out.call_count > 20 and peak(offload=True) < 0.75 * peak()
 

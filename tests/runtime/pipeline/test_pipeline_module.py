@@ -83,7 +83,7 @@ def run_state() -> list[float]:
             parameter.zero_()
         piped.load_state_dict(mine)  # this rank's
         found.append(float(piped(data())))
-    with pytest.raises(RuntimeError, match="which the model has not"):
+    with pytest.raises(RuntimeError, match="which the model does not have"):
         piped.load_state_dict({**mine, "none": torch.ones(1)})
     return [abs(each - expected) for each in found]
 

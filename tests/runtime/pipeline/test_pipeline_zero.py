@@ -26,7 +26,7 @@ from shardc.program.communication import members
 from shardc.program.program import parameters_of
 from shardc.program.stages import Stage, stages_of
 from shardc.runtime.comm.simulated import SimulatedComm
-from shardc.runtime.pipeline.step import PipelineRunner
+from shardc.runtime.pipeline.runner import PipelineRunner
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
 
 pytestmark = pytest.mark.xdist_group("pipeline_zero")  # who shares what is made once
@@ -78,7 +78,6 @@ PLANS = {
     "zb-h1, bfloat16": Plan(GPT, "zb-h1", options={"precision": Precision()}),
 }
 FAST, NARROW = "1f1b, tied", "zb-h1, bfloat16"
-SWEPT = ("gpipe, frozen", "zb-h1, recomputed", "offload, tied", "1f1b, budget")
 
 
 @cache
@@ -88,9 +87,8 @@ def compiled_as(name: str, stage: int) -> tuple[Compiled, tuple[Tensor, ...]]:
 
 
 def names(*fast: str, without: str = "") -> list[Any]:
-    """Of plans, all but the fast ones marked as slow or as a sweep."""
-    marks = {name: pytest.mark.sweep if name in SWEPT else pytest.mark.slow for name in PLANS if name != without}
-    return [name if name in fast else pytest.param(name, marks=mark) for name, mark in marks.items()]
+    """Of plans, all but the fast ones marked as slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in PLANS if name != without]
 
 
 def gathered(compiled: Compiled, stage: Stage) -> Counter[str]:

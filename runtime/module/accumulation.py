@@ -1,0 +1,200 @@
+"""Gradient accumulation: the reductions of gradients over ranks run once for several backwards.
+
+``backward`` may run many times before a gradient is read. Each run adds its gradients on its rank; the collectives run
+once, for all gradients, when one of them is read: by the optimizer's step, clipping, a print. Once it is known how many
+backwards come before a read, the collectives run in the last of them, among its other ops.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardc.language.errors import OrderError
+
+from ..comm.dtensor import new_dtensor
+from ..execute.deferred import Sums, Totals
+from .optimizer import StepWatcher
+
+aten = torch.ops.aten
+Reduce = Callable[[Sums], Mapping[int, Tensor]]  # runs the collectives; gradients by index of the program's outputs
+
+
+class Accumulation(StepWatcher):
+    """Counts the backwards before a gradient is read (``_count``); ``_expected`` is the count at the last read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = self._expected = 0
+
+    def begin_backward(self, parameters: Sequence[Tensor]) -> bool:
+        """Count a backward; whether its reductions may be deferred, since another may follow before they are read."""
+        if any(parameter.grad is None for parameter in parameters):
+            self._count = 0
+        self.watch(parameters)
+        self._count += 1
+        return not self._count == self._expected == 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the backward that runs is the last before a read, if there are as many as before."""
+        return self._count == self._expected
+
+    def note_read(self) -> None:
+        """A gradient is read whose reduction was deferred."""
+        self._expected = self._count
+
+    def note_step(self) -> None:
+        """The next backward is the first again."""
+        self._count = 0
+
+
+class DeferredReduction:
+    """The gradients of one or more backwards of one program, before or after their reduction.
+
+    State: ``_sums`` on this rank until they are reduced, then ``_results`` by index of the program's outputs;
+    ``_initial``, gradients from before these backwards, to which the results are added; ``_is_taken``, a later backward
+    adds to the sums, and its own deferred reduction is the ``successor``. ``parameters`` have the gradients.
+    ``is_own``: the sums share no memory.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        reduce: Reduce,
+        parameters: Sequence[Tensor],
+        before: DeferredReduction | None = None,
+        is_own: bool = False,
+    ) -> None:
+        self._sums, self._reduce, self._is_own = sums, reduce, is_own
+        self._initial: Mapping[int, Tensor] = {} if before is None else before._initial
+        self._results: Mapping[int, Tensor] = {}
+        self._is_taken = False
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.successor: DeferredReduction | None = None
+        if before is not None:
+            before.successor = self
+
+    @staticmethod
+    def of_gradients(parameters: Mapping[int, Tensor], reduce: Reduce) -> DeferredReduction | None:
+        """One that adds to the parameters' gradients, as ``zero_grad(set_to_none=False)`` leaves them.
+
+        The gradients keep their memory and their objects. None unless all of them are there, and whole.
+        """
+        initial = {i: piece for i, each in parameters.items() if (piece := _reduced_piece(each)) is not None}
+        if len(initial) < len(parameters):
+            return None
+        deferred = DeferredReduction([], reduce, list(parameters.values()))
+        deferred._initial = initial
+        for i, parameter in parameters.items():
+            gradient: Any = parameter.grad
+            gradient._local_tensor = DeferredGradient(deferred, i, initial[i], initial[i].dtype)
+        return deferred
+
+    def is_open(self, reduce: Reduce) -> bool:
+        """Whether no gradient was read yet, and ``reduce`` is what will reduce them."""
+        return bool(self._sums) and self._reduce == reduce
+
+    def take(self) -> Totals | None:
+        """The sums, for a backward that adds to them; None without any."""
+        sums, self._sums = self._sums, []
+        self._is_taken = bool(sums)
+        return Totals(sums, self._is_own) if sums else None
+
+    def result(self, index: int) -> Tensor:
+        """This rank's shard of a gradient; the first call reduces all of them, and puts them into ``.grad``."""
+        if self.successor is not None:
+            return self.successor.result(index)
+        if self._is_taken:
+            what, problem = "which several backwards add to", "one of them has failed"
+            raise OrderError("a gradient", what, problem, "call zero_grad, and begin again with the first")
+        if not self._results:
+            sums, self._sums = self._sums, []
+            self.complete(self._reduce(sums) if sums else {})
+            self.settle()
+        return self._results[index]
+
+    def complete(self, results: Mapping[int, Tensor]) -> None:
+        """Take the results of the collectives, and add them to the gradients from before."""
+        if self._initial and results:
+            torch._foreach_add_([self._initial[i] for i in results], list(results.values()))
+        self._results = self._initial or results
+
+    def settle(self) -> None:
+        """Put the results into the gradients in place of the deferred ones."""
+        for reference in self._parameters:
+            gradient = None if (parameter := reference()) is None else parameter.grad
+            if isinstance(gradient, DTensor) and isinstance(gradient._local_tensor, DeferredGradient):
+                if gradient._local_tensor.deferred is self:
+                    gradient._local_tensor = self.result(gradient._local_tensor.output)
+
+
+class DeferredGradient(Tensor):
+    """The shard of one gradient before its reduction; any op but an addition of another such runs the reduction."""
+
+    deferred: DeferredReduction
+    output: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type, deferred: DeferredReduction, output: int, like: Tensor, dtype: torch.dtype
+    ) -> DeferredGradient:
+        """``output``: the index of the program's output; ``like``: a tensor of the shard's shape and device."""
+        gradient: DeferredGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=dtype, device=like.device
+        )
+        gradient.deferred, gradient.output = deferred, output
+        return gradient
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.deferred.result(self.output))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an op on the reduced gradients; autograd's own detach and addition to ``.grad`` need no reduction."""
+        if func in (aten.detach.default, aten.alias.default):
+            return DeferredGradient(args[0].deferred, args[0].output, args[0], args[0].dtype)
+        if func is aten.add_.Tensor and all(isinstance(each, DeferredGradient) for each in args[:2]):
+            accumulated, added = args[:2]
+            if accumulated.deferred.successor is added.deferred:  # the sums include what was accumulated
+                accumulated.deferred = added.deferred
+                return accumulated
+        args, kwargs = pytree.tree_map_only(
+            DeferredGradient, lambda each: each.deferred.result(each.output), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def deferred_gradient(deferred: DeferredReduction, index: int, parameter: Tensor) -> DTensor:
+    """The gradient of a parameter, with the parameter's sharding, in the dtype of its gradients."""
+    assert isinstance(parameter, DTensor) and parameter._spec.tensor_meta is not None, type(parameter)
+    spec, dtype = parameter._spec, getattr(parameter, "grad_dtype", None) or parameter.dtype
+    if dtype != parameter.dtype:
+        spec = replace(spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
+    return new_dtensor(DeferredGradient(deferred, index, parameter._local_tensor, dtype), spec)
+
+
+def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> DeferredReduction | None:
+    """The one deferred reduction, by ``reduce``, of the gradients of all these parameters; None if there is none."""
+    pieces = [parameter.grad._local_tensor for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    deferred = [piece.deferred for piece in pieces if isinstance(piece, DeferredGradient)]
+    is_one = len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
+    return deferred[0] if is_one and deferred[0].is_open(reduce) else None
+
+
+def _reduced_piece(parameter: Tensor) -> Tensor | None:
+    """The shard of a gradient that has its parameter's sharding and is reduced."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return None
+    is_alike = gradient.placements == parameter.placements and not gradient.requires_grad
+    piece = gradient._local_tensor
+    return piece if is_alike and type(piece) is Tensor else None

@@ -1,0 +1,62 @@
+"""Gradients that share memory get memory of their own: optimizers and clipping write to each in place."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from itertools import pairwise
+
+from torch import Tensor, preserve_format
+
+from ..execute.interpreter import Values
+
+
+def separate_rows(
+    rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()
+) -> list[list[Tensor | None]]:
+    """For each position its gradients in memory of their own; a row that several microbatches share is one row.
+
+    ``own``: the indices of gradients that are known to share no memory.
+    """
+    results: dict[tuple[int, ...], list[Tensor | None]] = {}
+    keys = [tuple(map(id, (*row, *tangent))) for row, tangent in zip(rows, tangents, strict=True)]
+    for key, row, tangent in zip(keys, rows, tangents, strict=True):
+        if key not in results:
+            results[key] = separate(row, tangent, own)
+    return [results[key] for key in keys]
+
+
+def separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> list[Tensor | None]:
+    """The gradients, with copies of those that share memory with a tangent or with a gradient before them."""
+    others = [each for i, each in enumerate(gradients) if each is not None and i not in own]
+    if _are_separate([*others, *(each for each in tangents if each is not None)]):
+        return list(gradients)
+    taken: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
+    for tangent in tangents:
+        if tangent is not None:
+            _take(tangent, taken)
+    return [
+        gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=preserve_format)
+        for gradient in gradients
+    ]
+
+
+def _are_separate(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are contiguous and their addresses do not overlap: the usual case, which is quick to see."""
+    ranges = sorted((each.data_ptr(), each.nbytes) for each in tensors if each.numel())
+    is_dense = all(each.is_contiguous() for each in tensors)
+    return is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges))
+
+
+def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
+    """Take the address range of a tensor; False if part of it is taken already."""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
+    start = tensor.data_ptr()
+    end = start + max(0, reach) * tensor.itemsize
+    ranges = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+    at = bisect_left(ranges, (start, start))
+    is_free = (at == 0 or ranges[at - 1][1] <= start) and (at == len(ranges) or end <= ranges[at][0])
+    if is_free:
+        ranges.insert(at, (start, end))
+    return is_free

@@ -1,0 +1,396 @@
+"""One compiled call: a user's tensors through the program, as one node of torch's autograd graph.
+
+``loss.backward()`` enters at ``ProgramFunction.backward``; autograd puts the gradients that it returns into ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, fx
+from torch._C._autograd import _get_current_graph_task_keep_graph as retains_graph
+from torch.distributed.tensor import DTensor
+
+from shardc.capture.call import CallingConvention
+from shardc.language.errors import OrderError, ShardingError
+from shardc.program.lifetime import alone_in_memory
+from shardc.program.program import Input, Output, Program, ends_of
+
+from ..comm.dtensor import local
+from ..execute.deferred import Sums
+from ..execute.executor import Runner, Saved
+from ..execute.interpreter import Values
+from .accumulation import (
+    Accumulation,
+    DeferredReduction,
+    deferred_gradient,
+    deferred_reduction_of,
+)
+from .aliasing import separate_rows
+from .conversion import Conversion, Converter
+from .gathered_parameters import GatheredParameters, ParameterGather
+
+ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
+Columns = Sequence[Sequence[Tensor | None]]  # for each output of a program its shard on every rank
+
+
+class Compilation(Protocol):
+    """A compiled call: its localized program, and how the call's arguments and results map to the program's."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def convention(self) -> CallingConvention: ...
+
+
+class CompiledCall:
+    """A program that runs for every call of one signature. ``gather`` gathers parameters that are stored cut.
+
+    Inputs and outputs of the program are known by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
+    backward reads; ``_copied_inputs``: buffers among them, which forward writes. ``_own_gradients``: gradients that
+    share no memory with others.
+    """
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        conversion: Conversion,
+        runner: Runner,
+        gathered: GatheredParameters | None,
+        accumulation: Accumulation,
+    ) -> None:
+        self.compilation, self.conversion, self.runner = compilation, conversion, runner
+        self.accumulation, self.program = accumulation, compilation.program
+        self._indices = indices = ProgramIndices.of(self.program)
+        nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
+        self._inputs = [self._converter(node, put) for node, put in nodes]
+        results = zip(self.program.results, self.program.outputs, strict=True)
+        self._outputs = [None if node is None else self._converter(node, output) for node, output in results]
+        self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
+        self.gather: ParameterGather | None = None
+        if gathered is not None and indices.computed:
+            self.gather = ParameterGather(self.program, runner, conversion.comm, indices.computed, gathered)
+        self._saved_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
+        self._saved_outputs = {i for i in indices.outputs if runner.keeps_output(i)}
+        self._copied_inputs = indices.buffers.keys() & set(self._saved_inputs)
+        gradients = {i: node for i in indices.gradients.values() if (node := self.program.results[i]) is not None}
+        own = alone_in_memory(list(gradients.values()))
+        self._own_gradients = {i for i, node in gradients.items() if node in own}
+
+    def __call__(self, tensors: ModelTensors, arguments: Iterable[Tensor], random_key: tuple[int, int]) -> Any:
+        """Run a call on the model's tensors and those among its arguments; the result is in the model's own containers.
+
+        ``random_key``: the seed and the step of random ops. Buffers are written back.
+        """
+        values = self._values(tensors, arguments, random_key)
+        if self._indices.tangents and torch.is_grad_enabled():
+            outputs = ProgramFunction.apply(self, *values)
+        else:
+            with torch.no_grad():
+                outputs, _ = self.forward(values)
+        return self.compilation.convention.unflatten(outputs)
+
+    def _values(
+        self, tensors: ModelTensors, arguments: Iterable[Tensor], random_key: tuple[int, int]
+    ) -> list[Tensor | None]:
+        """The inputs of the program as whole tensors or DTensors; None for tangents."""
+        constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
+        known = {**constants, **tensors}
+        values = [known.get((put.kind, put.name)) for put in self.program.inputs]
+        for i, argument in zip(self._indices.arguments, arguments, strict=True):
+            values[i] = argument
+        for i in self._indices.random:
+            values[i] = torch.tensor(random_key)
+        return values
+
+    def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
+        """Run the forward part: the outputs, and the values that are saved for backward."""
+        with self._without_autocast():
+            inputs = self._shards(values)
+            gathered = None if self.gather is None else self.gather(values, inputs)
+            rows, saved = self.runner.forward(inputs, gathered)
+        columns: Columns = list(zip(*rows, strict=True))
+        for i, output in self._indices.buffers.items():
+            buffer = values[i]
+            assert buffer is not None
+            self._output_converter(output).write(buffer, _present(columns[output]))
+        return tuple(self._output(i, columns[i]) for i in self._indices.outputs), saved
+
+    def _output(self, i: int, shards: Sequence[Tensor | None]) -> Tensor:
+        """An output for the user; never the tensor that is saved: it would keep its own graph, and may be changed."""
+        output = self._output_converter(i).to_tensor(_present(shards), self._is_plain[i])
+        if isinstance(output, DTensor):
+            return output
+        return output.clone() if i in self._saved_outputs else output.detach()
+
+    def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
+        """The tensors of a call that its backward refers to, once the call has run."""
+        arguments = {i: value for i in self._indices.arguments if (value := values[i]) is not None}
+        saved = ((i, value) for i in self._saved_inputs if (value := values[i]) is not None)
+        pairs = zip(self._indices.outputs, outputs, strict=True)
+        saved_outputs = [each for i, each in pairs if isinstance(each, DTensor) and i in self._saved_outputs]
+        return BackwardTensors(
+            [None if i in arguments else value for i, value in enumerate(values)],
+            {i: ref(value) for i, value in arguments.items()},
+            frozenset(i for i, value in arguments.items() if not isinstance(value, DTensor)),
+            [(i, value._version) for i, value in saved if not value.is_inference()],
+            [(ref(output), output._version) for output in saved_outputs],
+        )
+
+    def backward(
+        self, saved: Saved, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward part: the gradients of all inputs, DTensors but for those whose index is in ``plain``.
+
+        ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
+        of the program's outputs.
+        """
+        tangents = self._shards(self._tangents(gradients))
+        reduction: DeferredReduction | None = None
+        if deferred:
+            columns, reduction = self._accumulate(saved, tangents, keep, deferred)
+        else:
+            with self._without_autocast():
+                rows = self.runner.backward(saved, tangents, keep)
+            columns = list(zip(*separate_rows(rows, tangents, self._own_gradients), strict=True))
+        results: list[Tensor | None] = [None] * len(self.program.inputs)
+        for i, output in self._indices.gradients.items():
+            if reduction is not None and output in deferred:
+                results[i] = deferred_gradient(reduction, output, deferred[output])
+            elif shards := _present(columns[output]):  # else another stage of a pipeline has it
+                results[i] = self._output_converter(output).to_tensor(shards, i in plain)
+        return results
+
+    def _tangents(self, gradients: Values) -> list[Tensor | None]:
+        """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""
+        indices, values = self._indices, list[Tensor | None]([None] * len(self.program.inputs))
+        for i, gradient in zip(indices.outputs, gradients, strict=True):
+            name = self.program.outputs[i].name
+            if gradient is not None and name not in indices.tangents:
+                raise ShardingError(
+                    f"output {name!r}", "a gradient reaches it in backward",
+                    "it was compiled as not differentiable, to keep a dense gradient out of every step",
+                    f"say differentiable=({name!r},) to parallelize, or detach it",
+                )  # fmt: skip
+            if gradient is not None:
+                values[indices.tangents[name]] = gradient
+        for i in indices.tangents.values():
+            if values[i] is None:
+                type_ = self.program.inputs[i].type
+                values[i] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.conversion.comm.device)
+        return values
+
+    def deferrable(self, values: Values, nodes: Sequence[Any]) -> dict[int, Tensor]:
+        """The parameters whose gradients may be reduced later, by index of the program's outputs: all, or none.
+
+        ``values`` and ``nodes``, the autograd nodes that their gradients go to, are parallel to the program's inputs.
+        """
+        inputs = self._deferrable_gradients
+        if not inputs or not all(_is_accumulated(nodes[i]) for i in inputs):
+            return {}
+        pairs = ((output, values[i]) for i, output in inputs.items())
+        parameters: dict[int, Tensor] = {output: each for output, each in pairs if isinstance(each, DTensor)}
+        is_all = len(parameters) == len(inputs)
+        return parameters if is_all and self.accumulation.begin_backward(list(parameters.values())) else {}
+
+    @cached_property
+    def _deferrable_gradients(self) -> dict[int, int]:
+        """For each input whose gradient's reduction may run once for several backwards, the output."""
+        return {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
+
+    def _accumulate(
+        self, saved: Saved, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
+    ) -> tuple[Columns, DeferredReduction]:
+        """Run the backward part, and add its sums on this rank to those of the backwards before it.
+
+        If it is expected to be the last before gradients are read, it runs their reductions too.
+        """
+        before = deferred_reduction_of(list(parameters.values()), self._reduce)
+        totals = before.take() if before is not None else None
+        is_last = totals is not None and self.accumulation.is_last
+        with self._without_autocast():
+            rows, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
+        columns: Columns = list(zip(*separate_rows(rows, tangents), strict=True))
+        before = before or DeferredReduction.of_gradients(parameters, self._reduce)
+        is_own = totals is not None
+        reduction = DeferredReduction(sums, self._reduce, list(parameters.values()), before, is_own)
+        if is_last:
+            reduction.complete(self._reduced(columns))
+            at_end_of_backward(reduction.settle)
+        return columns, reduction
+
+    def _reduce(self, sums: Sums) -> dict[int, Tensor]:
+        """Run the deferred reductions: this rank's shards of gradients by index of the program's outputs."""
+        self.accumulation.note_read()
+        with torch.no_grad(), self._without_autocast():
+            rows = separate_rows(self.runner.close(sums), [()] * len(sums))
+        return self._reduced(list(zip(*rows, strict=True)))
+
+    def _reduced(self, columns: Columns) -> dict[int, Tensor]:
+        gradients = {i: _present(columns[i]) for i in self.runner.deferred}
+        return {i: local(self._output_converter(i).to_tensor(each, is_plain=False)) for i, each in gradients.items()}
+
+    def _without_autocast(self) -> torch.autocast:
+        """Casts are in the program already: none is added while it runs."""
+        return torch.autocast(self.conversion.comm.device.type, enabled=False)
+
+    def _shards(self, values: Values) -> list[list[Tensor | None]]:
+        """For each rank its shards, parallel to the program's inputs."""
+        pairs = zip(self._inputs, values, strict=True)
+        columns = [None if each is None else converter.to_shards(each) for converter, each in pairs]
+        for i in self._copied_inputs:
+            columns[i] = (shards := columns[i]) and [each.clone() for each in shards]
+        count = len(self.conversion.comm.positions)
+        return [[None if each is None else each[rank] for each in columns] for rank in range(count)]
+
+    def _converter(self, node: fx.Node, end: Input | Output) -> Converter:
+        sharding, shape = self.program.sharding(node), self.program.global_type(node).shape
+        return self.conversion.converter(sharding, shape, f"{end.kind} {end.name!r}")
+
+    def _output_converter(self, i: int) -> Converter:
+        converter = self._outputs[i]
+        assert converter is not None, self.program.outputs[i]
+        return converter
+
+    def _is_returned_plain(self, i: int) -> bool:
+        """Whether an output is 0-dim, or an annotation says that it is whole."""
+        name, node = self.program.outputs[i].name, self.program.results[i]
+        is_annotated = any(
+            pin.kind == "output" and pin.name == name and not pin.sharding.cut_axes and (pin.is_asked or not pin.open)
+            for pin in self.program.pins
+        )
+        return is_annotated or node is None or not self.program.type(node).shape
+
+
+class ProgramFunction(torch.autograd.Function):
+    """The program's forward part in torch's forward, its backward part in torch's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: CompiledCall, *values: Tensor | None) -> tuple[Tensor, ...]:
+        """The outputs."""
+        ctx.set_materialize_grads(False)
+        outputs, ctx.saved = call.forward(values)
+        ctx.call, ctx.tensors = call, call.tensors_for_backward(values, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of all inputs, which autograd adds to ``.grad``."""
+        call, values, creates_graph = ctx.call, ctx.tensors.values, torch.is_grad_enabled()
+        nodes = [node for node, _ in ctx.next_functions][-len(values) :]
+        with torch.no_grad():
+            ctx.tensors.check(values)
+            if call.gather is not None:
+                at_end_of_backward(call.gather.cache.note_backward)
+            deferred = {} if creates_graph else call.deferrable(values, nodes)
+            results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred)
+        return None, *(_without_graph(results) if creates_graph else results)
+
+
+def at_end_of_backward(callback: Any) -> None:
+    """Call a function once the backward that runs has put all gradients into ``.grad``."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def _is_accumulated(node: Any) -> bool:
+    """Whether the backward that runs adds to ``.grad`` at a node; ``autograd.grad`` and other ``inputs=`` do not."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad of a leaf
+        return False
+
+
+def _without_graph(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients for ``create_graph``: RuntimeError if a second derivative is computed through them."""
+    refuse: Any = torch._C._functions.DelayedError(
+        b"a gradient of a parallel model has no gradient itself: leave create_graph out", len(gradients)
+    )
+    return tuple(refuse(*(each if each is None else each.detach().requires_grad_() for each in gradients)))
+
+
+def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:
+    return [each for each in shards if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTensors:
+    """The tensors of a call that its backward refers to, by index of the program's inputs.
+
+    ``model``: the model's own; None at the ``arguments``, which their caller may let go of. ``plain``: arguments that
+    are no DTensors. ``versions``: of inputs whose memory backward reads. ``outputs``: outputs whose memory backward
+    reads, each with its version.
+    """
+
+    model: Sequence[Tensor | None]
+    arguments: Mapping[int, ReferenceType[Tensor]]
+    plain: frozenset[int]
+    versions: Sequence[tuple[int, int]]
+    outputs: Sequence[tuple[ReferenceType[Tensor], int]]
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """The inputs that are alive."""
+        values = list(self.model)
+        for i, reference in self.arguments.items():
+            values[i] = reference()
+        return values
+
+    def check(self, values: Sequence[Tensor | None]) -> None:
+        """RuntimeError if a tensor that backward reads was changed in place since."""
+        for i, version in self.versions:
+            _check_version(values[i], version)
+        for reference, version in self.outputs:
+            _check_version(reference(), version)
+
+
+def _check_version(tensor: Tensor | None, version: int) -> None:
+    if tensor is not None and tensor._version != version:
+        what, problem = f"it needs a tensor of shape {list(tensor.shape)}", "that was changed in place after forward"
+        raise OrderError("backward", what, problem, "call backward before the optimizer's step")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramIndices:
+    """Which inputs and outputs of a program belong together, by index.
+
+    ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: inputs that are random
+    keys. ``tangents``: by an output's name, the input that is its gradient. ``buffers`` and ``gradients``: for an input
+    the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is the
+    gathered parameter.
+    """
+
+    outputs: tuple[int, ...]
+    arguments: tuple[int, ...]
+    random: tuple[int, ...]
+    tangents: Mapping[str, int]
+    buffers: Mapping[int, int]
+    gradients: Mapping[int, int]
+    computed: Mapping[str, int]
+
+    @staticmethod
+    def of(program: Program) -> ProgramIndices:
+        """The indices of a program."""
+        inputs, outputs = list(enumerate(program.inputs)), list(enumerate(program.outputs))
+        places = {node: i for i, node in enumerate(program.placeholders)}
+        owned = [(output.kind, owner, i) for i, (output, owner, _) in enumerate(ends_of(program))]
+        buffers, gradients = (
+            {places[owner]: i for kind, owner, i in owned if kind == of and owner is not None}
+            for of in ("buffer", "gradient")
+        )
+        return ProgramIndices(
+            tuple(i for i, output in outputs if output.kind == "output"),
+            tuple(i for i, put in inputs if put.kind == "input"),
+            tuple(i for i, put in inputs if put.kind == "random"),
+            {put.name: i for i, put in inputs if put.kind == "tangent"},
+            buffers,
+            gradients,
+            {output.name: i for i, output in outputs if output.kind == "computed"},
+        )

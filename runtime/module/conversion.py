@@ -1,0 +1,275 @@
+"""Conversion between a user's tensors and the shards that ranks compute on: on virtual ranks, or torch.distributed.
+
+On torch.distributed parameters, and outputs that are cut, are DTensors; they are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from shardc.language.errors import ShardingError, raise_all
+from shardc.language.mesh import Mesh
+from shardc.language.partition import P
+from shardc.language.sharding import Sharding, num_shards
+from shardc.program.program import Program
+
+from ..comm.agreement import check_agreement
+from ..comm.comm import Comm
+from ..comm.distributed import TorchComm, gather_whole
+from ..comm.dtensor import DTensorMaker, check_order, local, placements, sharding_of, to_dtensor
+from ..comm.shards import pad, shard, unpad, unshard
+from ..comm.simulated import SimulatedComm
+from .gathered_parameters import GatheredParameters
+from .optimizer import share_overflows
+
+
+def conversion_on(mesh: Any, device: torch.device | str = "cpu") -> Conversion:
+    """How tensors are converted on a torch DeviceMesh, or on a Mesh's virtual ranks."""
+    return DistributedConversion(mesh) if isinstance(mesh, DeviceMesh) else VirtualConversion(Mesh.of(mesh), device)
+
+
+def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
+    """A DTensor of the global batch from each rank's own part of it: ``shard_batch(mine, mesh, P("dp"))``.
+
+    ``local`` has the same shape on every rank. The global shape is that shape times the ranks that cut each dim.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        problem, remedy = "only the ranks of a job hold shards", "give the DeviceMesh of init_device_mesh"
+        raise ShardingError("shard_batch", f"the mesh {device_mesh!r}", problem, remedy)
+    if not isinstance(spec, P):
+        raise ShardingError("shard_batch", repr(spec), "it is no P", "write for example P('dp')")
+    mesh = Mesh.of(device_mesh)
+    probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
+    shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))
+    return to_dtensor(local, spec.sharding(mesh, shape, "batch"), shape, device_mesh, "batch")
+
+
+class Converter(Protocol):
+    """Converts one input or output of a program, whose sharding, global shape and name are fixed.
+
+    Shards are a list, one for each rank that lives in this process.
+    """
+
+    def to_shards(self, tensor: Tensor) -> list[Tensor]:
+        """The shards of a tensor, padded to the shape that all ranks have."""
+
+    def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """The tensor of these shards; ``is_plain``: whole, and not a DTensor."""
+
+    def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
+        """Write shards to a buffer, in place."""
+
+
+class Conversion(Protocol):
+    """Makes the tensors of a parallel module, and the converters of a program's inputs and outputs."""
+
+    comm: Comm
+
+    def gathered_parameters(self) -> GatheredParameters | None:
+        """A cache of gathered parameters; None where they are gathered in every call."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a parameter or buffer of the user's model, whole, as the parallel module holds it."""
+
+    def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
+        """A tensor from ``copy``, with a sharding."""
+
+    def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
+        """The sharding of a DTensor; None for a plain tensor."""
+
+    def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
+        """The converter of a value of a program, of a global shape."""
+
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """ShardingError if a module holds, by kind and name, a parameter that did not come from ``copy``."""
+
+    def check_agreement(self, program: Program) -> None:
+        """ShardingError if another process is about to run another program."""
+
+
+class VirtualConversion:
+    """All ranks in this process: every tensor of the user's is plain and whole."""
+
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+        self.comm: Comm = SimulatedComm(mesh, device)
+
+    def gathered_parameters(self) -> None:
+        """None: a write through ``.data`` of a plain tensor cannot be detected."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy."""
+        return tensor.detach().clone()
+
+    def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
+        """The same tensor: it is cut in every call."""
+        return tensor
+
+    def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
+        """None: all tensors are plain."""
+        return None
+
+    def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
+        """A converter that cuts and joins."""
+        return VirtualConverter(sharding, shape, name, self.comm.device)
+
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """Nothing to check: every tensor may be plain."""
+
+    def check_agreement(self, program: Program) -> None:
+        """Nothing to check: there is one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualConverter:
+    """Cuts a whole tensor into the shards of every rank, and joins them."""
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    name: str
+    device: torch.device
+
+    def to_shards(self, tensor: Tensor) -> list[Tensor]:
+        """The shard of every rank."""
+        tensor = tensor.to(self.device)
+        shards = [shard(tensor, self.sharding, position) for position in range(self.sharding.mesh.size)]
+        return [pad(each, self.sharding, self.shape, position) for position, each in enumerate(shards)]
+
+    def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """The whole tensor; an AssertionError if replicas differ."""
+        return unshard(shards, self.sharding, self.shape, self.name)
+
+    def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
+        """Write the whole tensor to a buffer."""
+        tensor.copy_(self.to_tensor(shards, is_plain=True))
+
+
+class DistributedConversion:
+    """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh."""
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self.torch_comm = TorchComm(device_mesh)
+        self.comm: Comm = self.torch_comm
+        check_order(self.torch_comm.mesh)
+        share_overflows(device_mesh)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of every DTensor."""
+        return self.torch_comm.device_mesh
+
+    def gathered_parameters(self) -> GatheredParameters | None:
+        """A cache of gathered parameters."""
+        return GatheredParameters()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A replicated DTensor with a copy; a DTensor's copy keeps its sharding."""
+        if (sharding := self.sharding(tensor, "parameter")) is not None:
+            return to_dtensor(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
+        replicated = Sharding.replicated(self.torch_comm.mesh, tensor.ndim)
+        copy = tensor.detach().to(self.torch_comm.device).clone(memory_format=torch.contiguous_format)
+        return to_dtensor(copy, replicated, tuple(tensor.shape), self.device_mesh)
+
+    def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
+        """A DTensor with a copy of this rank's shard."""
+        current = self.sharding(tensor, name)
+        if current == sharding:
+            return tensor
+        if current is not None and current.cut_axes:
+            tensor = _replicated(tensor)
+        piece = shard(local(tensor), sharding, self.torch_comm.position).clone(memory_format=torch.contiguous_format)
+        return to_dtensor(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
+
+    def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
+        """The sharding of a DTensor; None for a plain tensor."""
+        if not isinstance(tensor, DTensor):
+            return None
+        if tensor.device_mesh != self.device_mesh:
+            raise ShardingError(
+                name, f"a DTensor on {tensor.device_mesh}", f"the model is on {self.device_mesh}",
+                "make it on the model's mesh, with shardc.shard_batch",
+            )  # fmt: skip
+        return sharding_of(tensor.placements, tensor.shape, self.torch_comm.mesh, name)
+
+    def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
+        """A converter between DTensors and local tensors."""
+        return DistributedConverter(self.torch_comm, sharding, shape, name)
+
+    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """ShardingError for parameters that are plain tensors, but on meta, which another stage holds."""
+        plain = [
+            name for (kind, name), tensor in tensors.items()
+            if kind == "parameter" and not isinstance(tensor, DTensor) and not tensor.is_meta
+        ]  # fmt: skip
+        what, problem = "a plain tensor", "it was put into the module that parallelize returned"
+        remedy = "put it into the model and call parallelize again: an optimizer needs the DTensor that is made of it"
+        raise_all([ShardingError(f"parameter {name!r}", what, problem, remedy) for name in plain])
+
+    def check_agreement(self, program: Program) -> None:
+        """Compare the collectives of all ranks."""
+        check_agreement(self.torch_comm, program)
+
+
+class DistributedConverter:
+    """Converts plain global tensors or DTensors to the shard of this rank, and back.
+
+    Some shardings are no DTensor's. Such a value is stored as a DTensor with a sharding close to it (``stored``), and
+    is converted by way of the whole tensor.
+    """
+
+    def __init__(self, comm: TorchComm, sharding: Sharding, shape: tuple[int, ...], name: str) -> None:
+        self.comm, self.sharding, self.shape, self.name = comm, sharding, shape, name
+        self.stored = sharding.storable(shape)
+        self.is_padded = not sharding.is_even(shape)
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements of the DTensor; ShardingError if no DTensor can have such a sharding."""
+        return placements(self.stored, self.shape, self.name)
+
+    @cached_property
+    def make(self) -> DTensorMaker:
+        """Makes a DTensor of this rank's shard."""
+        return DTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
+
+    def to_shards(self, tensor: Tensor) -> list[Tensor]:
+        """One shard; a DTensor of another sharding is redistributed by torch first."""
+        piece = self._shard(tensor)
+        return [pad(piece, self.sharding, self.shape, self.comm.position) if self.is_padded else piece]
+
+    def _shard(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            if tensor.placements == self.placements and self.stored == self.sharding:
+                return local(tensor)
+            tensor = local(_replicated(tensor))
+        return shard(tensor.to(self.comm.device), self.sharding, self.comm.position)
+
+    def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """A DTensor, or the whole tensor."""
+        return self._whole(shards) if is_plain else self.make(self._stored_shard(shards).contiguous())
+
+    def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
+        """Write this rank's shard to a buffer."""
+        local(tensor).copy_(self._stored_shard(shards))
+
+    def _stored_shard(self, shards: Sequence[Tensor]) -> Tensor:
+        if not self.is_padded:
+            return shards[0]
+        if self.stored != self.sharding:
+            return shard(self._whole(shards), self.stored, self.comm.position)
+        return unpad(shards[0], self.sharding, self.shape, self.comm.position)
+
+    def _whole(self, shards: Sequence[Tensor]) -> Tensor:
+        return gather_whole(self.comm, shards[0], self.sharding, self.shape, self.name)
+
+
+def _replicated(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor), type(tensor)
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)

@@ -1,0 +1,100 @@
+"""Conversion between a user's tensors and the shards of a stage's ranks, for all microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardc.language.mesh import Mesh
+from shardc.language.sharding import Sharding
+from shardc.options import Pipeline
+from shardc.program.program import Program
+
+from ..comm.agreement import check_agreement
+from ..comm.comm import Comm
+from ..comm.distributed import TorchComm
+from ..comm.dtensor import local, new_dtensor
+from ..comm.simulated import SimulatedComm
+from ..module.conversion import Conversion, Converter, DistributedConversion, DistributedConverter, VirtualConversion
+from ..module.optimizer import share_overflows
+from .channel import RankChannel
+from .microbatches import MicrobatchComm, MicrobatchConverter
+from .offload import stored_on_host
+from .runner import PipelineRunner
+
+MakeRunner = Callable[[Program, Comm], PipelineRunner]
+
+
+def pipeline_on(mesh: Any, pipeline: Pipeline, device: torch.device) -> tuple[Conversion, MakeRunner]:
+    """How tensors are converted for a pipeline on a DeviceMesh or on a Mesh's virtual ranks, and its runners."""
+    if isinstance(mesh, DeviceMesh):
+        conversion = PipelineConversion(mesh, pipeline)
+        return conversion, conversion.runner
+    stage = SimulatedComm(pipeline.stage_mesh(mesh), device)
+    return VirtualConversion(pipeline.compute_mesh(mesh), device), lambda program, _: PipelineRunner(program, stage)
+
+
+class PipelineConversion(DistributedConversion):
+    """One rank of a job: DTensors are on the mesh of its stage's ranks, which has all axes but the pipeline's."""
+
+    def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline) -> None:
+        super().__init__(stage_device_mesh(device_mesh, pipeline))
+        self.job, self.pipeline = TorchComm(device_mesh), pipeline
+        self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
+        self.timed = self.comm = MicrobatchComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))
+        axis = (device_mesh.mesh_dim_names or ()).index(pipeline.axis)
+        lines = device_mesh.mesh.movedim(axis, -1).reshape(-1, device_mesh.shape[axis]).tolist()
+        self.channel = RankChannel(lines, self.torch_comm.device)
+        share_overflows(self.torch_comm.device_mesh, self.channel.groups[0])
+
+    def gathered_parameters(self) -> None:
+        """None: stored parameters are gathered once a step."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A replicated DTensor with a copy; with offloading, a parameter's copy is in host memory."""
+        copy = super().copy(tensor)
+        if not self.pipeline.offload or not isinstance(tensor, nn.Parameter):
+            return copy
+        assert isinstance(copy, DTensor)
+        return new_dtensor(stored_on_host(local(copy)), copy._spec)
+
+    def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
+        """A DTensor with a copy of this rank's shard, on the tensor's device; in host memory it is pinned."""
+        placed = super().place(tensor, sharding.on(self.torch_comm.mesh), name)
+        if not isinstance(placed, DTensor) or local(placed).device == self.torch_comm.device:
+            return placed
+        return new_dtensor(local(placed).pin_memory(), placed._spec)
+
+    def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
+        """The sharding of a DTensor, on the mesh of the program."""
+        sharding = super().sharding(tensor, name)
+        return None if sharding is None else replace(sharding, mesh=self.compute_mesh)
+
+    def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
+        """A converter between tensors and their shards of every microbatch."""
+        inner = DistributedConverter(self.torch_comm, sharding.on(self.torch_comm.mesh), shape, name)
+        return MicrobatchConverter(inner, self.timed, sharding, shape)
+
+    def check_agreement(self, program: Program) -> None:
+        """Compare the collectives of all ranks of the job."""
+        check_agreement(self.job, program)
+
+    def runner(self, program: Program, comm: Comm) -> PipelineRunner:
+        """The runner of this rank's stages."""
+        return PipelineRunner(program, self.torch_comm, (self.channel.at,), self.channel)
+
+
+def stage_device_mesh(device_mesh: DeviceMesh, pipeline: Pipeline) -> DeviceMesh:
+    """The mesh of the ranks of this rank's stage; of this rank alone where there is no other axis."""
+    names = device_mesh.mesh_dim_names or ()
+    rest = tuple(name for name in names if name != pipeline.axis)
+    if rest:
+        return device_mesh[rest if len(rest) > 1 else rest[0]]
+    ranks = device_mesh.mesh.reshape(-1, 1)
+    return DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=("stages", pipeline.axis))[pipeline.axis]

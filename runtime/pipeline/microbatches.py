@@ -1,0 +1,106 @@
+"""Microbatches at run time: the ranks of a stage, once for each microbatch.
+
+The mesh of a pipeline's program has an axis of microbatches, so that a position is a rank of the stage during one
+microbatch. Ranks exchange values with ranks of the same microbatch only; sums over microbatches are the pipeline's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardc.language.collective_kind import LOCAL_KINDS
+from shardc.language.mesh import MICROBATCH, Mesh
+from shardc.language.sharding import Sharding
+from shardc.program.stages import is_cut_in_time
+
+from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors, Traffic
+from ..comm.shards import pad, region, shard, unpad, unshard
+from ..module.conversion import DistributedConverter
+
+
+class MicrobatchComm(LocalCollectives):
+    """The collectives of a stage's ranks during some ``microbatches`` of a program on ``mesh``."""
+
+    def __init__(self, comm: Comm, mesh: Mesh, microbatches: Sequence[int]) -> None:
+        self.comm, self.mesh = comm, mesh
+        self.positions = tuple(i * comm.mesh.size + position for i in microbatches for position in comm.positions)
+        self.device = comm.device
+
+    @property
+    def gathers_in_place(self) -> bool:
+        """As the stage's ranks."""
+        return self.comm.gathers_in_place
+
+    @property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The traffic of the stage's ranks."""
+        return self.comm.traffic
+
+    def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
+        """Run local kinds here, which depend on the microbatch; start all others among the stage's ranks."""
+        if kind not in LOCAL_KINDS:
+            return self.comm.start(kind, xs, *args, is_own=is_own, into=into)
+        results: Tensors = getattr(self, kind)(xs, *args)
+        return lambda: results
+
+    def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
+        """As the stage's ranks."""
+        return self.comm.start_bucket(layout, rows, into)
+
+
+class MicrobatchConverter:
+    """Converts between a tensor and this rank's shards of it for all microbatches.
+
+    ``inner`` converts for the stage's ranks, without microbatches.
+    """
+
+    def __init__(
+        self, inner: DistributedConverter, comm: MicrobatchComm, sharding: Sharding, shape: tuple[int, ...]
+    ) -> None:
+        self.inner, self.comm, self.sharding, self.shape = inner, comm, sharding, shape
+        self.is_timed, self.is_even = is_cut_in_time(sharding), sharding.is_even(shape)
+        self.time = sharding.on(Mesh(device_ids=None, **{MICROBATCH: comm.mesh.axis_size(MICROBATCH)}))
+
+    def to_shards(self, tensor: Tensor) -> list[Tensor]:
+        """The shards of all microbatches; a value that is the same for all of them is one tensor."""
+        positions = self.comm.positions
+        if tensor.is_meta:  # a parameter of another rank
+            return [tensor] * len(positions)
+        if not self.is_timed:
+            return self.inner.to_shards(tensor) * len(positions)
+        if self.is_even:
+            (piece,) = self.inner.to_shards(tensor)
+            return [shard(piece, self.time, i) for i in range(len(positions))]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.to(self.comm.device)
+        return [pad(shard(whole, self.sharding, i), self.sharding, self.shape, i) for i in positions]
+
+    def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
+        """The tensor of these shards; on meta where another stage has them."""
+        if shards[0].is_meta:
+            return torch.empty(self.shape, dtype=shards[0].dtype, device="meta")
+        if not self.is_timed:
+            return self.inner.to_tensor(shards[:1], is_plain)
+        if self.is_even:
+            local_shape = self.inner.sharding.local_shape(self.shape)
+            return self.inner.to_tensor([unshard(shards, self.time, local_shape, self.inner.name)], is_plain)
+        whole = self._joined(shards)
+        return whole if is_plain else self.inner.to_tensor(self.inner.to_shards(whole), is_plain=False)
+
+    def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
+        """Write this rank's shard to a buffer, in place."""
+        self.inner.write(tensor, shards[:1])
+
+    def _joined(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of uneven microbatches: each rank puts its shards in their places, then all ranks add."""
+        whole = shards[0].new_zeros(self.shape)
+        for piece, position in zip(shards, self.comm.positions, strict=True):
+            where = region(self.sharding, self.shape, position)
+            rows = unpad(piece, self.sharding, self.shape, position)
+            whole[tuple(slice(start, start + length) for start, length in where)] = rows
+        axes = tuple(map(self.comm.mesh.print_part, self.inner.sharding.cut_axes))
+        return self.comm.comm.start("all_reduce", [whole], axes, "sum")()[0] if axes else whole

@@ -1,0 +1,213 @@
+"""Offloading: the idle stages of a rank are in host memory, and come to the device before their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardc.costs.stage_lifetime import ResidentStages
+
+from ..execute.interpreter import Values
+from .stages import StepValues
+
+
+class Offload:
+    """Moves the stages of one rank of the pipeline between device and host, in the order of ``turns``.
+
+    Values that share memory move together and share it on the other side. ``parameters``: by stage, the slots of its
+    parameters; ``slots``: those of all parameters. Parameters are stored in host memory (``stored``, by slot, for each
+    of the stage's ranks in this process), of which the device gets copies. Other inputs never move: ``fixed`` has their
+    addresses. ``marks``: by stage, the copies to wait for before its turn.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        turns: ResidentStages,
+        values: StepValues,
+        inputs: Sequence[Values],
+        parameters: Mapping[int, set[int]],
+        slots: set[int],
+    ) -> None:
+        self.host, self.turns, self.values, self.marks = host, turns, values, dict[int, Any]()
+        others = (value for row in inputs for i, value in enumerate(row) if i not in slots)
+        self.fixed = {value.untyped_storage().data_ptr() for value in others if value is not None}
+        self.width = len(next(iter(values.of_step.values())))
+        own = set[int]().union(*parameters.values())
+        self.stored = [{slot: _stored(row[slot]) for slot in own} for row in inputs[: self.width]]
+        for stage, held in parameters.items():
+            for env, stored in zip(values.of_step[stage], self.stored, strict=True):
+                for slot in slots:
+                    env[slot] = stored[slot] if slot in held else None
+
+    def take_turn(self) -> None:
+        """Begin the next turn: move idle stages out, then bring the stages of this turn and the next to the device."""
+        leaving, coming = self.turns.advance()
+        for stage in leaving:
+            self._move_out(stage)
+        for stage in coming:
+            self._bring_back(stage)
+            self.marks[stage] = self.host.mark()
+        self.host.wait(self.marks.get(self.turns.here[0]))
+
+    def _move_out(self, stage: int) -> None:
+        for i in range(self.width):
+            on_host = {copy.untyped_storage().data_ptr(): memory for copy, memory in self._copies(stage, i)}
+            self._replace(stage, i, Tensor, partial(self._to_host, on_host))
+
+    def _to_host(self, on_host: dict[int, Tensor], value: Tensor) -> Tensor | OnHost:
+        """``on_host``: copies of memory, by its address on the device."""
+        address = value.untyped_storage().data_ptr()
+        if address in self.fixed or not value.untyped_storage().nbytes():
+            return value
+        if address not in on_host:
+            on_host[address] = self.host.copy_out(_memory_of(value))
+        return OnHost.of(value, on_host[address])
+
+    def _bring_back(self, stage: int) -> None:
+        for i in range(self.width):
+            others = (pair for other in self.turns.here if other != stage for pair in self._copies(other, i))
+            on_device = {id(memory): _memory_of(copy) for copy, memory in others}
+            self._replace(stage, i, OnHost, partial(self._to_device, on_device))
+
+    def _to_device(self, on_device: dict[int, Tensor], value: OnHost) -> Tensor:
+        """``on_device``: copies of memory, by the id of the memory on the host."""
+        if id(value.memory) not in on_device:
+            on_device[id(value.memory)] = self.host.copy_back(value.memory)
+        return value.within(on_device[id(value.memory)])
+
+    def _copies(self, stage: int, i: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The copies of a stage's parameters that are on the device, each with its memory on the host."""
+        for slot, stored in self.stored[i].items():
+            value = self.values.of_step[stage][i][slot]
+            if isinstance(value, Tensor):
+                yield value, stored.memory
+
+    def _replace(self, stage: int, i: int, kind: type, move: Callable[[Any], Any]) -> None:
+        """Move every value of a kind that a stage holds."""
+        for env in self.values.of_stage(stage, i):
+            for slot, value in list(env.items() if isinstance(env, dict) else enumerate(env)):
+                if value is not None:
+                    env[slot] = pytree.tree_map_only(kind, move, value)
+
+
+def in_place_of_parameters(
+    rows: Sequence[Sequence[Any]], is_of_parameter: Sequence[bool], host: Host
+) -> list[list[Tensor | None]]:
+    """A step's results, each where it belongs: gradients of parameters in host memory, all others on the device.
+
+    A value that all microbatches share is one tensor, and stays one.
+    """
+    moved: dict[int, Tensor | None] = {}
+    for row in rows:
+        for value, to_host in zip(row, is_of_parameter, strict=True):
+            if id(value) not in moved:
+                moved[id(value)] = _result(value, to_host, host)
+    host.finish()
+    return [[moved[id(value)] for value in row] for row in rows]
+
+
+def _result(value: Tensor | OnHost | None, to_host: bool, host: Host) -> Tensor | None:
+    if isinstance(value, OnHost):
+        return value.within(value.memory if to_host else host.copy_back(value.memory))
+    if value is None or value.is_meta or not to_host:
+        return value
+    memory = host.copy_out(_memory_of(value))
+    return OnHost.of(value, memory).within(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A tensor whose ``memory``, bytes that other tensors may share, is in host memory."""
+
+    memory: Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, value: Tensor, memory: Tensor) -> OnHost:
+        """The tensor that ``value`` is, in ``memory``, a copy of its memory."""
+        return cls(memory, value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()))
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The tensor in a copy of its memory."""
+        start = memory.storage_offset() // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), start + self.offset, self.shape, self.stride)
+
+
+class Host:
+    """Copies between a device and host memory. On a CPU both are the same memory, and copies are copies all the same.
+
+    On a device with streams, copies run in order on a stream of their own, beside computation: a copy to the device is
+    complete after ``wait``, a copy to the host after ``finish``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.has_streams = device, device.type != "cpu"
+        self.module: Any = torch.get_device_module(device)
+        self.stream: Any = self.module.Stream(device) if self.has_streams else None
+
+    def copy_out(self, memory: Tensor) -> Tensor:
+        """A copy in host memory, pinned for a device with streams."""
+        copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams)
+        with self._copying(after_computing=True):
+            copy.copy_(memory, non_blocking=True)
+        if self.has_streams:
+            memory.record_stream(self.stream)
+        return copy
+
+    def copy_back(self, memory: Tensor) -> Tensor:
+        """A copy on the device."""
+        with self._copying():
+            copy = torch.empty(memory.shape, dtype=memory.dtype, device=self.device)
+            copy.copy_(memory, non_blocking=True)
+        if self.has_streams:
+            copy.record_stream(self.module.current_stream(self.device))
+        return copy
+
+    def mark(self) -> Any:
+        """An event after all copies so far, for ``wait``."""
+        return self.stream.record_event() if self.has_streams else None
+
+    def wait(self, mark: Any) -> None:
+        """Let computation wait for the copies before a mark."""
+        if mark is not None:
+            self.module.current_stream(self.device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Wait until all copies are complete."""
+        if self.has_streams:
+            self.stream.synchronize()
+
+    @contextmanager
+    def _copying(self, after_computing: bool = False) -> Iterator[None]:
+        if after_computing and self.has_streams:
+            self.stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.stream) if self.has_streams else nullcontext():
+            yield
+
+
+def stored_on_host(value: Tensor) -> Tensor:
+    """The same values in host memory, pinned if they come from a device."""
+    return value if value.device.type == "cpu" else value.cpu().pin_memory()
+
+
+def _stored(value: Tensor | None) -> OnHost:
+    assert value is not None
+    own = stored_on_host(value.detach().contiguous())
+    return OnHost(own.view(-1).view(torch.uint8), own.dtype, tuple(own.shape), own.stride(), 0)
+
+
+def _memory_of(value: Tensor) -> Tensor:
+    """All memory that a value shares, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())

@@ -1,0 +1,309 @@
+"""Runs a pipeline: the schedule's actions on the stages of this process, and the messages between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
+from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
+from shardc.language.errors import second_backward
+from shardc.program.program import Program, ends_of, parameters_of
+from shardc.program.stages import PARTS_OF, Crossing, Part, is_cut_in_time, stages_of
+from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
+
+from ..comm.comm import REDUCE, Comm
+from ..execute.deferred import Sums, Totals
+from ..execute.instruction import Env
+from ..execute.interpreter import Values
+from .channel import Channel, LocalChannel, Message, MessageId
+from .microbatches import MicrobatchComm
+from .offload import Host, Offload, in_place_of_parameters
+from .stages import StageResults, StageRunner, StepValues
+
+
+@dataclass(slots=True)
+class StepGradients:
+    """The gradients of a step, a row for each position, for a loss whose own gradient is ``scale``.
+
+    ``rows`` is None once they are freed.
+    """
+
+    rows: list[list[Tensor | None]] | None
+    scale: float
+
+
+class PipelineRunner:
+    """A pipeline ready to run: its forward runs a whole step, and its backward scales the gradients of that step.
+
+    ``comm``: the collectives of a stage's ranks. ``here``: the pipeline's ranks that this process plays, all of them by
+    default. ``readers``: for each parameter that is read, the pipeline's ranks whose stages read it. ``trained``: the
+    parameters that get gradients.
+
+    Rows of inputs and results are those of the program's positions: for each microbatch the stage's ranks. Nothing is
+    kept between steps.
+    """
+
+    deferred: frozenset[int] = frozenset()
+
+    def __init__(
+        self, program: Program, comm: Comm, here: Sequence[int] | None = None, channel: Channel | None = None
+    ) -> None:
+        assert program.mesh is not None and program.options.pipeline is not None
+        self.program, self.device, self.channel = program, comm.device, channel or LocalChannel()
+        self.pipeline, self.stages, self.schedule = program.options.pipeline, stages_of(program), schedule_of(program)
+        place = self.schedule.place
+        self.here = tuple(range(self.schedule.num_ranks)) if here is None else tuple(here)
+        self.comms = [MicrobatchComm(comm, program.mesh, (i,)) for i in range(self.schedule.num_microbatches)]
+        own = [stage for stage, rank in enumerate(place) if rank in self.here]
+        self.stage_runners = {stage: StageRunner(self.stages, stage, comm) for stage in own}
+        self.results = StageResults(self.stages)
+        self.readers = {
+            name: tuple(dict.fromkeys(place[stage] for stage in sorted(stages)))
+            for name, stages in self.stages.holders.items()
+        }
+        outputs = zip(program.outputs, program.results, strict=True)
+        self.trained = {output.name for output, node in outputs if output.kind == "gradient" and node is not None}
+        self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
+        self.host = Host(self.device) if self.pipeline.offload else None
+
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], StepGradients]:
+        """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
+        self.channel.place = self.schedule.place
+        scaler = self.pipeline.loss_scale
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        rows = ScheduleRun(self, self.with_tangents(inputs, scale)).run()
+        if self.host is not None:
+            owners = set(parameters_of(self.program).values())
+            rows = in_place_of_parameters(rows, [owner in owners for _, owner, _ in ends_of(self.program)], self.host)
+        is_gradient = [output.kind == "gradient" for output in self.program.outputs]
+        outputs, gradients = (
+            [[value if kind == of else None for value, of in zip(row, is_gradient, strict=True)] for row in rows]
+            for kind in (False, True)
+        )
+        return outputs, StepGradients(gradients, scale)
+
+    def backward(
+        self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False
+    ) -> list[list[Tensor | None]]:
+        """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set."""
+        if saved.rows is None:
+            raise second_backward()
+        rows = saved.rows
+        if not keep:
+            saved.rows = None
+        factor = next(value for value in tangents[0] if value is not None) / saved.scale
+        return rows if not keep and bool(factor == 1) else _scaled(rows, factor)  # kept gradients are not handed out
+
+    def with_tangents(self, rows: Sequence[Values], scale: float) -> list[list[Tensor | None]]:
+        """The inputs of all positions, with tangents of ``scale``."""
+        tangents = {
+            i: torch.full(put.type.shape, scale, dtype=put.type.dtype, device=self.device)
+            for i, put in enumerate(self.program.inputs)
+            if put.kind == "tangent"
+        }
+        return [[tangents.get(i, value) for i, value in enumerate(row)] for row in rows]
+
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Nothing: stored parameters are gathered once a step."""
+        return [[None] * len(self.program.outputs) for _ in inputs]
+
+    def accumulate(
+        self, saved: StepGradients, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
+    ) -> tuple[list[list[Tensor | None]], Sums]:
+        """As ``backward``: no reduction is deferred."""
+        return self.backward(saved, tangents, keep), [{} for _ in tangents]
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Nothing: no reduction is deferred."""
+        return [[None] * len(self.program.outputs) for _ in sums]
+
+    def keeps_input(self, index: int) -> bool:
+        """No: backward has run when the call returns."""
+        return False
+
+    def keeps_output(self, index: int) -> bool:
+        """No: backward has run when the call returns."""
+        return False
+
+
+def _scaled(rows: Sequence[Values], factor: Tensor) -> list[list[Tensor | None]]:
+    """Each value times a number; a value that all microbatches share stays one tensor."""
+    values = {id(value): value for row in rows for value in row if value is not None}
+    scaled = {key: value * factor.to(value.device) for key, value in values.items()}
+    return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
+
+
+class ScheduleRun:
+    """One run of the schedule: the values of the step, and messages that are computed and not sent yet (``outbox``).
+
+    ``own_sums``: sums by stage, rank and slot that are in memory of their own, so that they may be added to in place.
+    ``offloads``: by rank of the pipeline, what moves its idle stages to host memory.
+    """
+
+    def __init__(self, runner: PipelineRunner, inputs: Sequence[Values]) -> None:
+        self.runner, self.inputs, self.channel = runner, inputs, runner.channel
+        self.width = len(inputs) // len(runner.comms)  # a stage's ranks in this process
+        self.values = StepValues()
+        self.own_sums: set[tuple[int, int, int]] = set()
+        self.outbox: dict[MessageId, Message] = {}
+        self.offloads: dict[int, Offload] = {}
+
+    def run(self) -> list[list[Tensor | None]]:
+        """Run all actions: for each position the results, parallel to the program's outputs."""
+        for stage in self.runner.stage_runners:
+            self.values.of_step[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
+            self.values.sums[stage] = [{} for _ in range(self.width)]
+        if self.runner.host is not None:
+            self.offloads = {rank: self._new_offload(rank, self.runner.host) for rank in self.runner.here}
+        for stage in self.runner.stage_runners:
+            self._prepare(stage)
+        self._run_actions()
+        self._reduce()
+        self.channel.close()
+        return self.runner.results.collect(self.values, len(self.runner.comms))
+
+    def _env(self, row: Values, is_timed: bool, env: Env | None = None) -> Env:
+        """An env with the inputs of a row that are, or are not, cut over microbatches."""
+        env = [None] * len(self.runner.program.graph.nodes) if env is None else env
+        for slot, (value, timed) in enumerate(zip(row, self.runner.is_timed, strict=True)):
+            if timed == is_timed:
+                env[slot] = value
+        return env
+
+    def _microbatch_envs(self, stage: int, microbatch: int) -> list[Env]:
+        rows = self.inputs[microbatch * self.width : (microbatch + 1) * self.width]
+        pairs = zip(rows, self.values.of_step[stage], strict=True)
+        return [self._env(row, True, list(env)) for row, env in pairs]
+
+    def _new_offload(self, rank: int, host: Host) -> Offload:
+        runner = self.runner
+        slots = {i for i, put in enumerate(runner.program.inputs) if put.kind == "parameter"}
+        parameters = {stage: runner.stage_runners[stage].parameters for stage in runner.schedule.stages_on(rank)}
+        turns = ResidentStages(stage_turns(runner.stages, runner.schedule, rank))
+        return Offload(host, turns, self.values, self.inputs, parameters, slots)
+
+    def _prepare(self, stage: int) -> None:
+        """Compute what all microbatches of a stage share, such as the number of tokens that count."""
+        runner, envs, comm = self.runner.stage_runners[stage], self.values.of_step[stage], self.runner.comms[0]
+        self._bring_to_device(stage)
+        runner.run("once", envs, comm)
+        for i in range(len(self.runner.comms)) if runner.sums["count"] else ():
+            timed = self._microbatch_envs(stage, i)
+            runner.run("count", timed, self.runner.comms[i])
+            self._add_to_sums(stage, "count", timed)
+        self._place_sums(stage)
+        runner.run("settle", envs, comm)
+
+    def _bring_to_device(self, stage: int) -> None:
+        offload = self.offloads.get(self.runner.schedule.place[stage])
+        if offload is not None:
+            offload.take_turn()
+
+    def _run_actions(self) -> None:
+        """Run the actions of every rank here in its order; with several ranks, each until it waits for a message."""
+        remaining = {rank: iter(self.runner.schedule.actions[rank]) for rank in self.runner.here}
+        following = {rank: next(actions, None) for rank, actions in remaining.items()}
+        while any(following.values()):
+            is_stuck = True
+            for rank, actions in remaining.items():
+                while (action := following[rank]) is not None and self._can_run(action):
+                    self._run_action(action)
+                    following[rank], is_stuck = next(actions, None), False
+            assert not is_stuck, [str(action) for action in following.values()]
+
+    def _can_run(self, action: Action) -> bool:
+        if action.kind not in COMPUTE:
+            return True
+        part = PARTS_OF[action.kind][0]
+        return all(map(self.channel.is_there, self._expected(action.stage, part, action.microbatch)))
+
+    def _expected(self, stage: int, part: Part, microbatch: int) -> Iterator[MessageId]:
+        """The messages that a part of a stage reads."""
+        return ((way, microbatch) for way in self.runner.stage_runners[stage].entering if way.part == part)
+
+    def _run_action(self, action: Action) -> None:
+        if action.kind in COMPUTE:
+            self._bring_to_device(action.stage)
+            for part in PARTS_OF[action.kind]:
+                self._compute(action.stage, action.microbatch, part)
+        elif action.kind in SENDS:
+            key = Crossing(action.stage, action.peer or 0, PART_OF_PHASE[action.phase]), action.microbatch
+            self.channel.send(key, self.outbox.pop(key))
+        elif action.kind in RECEIVES:
+            crossing = Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase])
+            self._post((crossing, action.microbatch))
+
+    def _compute(self, stage: int, microbatch: int, part: Part) -> None:
+        """Run a part of a stage for one microbatch: receive its operands, add to the sums, hand its results over."""
+        runner = self.runner.stage_runners[stage]
+        if part == "forward":
+            self.values.of_microbatch[stage, microbatch] = self._microbatch_envs(stage, microbatch)
+        envs = self.values.of_microbatch[stage, microbatch]
+        for key in self._expected(stage, part, microbatch):
+            self._receive(key, envs)
+        runner.run(part, envs, self.runner.comms[microbatch])
+        self._add_to_sums(stage, part, envs)
+        place = self.runner.schedule.place
+        for crossing, slots in runner.leaving.items():
+            if crossing.part == part:
+                message = [[env[slot] for slot in slots] for env in envs]
+                if place[crossing.source] == place[crossing.target]:
+                    self.channel.send((crossing, microbatch), message)
+                else:  # the schedule says when it is sent
+                    self.outbox[crossing, microbatch] = message
+        runner.forget(part, envs)
+
+    def _post(self, key: MessageId) -> None:
+        crossing, _ = key
+        self.channel.post(key, self.runner.stage_runners[crossing.target].types[crossing])
+
+    def _receive(self, key: MessageId, envs: Sequence[Env]) -> None:
+        crossing, _ = key
+        slots = self.runner.stage_runners[crossing.target].entering[crossing]
+        for env, values in zip(envs, self.channel.take(key), strict=True):
+            for slot, value in zip(slots, values, strict=True):
+                env[slot] = value
+
+    def _add_to_sums(self, stage: int, part: Part, envs: Sequence[Env]) -> None:
+        """Add the values of one microbatch to the sums over microbatches."""
+        for total, slot, op, is_own in self.runner.stage_runners[stage].sums[part]:
+            for i, (env, sums) in enumerate(zip(envs, self.values.sums[stage], strict=True)):
+                if total not in sums:
+                    sums[total] = env[slot]
+                    self.own_sums |= {(stage, i, total)} if is_own else set()
+                elif op == "sum" and (stage, i, total) in self.own_sums:
+                    sums[total].add_(env[slot])
+                else:
+                    sums[total] = REDUCE[op](sums[total], env[slot])
+                    self.own_sums.add((stage, i, total))
+
+    def _place_sums(self, stage: int) -> None:
+        """Once sums are complete they are values like others."""
+        for env, sums in zip(self.values.of_step[stage], self.values.sums[stage], strict=True):
+            for slot, value in sums.items():
+                env[slot] = value
+
+    def _reduce(self) -> None:
+        """After the last microbatch: add what several stages have for one sum, and reduce sums over ranks."""
+        runners, envs = self.runner.stage_runners, self.values.of_step
+        for crossing in ways_after(self.runner.stages):
+            source = crossing.source
+            if source in runners:
+                self._bring_to_device(source)
+                self._place_sums(source)
+                slots = runners[source].leaving[crossing]
+                self.channel.send((crossing, ALL), [[env[slot] for slot in slots] for env in envs[source]])
+            if crossing.target in runners:
+                self._post((crossing, ALL))
+        for stage, runner in runners.items():
+            self._bring_to_device(stage)
+            self._place_sums(stage)
+            for key in self._expected(stage, "after", ALL):
+                self._receive(key, envs[stage])
+            runner.run("after", envs[stage], self.runner.comms[0])
