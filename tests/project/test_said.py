@@ -79,4 +79,4 @@ def test_every_warning_is_said_in_the_four_parts() -> None:
     for name, tree in sources():
         for call in calls(tree, {"warnings.warn"}):
             text = call.args[0]
-            assert isinstance(text, ast.Name) or ast.unparse(text).startswith("said("), f"{name}:{call.lineno}"
+            assert isinstance(text, ast.Name) or ast.unparse(text).startswith("error_text("), f"{name}:{call.lineno}"
