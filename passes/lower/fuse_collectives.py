@@ -125,7 +125,7 @@ def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]
     """The cause of a reduction, once that is of another value."""
     if not isinstance(cause, ShardingChange):
         return cause
-    return replace(cause, value=endpoint(program, value), came=program.origin(value), added=cause.added + added)
+    return replace(cause, value=endpoint(program, value), origins=program.origin(value), added=cause.added + added)
 
 
 def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:

@@ -53,7 +53,7 @@ def insert_reshard(program: Program, node: fx.Node, target: Sharding, like: fx.N
     """Insert a reshard of a node's value, with the source of ``like``, at the graph's insertion point."""
     new = program.insert(reshard, (node,), program.value_type(program.value(node)), like)
     changes = (cause for cause in causes if isinstance(cause, ShardingChange))
-    cuts = {need.axis: need.by for cause in changes for need in cause.needs if need.kind == "cut" and need.by}
+    cuts = {need.axis: need.origin for cause in changes for need in cause.needs if need.kind == "cut" and need.origin}
     program.set_sharding(new, target)
     program.set_origins(new, ({**program.origin(node), **cuts},))
     program.set_causes(new, causes)

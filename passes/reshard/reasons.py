@@ -58,7 +58,7 @@ class OpReasons:
         first = claims[0][0].through(self.node.name, value)
         others = (origin.through(self.node.name, value) for origin, is_open in claims[1:] if is_sum and is_open)
         beside = {each.annotation: each for each in others if each.annotation != first.annotation}
-        return {axis: replace(first, beside=tuple(beside.values()))}
+        return {axis: replace(first, addends=tuple(beside.values()))}
 
     # Needs of the operands.
 
@@ -79,7 +79,7 @@ class OpReasons:
             return Need(axis, "sum")
         if is_annotation(self.node):
             pins = (pin.text for pin in self.program.pins if (pin.kind, pin.name) == ("value", self.node.name))
-            return Need(axis, "placed", dim, said=next(pins, ""))
+            return Need(axis, "placed", dim, stated=next(pins, ""))
         dims = self.rule.operands[index]
         factors = () if dims is None else dims[dim]
         rival = self._origin(axis) if self._cuts.get(axis, set()) - set(factors) else None

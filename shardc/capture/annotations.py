@@ -266,7 +266,6 @@ def _cut_dim(placement: Any, who: str) -> int:
 
 
 KINDS = ("param", "input", "module", "output")
-
 Names = Mapping[str, Mapping[str, str]]
 """By kind (``param``, ``input``, ``module``): every name a value has, and for each the one name it is known by."""
 

@@ -20,23 +20,11 @@ from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
 
 aten = torch.ops.aten
-
-
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
-
-
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
-
-
 _VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
-
-
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
-
-
 _ORDER = ("parameter", "buffer", "input", "tangent", "random")
-
-
 _PLACEMENT = {"device", "layout", "pin_memory"}  # a program runs on any device
 
 

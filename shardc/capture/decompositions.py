@@ -21,7 +21,6 @@ from shardc.capture.refusals import Unfit
 from shardc.ops.contraction import grouped_mm
 
 aten = torch.ops.aten
-
 EXPANDED = (
     aten.addr,
     aten.aminmax,

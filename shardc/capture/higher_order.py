@@ -34,7 +34,6 @@ from shardc.program.node import takes_device
 from shardc.program.opaque import Opaque, call, hold_opaques
 
 Run = Callable[..., Sequence[Tensor]]
-
 _HOME = "torch._higher_order_ops"
 MAX_STEPS = 64  # of a map or scan that is written out
 REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention")  # no such op is ever called

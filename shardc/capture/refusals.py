@@ -78,37 +78,25 @@ _GENERATOR = (
     "a generator of the model's own would draw the same numbers in every step, on every rank",
     "leave generator= out: what is drawn depends on seed, step and the index of the element alone",
 )
-
-
 _SEED = (
     "the model itself seeds torch's generator: it would draw the same numbers in every step",
     "leave it out: what is drawn depends on seed and step, of the parallelized module or of simulate(seed=, step=)",
 )
-
-
 OWN_COLLECTIVE = (
     "the model itself communicates: what it sends would be sent beside what annotations make necessary",
     "take it out and write the model for one device: shardc sends what is missing; or communicate outside of it",
 )
-
-
 _NUMPY = (
     "NumPy reads the values of a tensor, which are unknown during capture",
     "compute it with torch, or outside of the model",
 )
-
-
 _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
     *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
     *(Tensor.__getitem__, Tensor.__setitem__),
 }
-
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.numpy: _NUMPY,
     Tensor.__array__: _NUMPY,
@@ -250,11 +238,7 @@ class NoValueError(LookupError):
 
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
-
-
 _DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
-
-
 _SUBCLASSES = os.path.join(os.path.dirname(torch.__file__), "_subclasses", "")  # of tensors, whose methods ask again
 
 

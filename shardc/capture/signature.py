@@ -80,8 +80,6 @@ class Constant:
 
 
 Leaf = TensorLeaf | Constant
-
-
 Leaves = tuple[tuple[str, Leaf], ...]
 
 
@@ -100,8 +98,6 @@ def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool,
 
 
 MAX_DEPTH, MAX_ENTRIES = 6, 256
-
-
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
 
 
@@ -196,11 +192,7 @@ def _is_array(value: Any) -> bool:
 
 
 State = tuple[tuple[str, Hashable], ...]
-
-
 CONTAINERS = {dict, OrderedDict, list, set}  # empty they are left out, which saves most of the time
-
-
 APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 
 

@@ -87,8 +87,6 @@ COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     mask_padding: "mask_padding",
     rechunk: "rechunk",
 }
-
-
 EXCHANGES: dict[Callable[..., Any], str] = {windows: "windows", overlap_add: "overlap_add"}  # with neighbours
 
 

@@ -21,8 +21,6 @@ from shardc.program.node import ancestors, is_annotation, is_getitem, operand, t
 from shardc.program.program import Program, Value
 
 MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, bucket, reshard}  # what they return is a runtime's
-
-
 PART_OF = {"computed": "update", **dict.fromkeys(("output", "buffer", "guard"), "forward"), "gradient": "backward"}
 
 

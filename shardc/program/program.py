@@ -21,14 +21,8 @@ from shardc.program.node import is_getitem, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
-
-
 LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
-
-
 Shardings = Sharding | tuple[Sharding | None, ...] | None
-
-
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,10 +13,10 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a node comes from in the user's model: module path, ``file.py:line``, phase.
+    """The place in the user's model that a node comes from: module path, ``file.py:line``, phase.
 
-    ``marks``: how many calls of ``stage_boundary`` lie before it. ``ordinal``: which call of forward it is, or was made
-    for, in order; -1 where there is none. ``stage``: of a pipeline, where that call is.
+    ``marks``: the number of ``stage_boundary`` calls before it. ``ordinal``: the number of the op of forward that it
+    is, or that it was made for; -1 where there is none. ``stage``: the pipeline stage of that op.
     """
 
     module: str = ""
@@ -27,53 +27,53 @@ class Source:
     stage: int = field(default=0, compare=False)
 
 
+PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # precedence of annotations: passes/propagate/pins.py
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Why an axis cuts a value: the annotation it came from, and the last op it came through, linked to the one before.
+    """Why an axis cuts a value: its annotation, and the last op on the way from it, linked to the origin before.
 
-    ``rank`` is 0 for an annotated input or value, 1 for a parameter, and others in pin.py; on conflict the lower wins.
-    ``value``: the one that it cuts, as the name of its node and which of the node's results it is. ``via``: the op's
-    node, or what must lie as that which it belongs to, such as ``the gradient w``. ``beside``: of a sum of several open
-    sums, where those of the others came from.
+    ``rank`` is the precedence of the annotation (``DATA``, ``PARAMETER``, ...): on conflict the lower one wins.
+    ``value``: the value that the axis cuts here, as the name of a node and the index of a result. ``via``: the op's
+    node, or the owner of a value that follows its sharding, such as ``the gradient w``. ``addends``: for a sum of
+    several partial sums, the origins of the others.
     """
 
     annotation: str
     rank: int
     value: tuple[str, int]
     via: str = ""
-    before: Origin | None = None
-    beside: tuple[Origin, ...] = field(default=(), repr=False)
+    previous: Origin | None = None
+    addends: tuple[Origin, ...] = field(default=(), repr=False)
 
     def through(self, via: str, value: tuple[str, int]) -> Origin:
-        """The origin of the axis on another value, which it came to through an op."""
+        """The origin of the axis on another value, which it reached through an op."""
         return Origin(self.annotation, self.rank, value, via, self)
 
     @property
     def chain(self) -> tuple[Origin, ...]:
-        """The origin on each value that the axis came through: first on the one that is annotated, last on this."""
-        found, here = [self], self.before
+        """The origins on the way of the axis, from the annotated value to this one."""
+        chain, here = [self], self.previous
         while here is not None:
-            found.append(here)
-            here = here.before
-        return tuple(reversed(found))
+            chain.append(here)
+            here = here.previous
+        return tuple(reversed(chain))
 
     @property
-    def others(self) -> tuple[Origin, ...]:
-        """Of the open sums that were added to this one on its way, one for each further annotation."""
-        found: dict[str, Origin] = {}
+    def further_annotations(self) -> tuple[Origin, ...]:
+        """For each further annotation whose partial sums were added on the way, one origin."""
+        by_annotation: dict[str, Origin] = {}
         for here in self.chain:
-            for other in here.beside:
-                for each in (other, *other.others):
-                    found.setdefault(each.annotation, each)
-        return tuple(each for each in found.values() if each.annotation != self.annotation)
-
-
-PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # who speaks first about an axis: passes/pins.py says why
+            for addend in here.addends:
+                for origin in (addend, *addend.further_annotations):
+                    by_annotation.setdefault(origin.annotation, origin)
+        return tuple(origin for origin in by_annotation.values() if origin.annotation != self.annotation)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A node, or an end of the program such as ``the gradient w``, and where it is in the user's model."""
+    """The producer or the consumer of a value: a node, or an end of the program such as ``the gradient w``."""
 
     name: str
     module: str = ""
@@ -84,39 +84,40 @@ class Endpoint:
 
 
 NeedKind = Literal["sum", "readers", "whole", "fallback", "taken", "unfit", "fewest", "placed", "end", "cut"]
-"""Why a value may not stay as it is, over an axis:
+"""Why a sharding must change over an axis:
 
-- ``sum``: who takes it needs the sum itself; ``readers``: several do, and it is reduced once for all
-- ``whole``: the op needs the dim whole; ``fallback``: it has no rule and runs whole
-- ``taken``: the axis cuts another dim of the op; ``unfit``: the op cannot be computed on pieces cut so
+- ``sum``: the consumer needs the complete sum; ``readers``: several consumers do, and it is reduced once for all
+- ``whole``: the op needs the dim whole; ``fallback``: the op has no rule and runs whole
+- ``taken``: the axis cuts another dim of the op; ``unfit``: the op cannot be computed on such pieces
 - ``fewest``: of the ways to compute the op this one moves the fewest bytes
-- ``placed``: it is annotated so; ``end``: a gradient, a buffer or an output lies as what it belongs to
-- ``cut``: the axis cuts what is wanted, where it did not cut what there is
+- ``placed``: the consumer is annotated; ``end``: a gradient, buffer or output has the sharding of its owner
+- ``cut``: the axis cuts the new sharding and not the old one
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Why a value may not stay as it is over ``axis``, in its dim ``dim`` where that is cut.
+    """Why the sharding of a value must change over ``axis``, which cuts or will cut its dim ``dim``.
 
-    ``by``: where it is an annotation's doing. ``said``: that annotation, where no axis comes from it.
+    ``origin``: the annotation that requires it, by the axis that comes from it. ``stated``: the text of an annotation
+    that requires it, where no axis comes from it.
     """
 
     axis: str
     kind: NeedKind
     dim: int | None = None
-    by: Origin | None = None
-    said: str = ""
+    origin: Origin | None = None
+    stated: str = ""
 
     @property
-    def end(self) -> str:
-        """The annotation whose doing it is, if it is one's."""
-        return self.by.annotation if self.by else self.said
+    def annotation(self) -> str:
+        """The annotation that requires the change, or nothing."""
+        return self.origin.annotation if self.origin else self.stated
 
 
 @dataclass(frozen=True, slots=True)
 class StorageChange:
-    """A parameter lies otherwise between uses, by the option ``option``."""
+    """A parameter is stored in another sharding than it is computed on, by the option ``option``."""
 
     name: str
     type: TensorType
@@ -126,61 +127,61 @@ class StorageChange:
 
     @property
     def text(self) -> str:
-        """In a few words."""
-        lies, is_computed = self.stored.text(self.type), self.computed.text(self.type)
-        return f"{self.name} is stored as {lies} by zero, and computed on as {is_computed}"
+        """The change in a few words."""
+        stored, computed = self.stored.text(self.type), self.computed.text(self.type)
+        return f"{self.name} is stored as {stored} by zero, and computed on as {computed}"
 
     @property
-    def came(self) -> Mapping[str, Origin]:
-        """None of its axes come from annotations."""
+    def origins(self) -> Mapping[str, Origin]:
+        """None: no axis comes from an annotation."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingChange:
-    """A value is wanted otherwise than it was made.
+    """A consumer needs a value in the sharding ``dst``; its producer has it in ``src``.
 
-    ``type`` is global. ``operand``: which one of ``user`` it is, if that is an op. ``came``: for each axis of ``has``,
-    why. ``needs``: for each axis that changes, why. ``stored``: of a gradient that lies as its parameter is stored.
-    ``added``: of a sum of several values that would each have been moved so, why the others would have been.
+    ``type`` is global. ``operand``: the index among the operands of ``user``, where that is an op. ``origins``: why each
+    axis cuts ``src``. ``needs``: why each axis changes. ``stored``: for a gradient, how its parameter is stored.
+    ``added``: for a sum of several values, the changes that the others would have needed.
     """
 
     value: Endpoint
     type: TensorType
-    has: Sharding
+    src: Sharding
     user: Endpoint
-    wants: Sharding
+    dst: Sharding
     operand: int | None = None
-    came: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     needs: tuple[Need, ...] = ()
     stored: StorageChange | None = None
     added: tuple[Cause, ...] = ()
 
     @property
     def text(self) -> str:
-        """In a few words."""
-        return f"{self.value} is {self.has.text(self.type)}, {self.user} wants {self.wants.text(self.type)}"
+        """The change in a few words."""
+        return f"{self.value} is {self.src.text(self.type)}, {self.user} wants {self.dst.text(self.type)}"
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourEdges:
-    """An op reads, of a value, the edges of neighbours' chunks."""
+    """An op reads the edges of neighbours' chunks of a value."""
 
     value: Endpoint
     type: TensorType
-    has: Sharding
+    src: Sharding
     user: Endpoint
-    came: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """In a few words."""
-        return f"{self.value} is {self.has.text(self.type)}, {self.user} reach into neighbours' chunks"
+        """The exchange in a few words."""
+        return f"{self.value} is {self.src.text(self.type)}, {self.user} reach into neighbours' chunks"
 
 
 @dataclass(frozen=True, slots=True)
 class StageCrossing:
-    """A stage of a pipeline, which ``option`` asks for, reads what another makes: nodes by name."""
+    """A stage of the pipeline ``option`` reads values of another stage: the names of their nodes."""
 
     source: int
     target: int
@@ -189,12 +190,12 @@ class StageCrossing:
 
     @property
     def text(self) -> str:
-        """In a few words."""
+        """The message in a few words."""
         return f"stage {self.target} reads what stage {self.source} makes"
 
     @property
-    def came(self) -> Mapping[str, Origin]:
-        """What is sent crosses as it lies, however that is."""
+    def origins(self) -> Mapping[str, Origin]:
+        """None: a message is sent in whatever sharding the value has."""
         return {}
 
 
@@ -202,15 +203,13 @@ Cause = ShardingChange | NeighbourEdges | StorageChange | StageCrossing
 
 
 def cause_text(causes: Sequence[Cause], most: int | None = None) -> str:
-    """Why each is there, and once each annotation that they come from; of more than ``most`` the first alone."""
-    said = [text for cause in causes for text in _said(cause)]
-    if most is not None and len(said) > most:
-        said = [said[0], f"and {len(said) - 1} more"]
-    came = dict.fromkeys(f"{axis} from {origin.annotation}" for each in causes for axis, origin in each.came.items())
-    return "; ".join([*said, *came])
-
-
-def _said(cause: Cause) -> Iterator[str]:
-    yield cause.text
-    if isinstance(cause, ShardingChange) and cause.stored:
-        yield cause.stored.text
+    """The causes in a few words, then each annotation that they come from; of more than ``most`` causes the first."""
+    texts: list[str] = []
+    for cause in causes:
+        texts.append(cause.text)
+        if isinstance(cause, ShardingChange) and cause.stored:
+            texts.append(cause.stored.text)
+    if most is not None and len(texts) > most:
+        texts = [texts[0], f"and {len(texts) - 1} more"]
+    annotations = (f"{axis} from {origin.annotation}" for each in causes for axis, origin in each.origins.items())
+    return "; ".join([*texts, *dict.fromkeys(annotations)])

@@ -33,17 +33,9 @@ from shardc.program.program import Program
 from shardc.program.provenance import Phase, StageCrossing, cause_text
 
 Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
-
-
 PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
-
-
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
-
-
 TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
-
-
 PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action computes
     "F": ("forward",),
     "I": ("input_gradient",),

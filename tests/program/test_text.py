@@ -72,7 +72,7 @@ def megatron() -> Program:
     reduced = known(call(all_reduce, (y, ("tp",), "sum")), f32(16, 64), cut("dp,-", 16, 64), "mlp.down")
     came = {"tp": Origin("mlp.down.weight=tp,-", 1, ("dot_1", 0))}
     why = ShardingChange(
-        Endpoint("dot_1", "mlp.down"), f32(16, 64), open_sum, Endpoint("sum"), cut("dp,-", 16, 64), came=came
+        Endpoint("dot_1", "mlp.down"), f32(16, 64), open_sum, Endpoint("sum"), cut("dp,-", 16, 64), origins=came
     )
     program.set_causes(reduced, (why,))
     loss = known(call(aten.sum.default, (reduced,), {"dtype": F32}), f32(), Sharding.replicated(MESH, 0))

@@ -45,7 +45,7 @@ class Chains:
             for part in () if sharding is None else (*sharding.partial_axes, *sharding.cut_axes):
                 if part.name in origins[i]:
                     found.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
-                    for other in origins[i][part.name].others:
+                    for other in origins[i][part.name].further_annotations:
                         found.setdefault(other.annotation, self.chain(part.name, other))
         yield from found.values()
 
@@ -67,12 +67,12 @@ class Chains:
         holder, via = self._holder(*origin.value), self._known.get(origin.via)
         value = origin.value[0] if holder is None else self.names[holder]
         type_ = "" if holder is None else type_text(self.program, holder)
-        if origin.before is None:
+        if origin.previous is None:
             return Step(value, type_, "annotated")
         if via is None:
             return Step(value, type_, "tied" if " " in origin.via else "read", origin.via)
         role = self._role(holder, axis, origin.value[0] == origin.via)
-        if role == "summed" and self._is_open(self._holder(*origin.before.value), axis):
+        if role == "summed" and self._is_open(self._holder(*origin.previous.value), axis):
             role = "made"  # of a sum that was open already
         return self._by(via, Step(value, type_, role))
 

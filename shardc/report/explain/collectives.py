@@ -72,8 +72,10 @@ class CollectiveExplainer:
 
     def _chains(self, cause: Cause, axes: list[str], moved: fx.Node, made: fx.Node) -> Iterator[Chain]:
         """Where each axis came from, to the value that is sent and to what whoever reads it wants."""
-        known = dict(cause.came) if isinstance(cause, ShardingChange) else dict(self.program.origin(moved))
-        wanted = {need.axis: need.by for need in cause.needs if need.by} if isinstance(cause, ShardingChange) else {}
+        known = dict(cause.origins) if isinstance(cause, ShardingChange) else dict(self.program.origin(moved))
+        wanted = (
+            {need.axis: need.origin for need in cause.needs if need.origin} if isinstance(cause, ShardingChange) else {}
+        )
         for axis in axes:
             if axis in known:
                 yield self.chains.chain(axis, known[axis], moved)
@@ -86,10 +88,10 @@ class CollectiveExplainer:
     def _added(self, cause: Cause, axis: str, known: Mapping[str, Origin]) -> Iterator[Chain]:
         """Of a sum of several values, where the axis came from to the others, if that is elsewhere."""
         first = known.get(axis)
-        found = {} if first is None else {each.annotation: each for each in first.others}
+        found = {} if first is None else {each.annotation: each for each in first.further_annotations}
         for other in cause.added if isinstance(cause, ShardingChange) else ():
-            origin = other.came.get(axis)
-            for each in () if origin is None else (origin, *origin.others):
+            origin = other.origins.get(axis)
+            for each in () if origin is None else (origin, *origin.further_annotations):
                 found.setdefault(each.annotation, each)
         yield from (
             self.chains.chain(axis, each) for said, each in found.items() if not first or said != first.annotation
@@ -106,7 +108,7 @@ class CollectiveExplainer:
             node = self.chains.nodes.get(cause.user.name)
             taken = operands(node) if node is not None and node.op == "call_function" else ()
             given = taken.index(made) if made in taken else cause.operand
-            return self._end(cause.user, cause.wants.text(cause.type), given)
+            return self._end(cause.user, cause.dst.text(cause.type), given)
         readers = list(_readers(made, isinstance(cause, NeighbourEdges)))
         reader = next((each for each in readers if self._is_run(each, found.stage)), next(iter(readers), made))
         source = self.program.source(reader)
@@ -122,7 +124,9 @@ class CollectiveExplainer:
 
     def _reasons(self, cause: Cause, axes: list[str]) -> Iterator[Reason]:
         if isinstance(cause, ShardingChange):
-            yield from (Reason(need.axis, need.kind, need.dim, need.end) for need in cause.needs if need.axis in axes)
+            yield from (
+                Reason(need.axis, need.kind, need.dim, need.annotation) for need in cause.needs if need.axis in axes
+            )
         stored = (
             cause.stored if isinstance(cause, ShardingChange) else cause if isinstance(cause, StorageChange) else None
         )
@@ -181,8 +185,8 @@ def site_of(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> Si
     pinned = {(pin.kind, pin.name): pin.text for pin in program.pins}
     needs = [need for cause in program.causes(node) if isinstance(cause, ShardingChange) for need in cause.needs]
     direct = {said.get(pinned.get((value.kind, value.name), "")) for value in beside}
-    direct |= {said.get(need.end) for need in needs if need.kind in ("placed", "end")}
-    origins = {*(need.end for need in needs), *_origins(program, node, moved, axes)}
+    direct |= {said.get(need.annotation) for need in needs if need.kind in ("placed", "end")}
+    origins = {*(need.annotation for need in needs), *_origins(program, node, moved, axes)}
     came = {said.get(text) for text in origins}
     inputs = {said.get(pin.text) for pin in program.pins if pin.kind == "input"}
 

@@ -79,7 +79,7 @@ def _gathers(program: Program, asked: _Asked) -> Iterator[ShardingError]:
 def _unrequested(program: Program, node: fx.Node, found: Collective) -> ShardingError:
     moved, axes = operand(node), ", ".join(found.axes)
     (cause,) = found.causes
-    came = [f"{axis} from {origin.annotation}" for axis, origin in cause.came.items()]
+    came = [f"{axis} from {origin.annotation}" for axis, origin in cause.origins.items()]
     return ShardingError(
         _place(program, node),
         f"{found.kind} over {axes}, {type_text(program, moved)} to {type_text(program, node)}, "
