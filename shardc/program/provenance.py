@@ -141,8 +141,8 @@ class StorageChange:
 class ShardingChange:
     """A consumer needs a value in the sharding ``dst``; its producer has it in ``src``.
 
-    ``type`` is global. ``operand``: the index among the operands of ``user``, if that is an op. ``origins``: why each axis
-    cuts ``src``. ``needs``: why each axis changes. ``stored``: for a gradient, how its parameter is stored.
+    ``type`` is global. ``operand``: the index among the operands of ``user``, if that is an op. ``origins``: why each
+    axis cuts ``src``. ``needs``: why each axis changes. ``stored``: for a gradient, how its parameter is stored.
     ``added``: for a sum of several values, the changes that the others would have needed.
     """
 
