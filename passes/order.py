@@ -26,7 +26,6 @@ from .canonicalize.canonicalize import canonicalize
 from .canonicalize.cut_stages import cut_stages
 from .canonicalize.keep_dims import keep_dims
 from .decompose.decompose import decompose
-from .lower.accumulate import accumulate
 from .lower.bucket_collectives import bucket_collectives
 from .lower.fuse_collectives import fuse_collectives
 from .lower.localize import localize
@@ -35,6 +34,7 @@ from .lower.overlap_collectives import overlap_collectives
 from .lower.rematerialize import rematerialize
 from .propagate.cut_blocks import cut_blocks
 from .propagate.propagate import propagate
+from .reshard.accumulate import accumulate
 from .reshard.insert_reshards import insert_reshards
 from .reshard.lower_reshards import lower_reshards
 from .reshard.store import store

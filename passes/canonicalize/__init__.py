@@ -1,1 +1,1 @@
-"""First phase: few kinds of op, each with a rule; contractions that keep their dims; stages."""
+"""Captured to canonical: few kinds of op, each with a rule; contractions keep the model's dims."""

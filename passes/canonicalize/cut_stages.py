@@ -1,8 +1,13 @@
 """cut_stages: captured -> captured. Each call gets the stage of the pipeline that it is part of.
 
-A call of forward is where ``choose_stages`` puts it; a call of backward is where the call of forward is that it
-differentiates. Later passes give what they make the stage of what they make it of. The graph stays one: which values
-cross from stage to stage is read off it at the end (shardc/stage.py).
+A call of forward has the stage that ``choose_stages`` chooses; a call of backward has that of the call of forward that
+it differentiates::
+
+    h = mm(x, a);  y = mm(h, b)        ->        h = mm(x, a)    # stage 0        y = mm(h, b)    # stage 1
+    da = mm(x, dh)                               da = mm(x, dh)  # stage 0
+
+Later passes give what they insert the stage of the call that it is inserted for. Invariant: the graph stays one and as
+it was. Which values cross from stage to stage is read off it at the end (shardc/program/stages.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""keep_dims: contractions keep the dims of the model, so that a batch dim and a sequence dim never meet in one.
+"""keep_dims: canonical -> canonical. Every matrix product becomes one ``dot`` over the model's own dims.
 
-Every matrix product becomes one ``dot`` with named dims; the views and permutes that made its operands flat go::
+So a batch dim and a sequence dim never meet in one flat dim, where only one of their cuts could stay. The views and
+permutes that made the operands of a product flat go::
 
     v: f32[128, 64] = reshape(x)        # x: f32[8, 16, 64]
     m: f32[128, 256] = mm(v, w)         ->   m: f32[8, 16, 256] = dot(x, w, "a b c, c d -> a b d")

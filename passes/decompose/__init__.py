@@ -1,1 +1,1 @@
-"""Ops over a cut dim as local work and small reductions or exchanges of edges."""
+"""Annotated to annotated: ops whose whole dim arrives cut become local work and small reductions."""

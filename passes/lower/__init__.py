@@ -1,1 +1,1 @@
-"""Last phase: fewer, joined and earlier collectives, what is recomputed, and local shapes."""
+"""Lowered to localized: fewer, larger and earlier collectives, less memory, and one rank's shapes."""

@@ -21,6 +21,7 @@ from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
 from shardc.program.provenance import Cause, ShardingChange
 
+from ..reshard.accumulate import insert_sum
 from ..reshard.insert_reshards import endpoint
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
         total.sort(key=lambda each: program.value_type(program.value(each)) != program.type(node))  # a bias comes last
         result = total[0]
         for summand in total[1:]:
-            result = sum_of(program, result, summand, node)
+            result = insert_sum(program, result, summand, node)
     program.replace(node, result)
 
 
@@ -110,7 +111,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
     first = group[0]
     partial = operand(first)
     for other in group[1:]:
-        partial = sum_of(program, partial, operand(other), other)
+        partial = insert_sum(program, partial, operand(other), other)
     if len(group) == 1:
         return first
     result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
@@ -126,14 +127,6 @@ def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]
     if not isinstance(cause, ShardingChange):
         return cause
     return replace(cause, value=endpoint(program, value), origins=program.origin(value), added=cause.added + added)
-
-
-def sum_of(program: Program, one: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
-    """Insert the sum of two values that lie alike."""
-    result = program.insert(aten.add.Tensor, (one, other), program.type(like), like)
-    program.set_sharding(result, program.sharding(one))
-    program.set_origins(result, program.origins(one))
-    return result
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:

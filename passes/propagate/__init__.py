@@ -1,1 +1,1 @@
-"""Second phase: a sharding on every value."""
+"""Canonical to annotated: a sharding on every value, from the few that the user annotated."""

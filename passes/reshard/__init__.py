@@ -1,1 +1,1 @@
-"""Reshards where producer and consumer differ, and the cheapest collectives for each."""
+"""Annotated to lowered: what each op needs, the reshards between ops, and the collectives of each reshard."""
