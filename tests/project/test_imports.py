@@ -56,7 +56,7 @@ TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
 LOADS_MODELS = {"shardc.cli.target"}  # commands import it once they need a model
 MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {
-    "shardc.passes.lower.rematerialize",
+    "shardc.passes.lower.choose_saved",
     "shardc.passes.reshard.choose_sides",
     "shardc.passes.canonicalize.cut_stages",
     "shardc.passes.verify",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shardc
 from shardc import Compiled, Mesh, P, Remat, ShardingError, Zero
 from shardc.costs.flops import flops_of, flops_of_call
-from shardc.passes.lower.rematerialize import SLANT, UNIT, Chooser, Share
+from shardc.passes.lower.choose_saved import SLANT, UNIT, Chooser, Share
 from shardc.program.lifetime import owners_of, split
 from shardc.runtime.simulator import interpret
 
@@ -141,13 +141,13 @@ def test_the_cut_costs_least_of_all_choices(price: float) -> None:
     parts = split(program)
     owners = owners_of(program, (*parts.update, *parts.forward))
     chooser = Chooser(program, Share(parts.forward, parts.backward), Remat(budget=0), (), owners)
-    values = [value for made in chooser.made.values() for value in made]
+    values = [value for made in chooser.results.values() for value in made]
     assert 6 <= len(values) <= 14
 
     def cost(saved: set[Any]) -> float:
         total = 0
         for value in saved:
-            slant = 1 + SLANT * (1 - chooser.place[value[0]] / len(chooser.place))
+            slant = 1 + SLANT * (1 - chooser.order[value[0]] / len(chooser.order))
             total += round(UNIT * 2**price * slant * chooser._nbytes(value))
         todo, again = list(chooser.read - saved), set()
         while todo:

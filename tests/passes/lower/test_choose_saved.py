@@ -15,7 +15,7 @@ from shardc.costs.memory import memory_by_rank
 from shardc.options import Pipeline
 from shardc.program.stages import stages_of
 
-pytestmark = pytest.mark.xdist_group("choose_saved_stages")  # who shares what is made once
+pytestmark = pytest.mark.xdist_group("choose_saved")  # who shares what is made once
 CONFIG = gpt.Config(layers=2, dropout=0.1, width=32, context=16)
 
 

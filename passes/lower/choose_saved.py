@@ -1,0 +1,315 @@
+"""Which values of forward are saved for backward within a budget of bytes: minimum cuts of the graph, at a price.
+
+A value that backward reads is saved, or computed again from others that are saved. For a price of a byte, the cheapest
+choice is a minimum cut between what there is and what backward reads. The price is searched at which the choice meets
+the budget. In a pipeline every rank has the budget, for all its microbatches under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+from torch import fx
+
+from shardc.costs.flops import flops_of_call
+from shardc.costs.pipeline_memory import rank_bytes
+from shardc.costs.stage_schedule import schedule_of
+from shardc.language.errors import OptionError
+from shardc.options import Remat
+from shardc.program.communication import bytes_sent, is_collective
+from shardc.program.lifetime import Parts, owners_of
+from shardc.program.node import is_getitem
+from shardc.program.program import Program, Value
+from shardc.program.stages import Kinds, Places, stages_of
+from shardc.schedules.schedule import Schedule
+
+FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
+WIRE = 16  # bytes of memory that are moved in the time of one on the wire
+SLANT = 0.1  # how much dearer the first byte saved is than the last: it is held longest, and like blocks differ
+WINDOW = 8  # calls on each side of a narrow place that are no narrower
+UNIT = 1024  # capacities are whole numbers of 1/1024 byte
+LOW, HIGH = -10.0, 24.0  # prices, as powers of 2: bytes moved that saving one less is worth
+HALVINGS = 12
+LUMPS = 3  # values that are tried to be held
+TRIES = 4  # of budgets for the ranks of a pipeline
+IN_FLIGHT = {"F": 1, "B": -1, "W": -1}  # by how many each action changes the microbatches of a stage under way
+
+Choose = Callable[[Program, Parts, Collection[fx.Node]], set[Value]]  # what is not saved; the nodes are twins
+Recompute = Callable[[Program, Choose], Program]  # a copy in which backward computes again what is not saved
+
+
+def within_budget(program: Program, remat: Remat, recompute: Recompute) -> Program:
+    """The program that saves no more than the budget on any rank. OptionError where more must be saved."""
+    if program.options.pipeline is None:
+        return recompute(program, partial(_unsaved, remat=remat))
+    return _within_budget_of_ranks(program, remat, recompute)
+
+
+def _unsaved(program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat) -> set[Value]:
+    """The values that are not saved, without a pipeline."""
+    assert remat.budget is not None
+    owners = owners_of(program, (*parts.update, *parts.forward))
+    chooser = Chooser(program, Share(parts.forward, parts.backward), remat, twins, owners)
+    whole = chooser.bytes_of(chooser.read)
+    if whole <= remat.budget:
+        return set()
+    saved = chooser.within(remat.budget)
+    if (least := chooser.bytes_of(saved)) > remat.budget:
+        raise _too_little(remat, whole, least)
+    return chooser.unsaved(saved)
+
+
+def _too_little(remat: Remat, whole: int, least: int) -> OptionError:
+    """The error of a budget below the ``least`` bytes that can be saved; ``whole``: those without it."""
+    return OptionError(
+        f"Remat(budget={remat.budget})",
+        f"bytes that a rank may save; {whole} are saved without it",
+        f"at least {least} must be saved" + ("" if remat.collectives else ": results of collectives are"),
+        f"say budget={least} or more" + ("" if remat.collectives else ", or collectives=True"),
+    )
+
+
+# Of a pipeline, rank by rank.
+
+
+def _within_budget_of_ranks(program: Program, remat: Remat, recompute: Recompute) -> Program:
+    """Choose for each rank by itself. Where one still saves too much its budget is lowered, and all is tried again."""
+    assert remat.budget is not None
+    most, whole = remat.budget, _saved_bytes(_without_max_memory(program))
+    if max(whole) <= most:
+        return program
+    budgets = [most] * len(whole)
+    for tries_left in reversed(range(TRIES)):
+        recomputing = recompute(program, partial(_unsaved_in_ranks, remat=remat, budgets=budgets))
+        saved = _saved_bytes(recomputing)
+        if max(saved) <= most:
+            return recomputing
+        for rank, excess in enumerate(each - most for each in saved):
+            if excess > 0:
+                budgets[rank] = max(0, budgets[rank] - excess) if tries_left > 1 else 0
+    raise _too_little(remat, max(whole), max(saved))
+
+
+def _saved_bytes(program: Program) -> list[int]:
+    """Bytes that each rank saves, as ``memory`` counts them."""
+    return [saved for saved, _ in rank_bytes(stages_of(program), schedule_of(program))]
+
+
+def _without_max_memory(program: Program) -> Program:
+    """The same graph with no limit on memory, for which a schedule is found anew."""
+    options = program.options
+    assert options.pipeline is not None
+    return replace(program, options=replace(options, pipeline=replace(options.pipeline, max_memory=None)))
+
+
+def _unsaved_in_ranks(
+    program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat, budgets: Sequence[int]
+) -> set[Value]:
+    program = _without_max_memory(program)  # what is found out here holds until the graph is changed
+    owners = owners_of(program, (*parts.update, *parts.forward))
+    unsaved: set[Value] = set()
+    for share, budget in zip(_shares(program, parts, owners), budgets, strict=True):
+        chooser = Chooser(program, share, remat, twins, owners)
+        unsaved |= chooser.unsaved(chooser.within(budget))
+    return unsaved
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a program that is chosen for at once: all of it, or the stages of one rank.
+
+    ``forward``: the calls whose results may be saved there; ``fixed``: those of them that cannot be repeated there.
+    ``times``: how many microbatches of a call's results are saved at a time, where it is not one.
+    """
+
+    forward: Sequence[fx.Node]
+    backward: Sequence[fx.Node]
+    fixed: Collection[fx.Node] = ()
+    times: Mapping[fx.Node, int] = field(default_factory=dict)
+
+
+def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> Iterator[Share]:
+    """For each rank the calls of its stages, those that every stage repeats for itself, and what its stages receive.
+
+    What is computed once a step is there anyway.
+    """
+    kinds, schedule = Kinds(program), schedule_of(program)
+    stage, under_way = Places(kinds).stage, _most_under_way(schedule)
+    crossings = ((way.target, nodes) for way, nodes in stages_of(program).crossings.items() if way.part == "forward")
+    received = {(target, owners[program.value(node)][0]) for target, nodes in crossings for node in nodes}
+    fixed = {node for _, node in received}
+    for rank in range(schedule.num_ranks):
+        here = {index for index, home in enumerate(schedule.place) if home == rank}
+        taken, most = {node for target, node in received if target in here}, max(under_way[index] for index in here)
+        local = {node for node in kinds.timed if stage.get(node, min(here)) in here}
+        forward = [node for node in parts.forward if node in local or node in taken]
+        times = {node: under_way[stage[node]] if stage.get(node) in here else most for node in forward}
+        yield Share(forward, [node for node in parts.backward if node in local], fixed, times)
+
+
+def _most_under_way(schedule: Schedule) -> list[int]:
+    """For each stage the most microbatches that it has begun and not ended."""
+    return [
+        max(
+            accumulate(
+                (IN_FLIGHT.get(each.kind, 0) for each in schedule.actions[rank] if each.stage == stage), initial=0
+            )
+        )
+        for stage, rank in enumerate(schedule.place)
+    ]
+
+
+# The minimum cut.
+
+
+class Chooser:
+    """What is saved of one share of a program, at any price of a byte.
+
+    Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
+    ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price.
+    """
+
+    def __init__(
+        self, program: Program, share: Share, remat: Remat, twins: Collection[fx.Node], owners: Mapping[Value, Value]
+    ) -> None:
+        self.program, self.forward, self.owners, self.times = program, share.forward, owners, share.times
+        forward = set(share.forward)
+        self.results: dict[fx.Node, list[Value]] = {}
+        for value, owner in owners.items():
+            if value == owner and value[0] in forward:
+                self.results.setdefault(value[0], []).append(value)
+        self.read = {value for node in share.backward for value in self._operands(node)}
+        self.free = {owners[program.value(node)] for node in program.results if node in forward}
+        self.order = {node: i for i, node in enumerate(share.forward)}
+        sent = {node for node in self.results if is_collective(node) and not remat.collectives and node not in twins}
+        self.fixed = sent | {node for node in self.results if node in share.fixed}
+        self.costs = {node: 0 if node in twins else self._cost(node) for node in self.results}
+        self.held: Collection[Value] = ()
+
+    def within(self, budget: int) -> set[Value]:
+        """The values to save, at the least cost within the budget; the fewest bytes possible where that is more."""
+        if self.bytes_of(self.read) <= budget:
+            return self.read
+        least = self.read
+        for held in self._holdings():
+            self.held = held
+            least = min(least, self.saved(HIGH), key=self.bytes_of)
+            if self.bytes_of(least) <= budget:
+                return self._cheapest(budget)
+        return least
+
+    def bytes_of(self, values: Collection[Value]) -> int:
+        """Bytes of values on a rank; those that the program returns are there anyway."""
+        return sum(map(self._nbytes, values))
+
+    def unsaved(self, saved: Collection[Value]) -> set[Value]:
+        """All values, views too, that backward computes again if it needs them."""
+        again = self._closed(saved)[1]
+        return {value for value, owner in self.owners.items() if owner[0] in again and owner not in saved}
+
+    def _holdings(self) -> Iterator[set[Value]]:
+        """The values that cross all narrow places, every 2nd, 4th, ..., none."""
+        crossings, every = self._crossings(), 1
+        while every <= len(crossings):
+            yield set().union(*crossings[every - 1 :: every])
+            every *= 2
+        yield set()
+
+    def _crossings(self) -> list[set[Value]]:
+        """The values that cross each narrow place of forward: made before, read after."""
+        last = {value: self.order[node] for node in self.forward for value in self._operands(node)}
+        changes = [0] * (len(self.forward) + 1)
+        for value, end in last.items():
+            changes[self.order[value[0]]] += self._size(value)
+            changes[end] -= self._size(value)
+        alive = list(accumulate(changes))
+        narrow = [i for i, size in enumerate(alive) if size and size == min(alive[max(0, i - WINDOW) : i + WINDOW + 1])]
+        crossings = [{value for value, end in last.items() if self.order[value[0]] <= i < end} for i in narrow]
+        return [crossing for i, crossing in enumerate(crossings) if i == 0 or crossing != crossings[i - 1]]
+
+    def _cheapest(self, budget: int) -> set[Value]:
+        """The values saved at the least price that meets the budget, and those of a lesser price that still fit.
+
+        A large value that all but fits costs little not to save, so it is tried to hold it instead.
+        """
+        best, wanted = self._at_least_price(budget)
+        missing = wanted - best
+        for _ in range(LUMPS if missing else 0):
+            self.held = {*self.held, max(missing, key=self._nbytes)}
+            if self.bytes_of(self.saved(HIGH)) > budget:
+                break
+            other, wanted = self._at_least_price(budget)
+            best = min(best, other, key=lambda saved: sum(map(self.costs.__getitem__, self._closed(saved)[1])))
+            missing = wanted - other or missing
+        return best
+
+    def _at_least_price(self, budget: int) -> tuple[set[Value], set[Value]]:
+        """The values saved within a budget, and those saved at a price little less."""
+        low, high, best, wanted = LOW, HIGH, self.saved(HIGH), self.saved(LOW)
+        for _ in range(HALVINGS):
+            price = (low + high) / 2
+            saved = self.saved(price)
+            if self.bytes_of(saved) <= budget:
+                high, best = price, saved
+            else:
+                low, wanted = price, saved
+        for value in sorted(wanted - best, key=lambda value: -self.order[value[0]]):
+            more = self._closed({*best, value})[0]
+            best = more if self.bytes_of(more) <= budget else best
+        return best, wanted
+
+    def _closed(self, saved: Collection[Value]) -> tuple[set[Value], set[fx.Node]]:
+        """Those of ``saved`` that backward or a repeated call reads; and the calls that it repeats."""
+        needed: set[Value] = set()
+        again: set[fx.Node] = set()
+        stack = list(self.read)
+        while stack:
+            value = stack.pop()
+            if value in saved:
+                needed.add(value)
+            elif value[0] not in again:
+                again.add(value[0])
+                stack += self._operands(value[0])
+        return needed, again
+
+    def saved(self, price: float) -> set[Value]:
+        """The values saved where a byte costs 2 to the power of ``price``."""
+        graph = nx.DiGraph()
+        graph.add_edges_from((("have", value), "sink") for value in self.read)
+        for node, values in self.results.items():
+            is_kept = node in self.fixed or any(value in self.held for value in values)
+            graph.add_edge("source", ("make", node), **({} if is_kept else {"capacity": UNIT * self.costs[node]}))
+            graph.add_edges_from((("have", value), ("make", node)) for value in self._operands(node))
+            slant = 1 + SLANT * (1 - self.order[node] / len(self.order))
+            for value in values:
+                cost = round(UNIT * 2**price * slant * self._nbytes(value))
+                graph.add_edge(("make", node), ("have", value), capacity=cost)
+        _, (before, after) = nx.minimum_cut(graph, "source", "sink", flow_func=boykov_kolmogorov)
+        pairs = ((node, value) for node, values in self.results.items() for value in values)
+        return {value for node, value in pairs if ("make", node) in before and ("have", value) in after}
+
+    def _operands(self, node: fx.Node) -> set[Value]:
+        """The values of forward that a call reads."""
+        if is_getitem(node):
+            return set()
+        values = (self.program.value(operand) for operand in node.all_input_nodes)
+        return {owner for value in values if (owner := self.owners.get(value)) and owner[0] in self.results}
+
+    def _cost(self, node: fx.Node) -> int:
+        """The cost to compute a call's results, in bytes moved."""
+        moved = sum(map(self._size, (*self._operands(node), *self.results[node])))
+        sent = bytes_sent(self.program, node) if is_collective(node) else 0
+        return moved + flops_of_call(self.program, node) // FLOPS_PER_BYTE + WIRE * sent
+
+    def _nbytes(self, value: Value) -> int:
+        """Bytes to save a value: of all microbatches under way, 0 if the program returns it."""
+        return 0 if value in self.free else self._size(value) * self.times.get(value[0], 1)
+
+    def _size(self, value: Value) -> int:
+        type_ = self.program.local_type(*value)
+        return 0 if type_ is None else type_.nbytes
