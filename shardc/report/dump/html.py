@@ -29,7 +29,7 @@ from shardc.report.dump.selection import Only
 from shardc.report.explain.alternatives import Alternative, choices
 from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import Chain, Explanation, Step, reason_text
+from shardc.report.explain.explanation import Chain, ChainStep, Explanation, reason_text
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.schedule import Action
 from shardc.schedules.timeline import Task, Timeline, rounded
@@ -271,10 +271,10 @@ Choices = Mapping[str, Sequence[Alternative]]
 def why_record(program: Program, choices: Choices) -> dict[str, Any]:
     """``why``: of each value its chains, each the axis and the place of its last step in ``steps``.
 
-    A step is ``[annotation, value, role, via, call, before]``: a place in ``annotations``, what ``Step`` has, and the
-    place of the step before it, -1 on the annotated value. ``because``: of each collective its parts, see ``_part``,
-    ``seconds`` as they are estimated, ``choices`` as ``Alternative`` has them, ``notes`` as ``Explanation`` has them,
-    and ``needed``, what it is there for in any plan like this one.
+    A step is ``[annotation, value, role, via, call, before]``: the place in ``annotations``, fields of ``ChainStep``,
+    and the place of the step before it, -1 on the annotated value. ``because``: of each collective its parts (see
+    ``_part``), its predicted ``seconds``, ``choices`` with the fields of ``Alternative``, ``notes`` of its
+    ``Explanation``, and ``needed``, the sentence of ``why_needed``.
     """
     table, explainer = _Steps(), Explainer(program)
     nodes = [node for node in program.graph.nodes if node.op != "output" and any(program.origins(node))]
@@ -325,6 +325,6 @@ class _Steps:
             before = self.rows.setdefault((*self._row(chain, step), before), len(self.rows))
         return before
 
-    def _row(self, chain: Chain, step: Step) -> tuple[int, str, str, str, str]:
+    def _row(self, chain: Chain, step: ChainStep) -> tuple[int, str, str, str, str]:
         annotation = self.annotations.setdefault(chain.end, len(self.annotations))
         return annotation, step.value, step.role, step.via, step.call

@@ -26,8 +26,8 @@ from shardc.program.node import op_name
 from shardc.program.program import Program
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.collectives import Movement, movements
 from shardc.report.explain.compare import compare_cuts, compare_forms, compare_steps, held, kinds_of, sent, where_summed
+from shardc.report.explain.movement import Movement, movements
 
 MOST = 4  # alternatives of a question
 Pair = tuple[Sharding, Sharding, TensorType]
@@ -60,8 +60,8 @@ class Chooser:
     def _of_op(self, node: fx.Node, moved: Movement) -> Iterator[Alternative]:
         """How the op could be computed that leaves a sum open, or that wants the value as it comes."""
         named = {each.name: each for each in self.plan.ops}
-        is_sum = bool(self.whole.sharding(moved.moved).partial) if not self.whole.has_many(moved.moved) else False
-        asked = [moved.made] if is_sum else [user for user in moved.users if user.op != "output"]
+        is_sum = bool(self.whole.sharding(moved.operand).partial) if not self.whole.has_many(moved.operand) else False
+        asked = [moved.producer] if is_sum else [user for user in moved.users if user.op != "output"]
         op = next((named[name] for name in (self._producer(each) for each in asked) if name in named), None)
         if op is None:
             return
@@ -84,7 +84,7 @@ class Chooser:
     def _of_form(self, node: fx.Node, moved: list[Movement]) -> Iterator[Alternative]:
         """What gathering would have cost of an op that was taken apart: of one on the user's line that is gone."""
         before, after = self.compiled.at("propagate"), {each.name for each in self.compiled.at("decompose").calls}
-        made = node if node.target in EXCHANGES else moved[0].made
+        made = node if node.target in EXCHANGES else moved[0].producer
         if len(moved) > 1 or made.op != "call_function":
             return
         source = self.whole.source(made)
@@ -109,7 +109,7 @@ class Chooser:
         """What taking an op apart would cost that gathers, or that adds up what it makes of what it has."""
         program = self.compiled.at("decompose")
         named = {each.name: each for each in program.calls}
-        asked = [self._producer(each) for each in (*moved.users, moved.made) if each.op == "call_function"]
+        asked = [self._producer(each) for each in (*moved.users, moved.producer) if each.op == "call_function"]
         for op in (named[name] for name in dict.fromkeys(asked) if name in named):
             costs = compare_forms(program, op)
             if costs is None or costs.axes.isdisjoint(axes_of(node)) or not (costs.apart or costs.refused):
@@ -170,7 +170,7 @@ def _of_steps(program: Program, moved: list[Movement]) -> Iterator[Alternative]:
 
 def _ends(program: Program, moved: Movement) -> Pair | None:
     """How a value was made and how it is wanted, where nothing but steps of a reshard lies between."""
-    made, come = program.value(moved.made), program.value(moved.come)
+    made, come = program.value(moved.producer), program.value(moved.result)
     src, dst = program.shardings(made[0])[made[1]], program.shardings(come[0])[come[1]]
     types = program.value_type(made), program.value_type(come)
     return None if src is None or dst is None or src == dst or types[0] != types[1] else (src, dst, types[0])

@@ -1,93 +1,192 @@
-"""Changes that might remove a collective, the likeliest first: one annotation dropped, changed or added, or an option.
+"""Changes of a plan that might remove a collective, the likeliest first: one annotation or one option at a time.
 
-Last comes what removes it for sure: its axes in no annotation. Patterns are globs over repeated modules, as one writes.
+The last one removes it for sure: its axes are taken out of every annotation. Patterns are globs over repeated modules,
+as a user writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import cast
+
+from torch import fx
 
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_units import prefixes
 from shardc.language.mesh import Mesh, axis_of
 from shardc.language.partition import Blocks, Entry, P
 from shardc.options import BALANCES, Pipeline, Zero
-from shardc.program.program import Input, Program
-from shardc.program.provenance import StageCrossing
-from shardc.report.explain.collectives import Named, Site, axis_names, entry_axes
-from shardc.report.explain.retry import Change, Edit
+from shardc.program.communication import axes_of
+from shardc.program.node import is_cast, is_getitem, is_view, operands
+from shardc.program.program import Input, Program, ends_of
+from shardc.program.provenance import ShardingChange, StageCrossing
+from shardc.report.explain.change import Change, Edit
+from shardc.report.explain.movement import Movement, movements
 
 
 def candidates(
-    site: Site, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
+    related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
 ) -> list[Change]:
-    """At most ``count`` changes, each different, the surest last."""
-    found = [
-        *_of_near_annotations(site, annotations),
-        *(Change(taken_out=(call,)) for call in site.calls),
-        *_of_inputs(site, annotations, inputs),
-        *_of_zero(site, zero),
-        *_dropped_at(site, annotations, 2),
-        *_additions(site, annotations),
-        *_dropped_at(site, annotations, 3),
+    """At most ``count`` different changes, the surest last."""
+    changes = [
+        *_edits_near(related, annotations),
+        *(Change(removed_calls=(call,)) for call in related.calls),
+        *_batch_cuts(related, annotations, inputs),
+        *_zero_changes(related, zero),
+        *_drops(related, annotations, 2),
+        *_additions(related, annotations),
+        *_drops(related, annotations, 3),
     ]
-    sure, first = nowhere(site, annotations, zero), list(dict.fromkeys(found))[:count]
+    sure, first = _without_axes_anywhere(related, annotations, zero), list(dict.fromkeys(changes))[:count]
     return first if sure in first else [*first[: count - 1], sure]
 
 
-def nowhere(site: Site, annotations: Mapping[str, P], zero: Zero | None) -> Change:
+def _without_axes_anywhere(related: RelatedAnnotations, annotations: Mapping[str, P], zero: Zero | None) -> Change:
     """The axes cut nothing: they are taken out of every annotation, and out of ``zero``."""
-    gone = set(site.axes)
-    edits = [Edit(pattern, spec, _dropped(spec, gone)) for pattern, spec in annotations.items()]
+    axes = set(related.axes)
+    edits = [Edit(pattern, spec, _without_axes(spec, axes)) for pattern, spec in annotations.items()]
     changed = tuple(edit for edit in edits if edit.after != edit.before)
-    return Change(changed, is_zero=zero is not None and zero.axis in gone, taken_out=site.calls)
+    return Change(changed, is_zero=zero is not None and zero.axis in axes, removed_calls=related.calls)
 
 
-def _dropped(spec: P, axes: set[str]) -> P | None:
-    """The annotation without the axes; None where it says nothing then."""
+def _without_axes(spec: P, axes: set[str]) -> P | None:
+    """The annotation without the axes; None where it then says nothing."""
     if not axes & axis_names(spec):
         return spec
-    left = _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
-    return left if axis_names(left) else None
+    rest = _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
+    return rest if axis_names(rest) else None
 
 
-# Annotations that are there.
+# The annotations that a collective is related to.
 
 
-def _of_near_annotations(site: Site, annotations: Mapping[str, P]) -> Iterator[Change]:
-    """Of those about what is moved, and then of those that its cuts come from."""
+@dataclass(frozen=True, slots=True)
+class NamedValue:
+    """A value that an annotation may be about: ``kind`` and ``name`` as in a Pin, and its global shape."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RelatedAnnotations:
+    """The mesh axes that a collective goes over, and how closely each annotation is related to it.
+
+    ``distances``, by pattern: 0 for an annotation of a value that is moved or stands beside one; 1 where the cuts of a
+    value come from it; 2 where it names one of the axes or is about an input; 3 otherwise. ``unannotated``: values
+    beside those that are moved, which no annotation is about. ``num_dims``: of the values of each pattern. ``calls``:
+    calls of ``shardc.annotate`` in the model that name one of the axes, or cause the collective.
+    """
+
+    axes: tuple[str, ...]
+    distances: Mapping[str, int]
+    unannotated: tuple[NamedValue, ...]
+    num_dims: Mapping[str, int]
+    calls: tuple[str, ...] = ()
+
+
+def related_annotations(program: Program, node: fx.Node, annotations: Mapping[str, P]) -> RelatedAnnotations:
+    """The annotations that a collective of a lowered program in global shapes is related to."""
+    axes, moved = axes_of(node), list(movements(program, node))
+    patterns = {f"{pattern}: {spec!r}": pattern for pattern, spec in annotations.items()}
+    beside = dict.fromkeys(value for movement in moved for value in _values_beside(program, movement))
+    pinned = {(pin.kind, pin.name): pin.text for pin in program.pins}
+    needs = [need for cause in program.causes(node) if isinstance(cause, ShardingChange) for need in cause.needs]
+    direct = {patterns.get(pinned.get((value.kind, value.name), "")) for value in beside}
+    direct |= {patterns.get(need.annotation) for need in needs if need.kind in ("placed", "end")}
+    texts = {*(need.annotation for need in needs), *_origin_texts(program, node, moved, axes)}
+    origins = {patterns.get(text) for text in texts}
+    inputs = {patterns.get(pin.text) for pin in program.pins if pin.kind == "input"}
+
+    def distance(pattern: str, spec: P) -> int:
+        is_near = pattern in inputs or axis_names(spec) & set(axes)
+        return 0 if pattern in direct else 1 if pattern in origins else 2 if is_near else 3
+
+    distances = {pattern: distance(pattern, spec) for pattern, spec in annotations.items()}
+    unannotated = tuple(each for each in beside if (each.kind, each.name) not in pinned and each.kind != "output")
+    num_dims: dict[str, int] = {}
+    calls: dict[str, None] = {}
+    for pin in program.pins:
+        if pin.text in patterns:
+            pattern, count = patterns[pin.text], len(pin.sharding.dims)
+            num_dims[pattern] = min(count, num_dims.get(pattern, count))
+        elif pin.kind == "value" and (pin.text in texts or set(axes) & {part.name for part in pin.sharding.cut_axes}):
+            calls[pin.text] = None
+    return RelatedAnnotations(axes, distances, unannotated, num_dims, tuple(calls))
+
+
+def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]:
+    """What is moved, what it is the gradient of, and the parameters and inputs that its producer and readers take."""
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    ends = list(ends_of(program))
+    for output, owner, _ in (ends[i] for i in movement.outputs):
+        if owner is not None:
+            yield NamedValue(inputs[owner].kind, inputs[owner].name, inputs[owner].type.shape)
+        elif output.kind == "output":
+            shape = program.value_type(program.value(movement.result)).shape
+            yield NamedValue("output", output.name, shape)
+    for call in [movement.producer, *(user for user in movement.users if user.op != "output")]:
+        for operand in [call, *filter(None, operands(program.value(call)[0]))]:
+            given = inputs.get(_viewed(program, operand))
+            if given is not None and given.kind in ("parameter", "buffer", "input"):
+                yield NamedValue(given.kind, given.name, given.type.shape)
+
+
+def _viewed(program: Program, node: fx.Node) -> fx.Node:
+    """The node that a value is a view, a cast or a reshard of, however many there are."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        if not (is_view(node) or is_cast(node) or is_getitem(node) or program.causes(node)):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _origin_texts(program: Program, node: fx.Node, moved: list[Movement], axes: tuple[str, ...]) -> Iterator[str]:
+    """The annotations that the axes came from: to the values that are moved, and to those that read them."""
+    near = [node, *(each for movement in moved for each in (movement.producer, movement.result, *movement.users))]
+    for each in near:
+        if each.op != "output":
+            for origins in program.origins(program.value(each)[0]):
+                yield from (origin.annotation for axis, origin in origins.items() if axis in axes)
+
+
+# Changes of annotations that there are.
+
+
+def _edits_near(related: RelatedAnnotations, annotations: Mapping[str, P]) -> Iterator[Change]:
+    """Edits of the annotations of what is moved, and then of those that its cuts come from."""
     for distance in (0, 1):
         for pattern, spec in annotations.items():
-            if site.distances[pattern] == distance:
-                yield from (_change(pattern, spec, after) for after in _edits(site, pattern, spec))
+            if related.distances[pattern] == distance:
+                yield from (_change(pattern, spec, after) for after in _edits(related, pattern, spec))
 
 
-def _dropped_at(site: Site, annotations: Mapping[str, P], distance: int) -> Iterator[Change]:
+def _drops(related: RelatedAnnotations, annotations: Mapping[str, P], distance: int) -> Iterator[Change]:
     for pattern, spec in annotations.items():
-        if site.distances[pattern] == distance:
+        if related.distances[pattern] == distance:
             yield _change(pattern, spec, None)
 
 
-def _edits(site: Site, pattern: str, spec: P) -> Iterator[P | None]:
-    """One annotation with one thing said otherwise; None drops it, first of all where it says nothing else."""
-    axes, rank = set(site.axes), site.ranks.get(pattern, len(spec.entries))
+def _edits(related: RelatedAnnotations, pattern: str, spec: P) -> Iterator[P | None]:
+    """One annotation with one thing changed. None drops it, first of all if it names no other axes."""
+    axes, num_dims = set(related.axes), related.num_dims.get(pattern, len(spec.entries))
     names = axis_names(spec)
     if names <= axes:
         yield None
-    yield from _moved(spec, axes, rank) if names & axes else _cut_more(spec, site.axes, rank)
-    yield from _opened(spec, axes, rank)
+    yield from _moved(spec, axes, num_dims) if names & axes else _cut_further(spec, related.axes, num_dims)
+    yield from _opened(spec, axes, num_dims)
     if not names <= axes:
         yield None
     if names & axes:
         yield _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
 
 
-def _moved(spec: P, axes: set[str], rank: int) -> Iterator[P]:
-    """An entry of the axes changes places with a dim that is whole."""
-    entries = _entries(spec, rank)
+def _moved(spec: P, axes: set[str], num_dims: int) -> Iterator[P]:
+    """An entry of the axes changes places with a whole dim."""
+    entries = _entries(spec, num_dims)
     for src, entry in enumerate(entries):
         if entry_axes(entry) & axes:
             for dst in (dim for dim, other in enumerate(entries) if other is None):
@@ -96,81 +195,90 @@ def _moved(spec: P, axes: set[str], rank: int) -> Iterator[P]:
                 yield _with_entries(spec, swapped)
 
 
-def _cut_more(spec: P, axes: tuple[str, ...], rank: int) -> Iterator[P]:
-    """A dim that is whole is cut by the axes; a last dim first, which is the one of features."""
-    entries = _entries(spec, rank)
-    order = [0, *range(rank - 1, 0, -1)] if not axis_names(spec) else range(rank - 1, -1, -1)
+def _cut_further(spec: P, axes: tuple[str, ...], num_dims: int) -> Iterator[P]:
+    """A whole dim is cut by the axes; the last dim first, which is the one of features."""
+    entries = _entries(spec, num_dims)
+    order = [0, *range(num_dims - 1, 0, -1)] if not axis_names(spec) else range(num_dims - 1, -1, -1)
     for dim in order:
         if dim < len(entries) and entries[dim] is None:
             cut: Entry = axes[0] if len(axes) == 1 else tuple(axes)
             yield _with_entries(spec, [*entries[:dim], cut, *entries[dim + 1 :]])
 
 
-def _opened(spec: P, axes: set[str], rank: int) -> Iterator[P]:
-    """What is said of the axes is left open; where they are not named, what is said to be whole."""
-    entries = _entries(spec, rank)
+def _opened(spec: P, axes: set[str], num_dims: int) -> Iterator[P]:
+    """Dims of the axes are left open; whole dims where the axes are not named."""
+    entries = _entries(spec, num_dims)
     is_named = bool(axes & axis_names(spec))
     open_ = [dim for dim, entry in enumerate(entries) if (entry_axes(entry) & axes if is_named else entry is None)]
     if open_ and len(open_) < len(entries):
         yield _with_entries(spec, [P.OPEN if dim in open_ else entry for dim, entry in enumerate(entries)])
 
 
-# Annotations that are not there, and options.
+# Further annotations, and options.
 
 
-def _of_inputs(site: Site, annotations: Mapping[str, P], inputs: Iterable[Input]) -> Iterator[Change]:
-    """The batch cut by an axis that cuts no input yet: said of one input, from which the others follow."""
-    known = {pattern.removeprefix("input:"): pattern for pattern in annotations}
-    passed = [given for given in inputs if given.kind == "input" and given.type.shape]
-    used = {axis for given in passed if given.name in known for axis in axis_names(annotations[known[given.name]])}
-    for axis in (axis for axis in site.axes if axis not in used):
-        for given in passed[:1]:
-            pattern = known.get(given.name, given.name)
+def _batch_cuts(related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input]) -> Iterator[Change]:
+    """The batch is cut by an axis that cuts no input yet: annotated at one input, from which the others follow."""
+    patterns = {pattern.removeprefix("input:"): pattern for pattern in annotations}
+    tensors = [given for given in inputs if given.kind == "input" and given.type.shape]
+    annotated = (annotations[patterns[given.name]] for given in tensors if given.name in patterns)
+    used = set[str]().union(*map(axis_names, annotated))
+    for axis in (axis for axis in related.axes if axis not in used):
+        for given in tensors[:1]:
+            pattern = patterns.get(given.name, given.name)
             before = annotations.get(pattern)
             entries = _entries(before, len(given.type.shape)) if before is not None else [None]
             if entries[0] is None:
                 yield _change(pattern, before, P(*_trimmed([axis, *entries[1:]])))
 
 
-def _additions(site: Site, annotations: Mapping[str, P]) -> Iterator[Change]:
-    """A parameter or input beside it that nothing is said of, cut by an axis along one dim, or whole."""
-    groups: dict[str, Named] = {}
-    for value in site.near:
-        groups.setdefault(_glob(value), value)
-    for dim_from_end in (False, True):
+def _additions(related: RelatedAnnotations, annotations: Mapping[str, P]) -> Iterator[Change]:
+    """A parameter or input beside it without an annotation is cut by an axis along one dim, or kept whole."""
+    groups: dict[str, NamedValue] = {}
+    for value in related.unannotated:
+        glob = ".".join("*" if part.isdigit() else part for part in value.name.split("."))  # all repeated modules
+        groups.setdefault(glob, value)
+    for is_last in (False, True):
         for pattern, value in groups.items():
             dims = list(range(len(value.shape)))
-            for axis in site.axes:
-                for dim in dims[-1:] if dim_from_end else dims[:1]:
+            for axis in related.axes:
+                for dim in dims[-1:] if is_last else dims[:1]:
                     if value.shape[dim] > 1:
                         yield _change(pattern, annotations.get(pattern), P(*[None] * dim, axis))
     for pattern in groups:
         yield _change(pattern, annotations.get(pattern), P())
 
 
-def _glob(value: Named) -> str:
-    """The name with each index as ``*``: that of one of repeated modules stands for all."""
-    return ".".join("*" if part.isdigit() else part for part in value.name.split("."))
-
-
-def _of_zero(site: Site, zero: Zero | None) -> Iterator[Change]:
-    """A stage of ZeRO that gathers less often, or none."""
-    if zero is not None and zero.axis in site.axes:
+def _zero_changes(related: RelatedAnnotations, zero: Zero | None) -> Iterator[Change]:
+    """A stage of ZeRO that gathers less often, or no ZeRO."""
+    if zero is not None and zero.axis in related.axes:
         yield from (Change(zero=Zero(zero.axis, stage), is_zero=True) for stage in (2, 1) if stage < zero.stage)
         yield Change(is_zero=True)
 
 
-# Entries.
+# Entries of annotations.
+
+
+def axis_names(spec: P) -> set[str]:
+    """The mesh axes that an annotation names."""
+    return set[str]().union(*map(entry_axes, spec.entries))
+
+
+def entry_axes(entry: object) -> set[str]:
+    """The mesh axes that one entry names, an axis for each part of one."""
+    named = getattr(entry, "axes", entry)
+    names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
+    return set(map(axis_of, names))
 
 
 def _change(pattern: str, before: P | None, after: P | None) -> Change:
     return Change((Edit(pattern, before, after),))
 
 
-def _entries(spec: P, rank: int) -> list[Entry]:
+def _entries(spec: P, num_dims: int) -> list[Entry]:
     """One entry for each dim."""
     rest: Entry = P.OPEN if spec.rest_open else None
-    return [*spec.entries, *[rest] * max(0, rank - len(spec.entries))]
+    return [*spec.entries, *[rest] * max(0, num_dims - len(spec.entries))]
 
 
 def _with_entries(spec: P, entries: list[Entry]) -> P:
@@ -178,7 +286,7 @@ def _with_entries(spec: P, entries: list[Entry]) -> P:
 
 
 def _trimmed(entries: list[Entry]) -> list[Entry]:
-    """Without whole dims at the end; open ones there as ``...``."""
+    """The entries without whole dims at the end, and with open ones there as ``...``."""
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()
@@ -192,39 +300,40 @@ def _trimmed(entries: list[Entry]) -> list[Entry]:
 def _entry_without(entry: Entry, axes: set[str]) -> Entry:
     if not entry_axes(entry) & axes:
         return entry
-    named = entry.axes if isinstance(entry, Blocks) else entry if isinstance(entry, tuple) else (str(entry),)
-    left = tuple(name for name in named if axis_of(name) not in axes)
+    names = entry.axes if isinstance(entry, Blocks) else entry if isinstance(entry, tuple) else (str(entry),)
+    rest = tuple(name for name in names if axis_of(name) not in axes)
     if isinstance(entry, Blocks):
-        return replace(entry, axes=left) if left else None
-    return (left if len(left) > 1 else left[0]) if left else None
+        return replace(entry, axes=rest) if rest else None
+    return (rest if len(rest) > 1 else rest[0]) if rest else None
+
+
+# Messages between the stages of a pipeline.
 
 
 def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh: Mesh, count: int) -> list[Change]:
-    """At most ``count`` changes for a message between stages; ``is_late``: it goes when all microbatches are done."""
+    """At most ``count`` changes by which less might cross; ``is_late``: the message follows the last microbatch."""
     pipeline = program.options.pipeline
     assert pipeline is not None
-    found = [
-        *(_on_one_rank(pipeline, cause, mesh) if is_late else ()),
-        *_other_beginnings(program, pipeline, cause),
-        *(Change(stages=(("balance", each), *_freely(pipeline))) for each in BALANCES if each != pipeline.balance),
+    even = (("cuts", None),) if pipeline.cuts else ()  # stages begin where the balance puts them
+    changes = [
+        *(_ends_on_one_rank(pipeline, cause, mesh, even) if is_late else ()),
+        *_other_beginnings(program, cause),
+        *(Change(pipeline_fields=(("balance", each), *even)) for each in BALANCES if each != pipeline.balance),
     ]
-    return [*found[: count - 1], _one_stage(program, pipeline, mesh)]
+    return [*changes[: count - 1], _without_stages(program, pipeline, mesh, even)]
 
 
-def _freely(pipeline: Pipeline) -> tuple[tuple[str, None], ...]:
-    """Stages begin where they are even."""
-    return (("cuts", None),) if pipeline.cuts else ()
-
-
-def _on_one_rank(pipeline: Pipeline, cause: StageCrossing, mesh: Mesh) -> Iterator[Change]:
-    """Stages placed in a V, so that the first and the last are on one rank."""
+def _ends_on_one_rank(
+    pipeline: Pipeline, cause: StageCrossing, mesh: Mesh, even: tuple[tuple[str, None], ...]
+) -> Iterator[Change]:
+    """Stages are placed in a V, so that the first and the last are on one rank."""
     last = mesh.axis_size(pipeline.axis) - 1
     if pipeline.chunks_a_rank == 1 and {cause.source, cause.target} == {0, last}:
-        yield Change(stages=(("schedule", "zb-v"), *_freely(pipeline)))
+        yield Change(pipeline_fields=(("schedule", "zb-v"), *even))
 
 
-def _other_beginnings(program: Program, pipeline: Pipeline, cause: StageCrossing) -> Iterator[Change]:
-    """A stage between the two begins with another module, the nearest first; all other stages as they do."""
+def _other_beginnings(program: Program, cause: StageCrossing) -> Iterator[Change]:
+    """A stage between the two begins with another module, the nearest first; the other stages stay."""
     begin, now = _beginnings(program), [path for path, _ in StageRecord(program).modules]
     if not all(path in begin for path in now[1:]):
         return  # a stage begins outside of all modules, which no glob names
@@ -234,28 +343,27 @@ def _other_beginnings(program: Program, pipeline: Pipeline, cause: StageCrossing
         before, here, after = places[stage - 1 : stage + 2]
         others = [path for path, place in begin.items() if before < place < after and place != here]
         for path in sorted(others, key=lambda path: (path.count("."), abs(begin[path] - here))):
-            yield Change(stages=(("cuts", (*now[1:stage], path, *now[stage + 1 :])),))
+            yield Change(pipeline_fields=(("cuts", (*now[1:stage], path, *now[stage + 1 :])),))
 
 
 def _beginnings(program: Program) -> dict[str, int]:
-    """The modules by the place of their first call of forward; of those that begin at one place the outermost."""
-    found: dict[str, int] = {}
-    seen: set[str] = set()
+    """The place of each module's first call of forward; of modules that begin at one place the outermost."""
+    places: dict[str, int] = {}
+    known: set[str] = set()
     forward = [node for node in program.calls if program.source(node).phase == "forward" and not program.causes(node)]
     for place, node in enumerate(sorted(forward, key=lambda node: program.source(node).ordinal)):
-        path = program.source(node).module
-        fresh = [each for each in prefixes(path) if each not in seen]
-        found.update(dict.fromkeys(fresh[:1], place))
-        seen.update(fresh)
-    return found
+        new = [each for each in prefixes(program.source(node).module) if each not in known]
+        places.update(dict.fromkeys(new[:1], place))
+        known.update(new)
+    return places
 
 
-def _one_stage(program: Program, pipeline: Pipeline, mesh: Mesh) -> Change:
-    """The pipeline's ranks given to the axis that cuts the batch, else to any other, else left out."""
+def _without_stages(program: Program, pipeline: Pipeline, mesh: Mesh, even: tuple[tuple[str, None], ...]) -> Change:
+    """One stage: its ranks go to the axis that cuts the batch, else to any other axis, else they are left out."""
     sizes = mesh.sizes
     freed, sizes[pipeline.axis] = sizes[pipeline.axis], 1
     data = [part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes]
     other = next((name for name in [*data, *sizes] if name in sizes and name != pipeline.axis), None)
     if other is not None:
         sizes[other] *= freed
-    return Change(stages=_freely(pipeline), mesh=tuple(sizes.items()))
+    return Change(pipeline_fields=even, mesh=tuple(sizes.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
 
 from torch import fx
 
@@ -12,13 +11,14 @@ from shardc.program.node import is_getitem
 from shardc.program.program import Program
 from shardc.program.provenance import Origin
 from shardc.program.text import op_names, type_text, value_names
-from shardc.report.explain.explanation import Chain, Role, Step
+from shardc.report.explain.explanation import Chain, ChainStep, Role, Side
 
 
 class Chains:
-    """The chains of one program. ``names``: what nodes are called in print; ``nodes``: them by their own names.
+    """The chains of one program, from the origins that propagation recorded at its values.
 
-    A chain that was recorded in an early pass may name a node in whose place another stands by now.
+    ``names``: the printed name of each node; ``nodes``: the nodes by their own names. A chain that an early pass
+    recorded may name a node that another node has replaced since.
     """
 
     def __init__(self, program: Program) -> None:
@@ -27,87 +27,91 @@ class Chains:
         self.nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
         former = ((name, node) for node in program.graph.nodes for name in program.former_names(node))
         self._known = {**dict(reversed(list(former))), **self.nodes}
-        self._called = op_names(program)
-        self._steps: dict[tuple[int, str], Step] = {}
+        self._ops = op_names(program)
+        self._steps: dict[tuple[int, str], ChainStep] = {}  # chains share their first steps
 
-    def standing(self, name: str) -> fx.Node | None:
-        """The node of a name, or that which stands in the place of one that is gone; None where there was none."""
+    def node(self, name: str) -> fx.Node | None:
+        """The node of a name, or the node that replaced it; None where there was none."""
         return self._known.get(name)
 
+    def op(self, node: fx.Node) -> str:
+        """The op that a node calls, as the dump prints it."""
+        return self._ops.get(node.target, "")
+
+    def side(self, node: fx.Node) -> Side:
+        """A node as the producer of what a collective sends."""
+        source = self.program.source(node)
+        type_ = type_text(self.program, node)
+        return Side(self.names[node], type_, self.op(node), None, source.module, source.location)
+
     def of(self, node: fx.Node) -> Iterator[Chain]:
-        """One for each axis that cuts a node's value, or over which a sum is open."""
+        """One chain for each axis that cuts a node's value, or over which a sum is open."""
         producer, index = self.program.value(node)
         indices = range(len(self.program.types(node))) if producer is node else [index]
         shardings, origins = self.program.shardings(producer), self.program.origins(producer)
-        found: dict[str, Chain] = {}
+        chains: dict[str, Chain] = {}
         for i in indices if shardings else ():
             sharding = shardings[i]
             for part in () if sharding is None else (*sharding.partial_axes, *sharding.cut_axes):
                 if part.name in origins[i]:
-                    found.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
+                    chains.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
                     for other in origins[i][part.name].further_annotations:
-                        found.setdefault(other.annotation, self.chain(part.name, other))
-        yield from found.values()
+                        chains.setdefault(other.annotation, self.chain(part.name, other))
+        yield from chains.values()
 
     def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
-        """How an axis came to where its origin says, and from there to a node that holds the same, or is made of it."""
-        steps = list(map(self._step, origin.chain, repeat(axis)))
+        """The chain to the value of an origin, and on to the node ``to``, which holds or reshards that value."""
+        steps = [self._step(each, axis) for each in origin.chain]
         if to is not None and steps[-1].value != self.names[to] and self.program.value(to)[0].name != origin.value[0]:
-            steps.append(self._last(to, origin))
+            steps.append(self._last_step(to, origin))
         return Chain(axis, origin.annotation, tuple(steps))
 
-    def _step(self, origin: Origin, axis: str) -> Step:
-        """A step of a chain; many chains share their first ones."""
+    def _step(self, origin: Origin, axis: str) -> ChainStep:
         key = id(origin), axis
         if key not in self._steps:
-            self._steps[key] = self._made_step(origin, axis)
+            self._steps[key] = self._new_step(origin, axis)
         return self._steps[key]
 
-    def _made_step(self, origin: Origin, axis: str) -> Step:
-        holder, via = self._holder(*origin.value), self._known.get(origin.via)
+    def _new_step(self, origin: Origin, axis: str) -> ChainStep:
+        holder, via = self._printed_node(*origin.value), self._known.get(origin.via)
         value = origin.value[0] if holder is None else self.names[holder]
         type_ = "" if holder is None else type_text(self.program, holder)
         if origin.previous is None:
-            return Step(value, type_, "annotated")
+            return ChainStep(value, type_, "annotated")
         if via is None:
-            return Step(value, type_, "tied" if " " in origin.via else "read", origin.via)
+            return ChainStep(value, type_, "tied" if " " in origin.via else "read", origin.via)
         role = self._role(holder, axis, origin.value[0] == origin.via)
-        if role == "summed" and self._is_open(self._holder(*origin.previous.value), axis):
-            role = "made"  # of a sum that was open already
-        return self._by(via, Step(value, type_, role))
-
-    def _is_open(self, node: fx.Node | None, axis: str) -> bool:
-        """Whether a sum over an axis is open in a value."""
-        if node is None or self.program.has_many(node):
-            return False
-        return axis in {part.name for part in self.program.sharding(node).partial_axes}
+        if role == "summed" and self._is_open(self._printed_node(*origin.previous.value), axis):
+            role = "made"  # from a sum that was open already
+        return self._step_through(via, value, type_, role)
 
     def _role(self, holder: fx.Node | None, axis: str, is_result: bool) -> Role:
-        """What an op has to do with one of its tensors that an axis came to."""
+        """The role of a tensor of an op that an axis came to: one of its results, or else an operand."""
         sharding = None if holder is None or self.program.has_many(holder) else self.program.sharding(holder)
         is_cut = sharding is None or axis in {part.name for part in sharding.cut_axes}
         if is_result:
             return "made" if is_cut else "summed" if self._is_open(holder, axis) else "passed"
         return "read" if is_cut else "wanted"
 
-    def _last(self, node: fx.Node, origin: Origin) -> Step:
-        before, maker = self._known.get(origin.value[0]), self.program.value(node)[0]
-        is_sent = maker.target in COLLECTIVES or bool(self.program.causes(maker))  # a view in a reshard has causes too
-        is_same = before is not None and before.target == maker.target and maker.op == "call_function"
-        role: Role = "moved" if is_sent else "repeated" if is_same else "made"
-        return self._by(maker, Step(self.names[node], type_text(self.program, node), role))
+    def _is_open(self, node: fx.Node | None, axis: str) -> bool:
+        """Whether a sum over an axis is open in a node's value."""
+        if node is None or self.program.has_many(node):
+            return False
+        return axis in {part.name for part in self.program.sharding(node).partial_axes}
 
-    def _by(self, node: fx.Node, step: Step) -> Step:
+    def _last_step(self, node: fx.Node, origin: Origin) -> ChainStep:
+        before, call = self._known.get(origin.value[0]), self.program.value(node)[0]
+        is_reshard = call.target in COLLECTIVES or bool(self.program.causes(call))  # a view in a reshard has causes too
+        is_same_op = before is not None and before.target == call.target and call.op == "call_function"
+        role: Role = "moved" if is_reshard else "repeated" if is_same_op else "made"
+        return self._step_through(call, self.names[node], type_text(self.program, node), role)
+
+    def _step_through(self, node: fx.Node, value: str, type_: str, role: Role) -> ChainStep:
         source = self.program.source(node)
-        op = self.op(node)
-        return Step(step.value, step.type, step.role, op, node.name, source.module, source.location)
+        return ChainStep(value, type_, role, self.op(node), node.name, source.module, source.location)
 
-    def op(self, node: fx.Node) -> str:
-        """What a node calls, as the dump says it."""
-        return self._called.get(node.target, "")
-
-    def _holder(self, name: str, index: int) -> fx.Node | None:
-        """The node that the dump prints for a value."""
+    def _printed_node(self, name: str, index: int) -> fx.Node | None:
+        """The node that the dump prints for one result of a node."""
         node = self._known.get(name)
         if node is None or not self.program.has_many(node):
             return node

@@ -1,4 +1,4 @@
-"""What ``explain`` answers, as data: the way from annotations to a value, and why a collective is there."""
+"""The answer of ``explain`` as data and text: chains from annotations to a value, reasons of a collective."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardc.language.text import table
 
-Kind = Literal[
+Subject = Literal[
     "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
 ]
 Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
@@ -16,14 +16,19 @@ REPLICATED = "default: replicated"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A value that an axis came to cut, or over which a sum came to be open.
+class ChainStep:
+    """A value that an axis cuts, or over which a sum is open, and how the axis came to it.
 
-    ``value`` reads as in the dump, ``type`` with its sharding. ``role``: the user said so; or it is made by the op
-    ``via``, of what the axis cuts; or is a sum over that; or the axis only ``passed``, since ``via`` is not computed in
-    pieces in the end; or it is read by ``via`` beside it, so that both are cut alike; or ``via`` wants it so, and it is
-    moved; or it is ``tied``, as a gradient is to its parameter; or it is the value before, ``moved`` or made again.
-    ``call``: the op's node in the dump; ``module`` and ``location``: its place in the user's model.
+    ``value`` reads as in the dump; ``type`` includes its sharding. ``via`` is the op that the axis came through,
+    ``call`` the op's node in the dump, ``module`` and ``location`` its place in the model. ``role`` is one of
+
+    - ``annotated``: the user annotated the value
+    - ``made``: ``via`` computes it in pieces along the axis; ``summed``: ``via`` leaves a sum over the axis open
+    - ``passed``: the axis passed through ``via``, which is not computed in pieces in the end
+    - ``read``: ``via`` reads it beside the value before, so that both are cut alike; ``wanted``: ``via`` needs it cut,
+      and it is resharded
+    - ``tied``: it is cut as another value is, as a gradient is as its parameter
+    - ``moved``: it is the value before, resharded; ``repeated``: the value before, computed again
     """
 
     value: str
@@ -37,18 +42,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """How an axis came from an annotation, or an option, that ``end`` names, to a value: first what is annotated."""
+    """How an axis came from the annotation or option ``end`` to a value; the first step is the annotated value."""
 
     axis: str
     end: str
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Transmission:
     """What a collective sends: ``bytes`` and ``wire_bytes`` of one rank, each of its ``times`` a step.
 
-    ``seconds``: the estimate for the machine that was compiled for. ``stage``: of a pipeline, which runs it.
+    ``seconds``: the predicted time on the machine that was compiled for. ``stage``: the pipeline stage that runs it.
     """
 
     kind: str
@@ -62,11 +67,11 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """One end of a collective: what makes the value, or what takes it.
+class Side:
+    """One side of a collective: the producer of its operand, or the reader of its result.
 
-    ``name`` reads as in the dump, or names an end of the program such as ``the gradient w``. ``type``: what it has or
-    wants. ``op``: what it calls; ``operand``: which of its operands the value is, from 0.
+    ``name`` reads as in the dump, or names a result of the program such as ``the gradient w``. ``type``: what the
+    producer has or the reader needs. ``op``: the op that it calls; ``operand``: which operand the value is, from 0.
     """
 
     name: str
@@ -79,9 +84,9 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a value may not stay as it is over an axis; ``kind`` as ``Need`` has it, or of another cause.
+    """Why a value has to change its sharding over an axis; ``kind`` is a key of ``REASONS``.
 
-    ``dim``: of the value. ``end``: the annotation or option whose doing it is, where that is not the chain's own.
+    ``dim``: of the value. ``end``: the annotation or option that causes it, where that is not the one of the chain.
     """
 
     axis: str
@@ -92,42 +97,41 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why something of a program is as it is.
+    """Why something of a program is as it is. The field names are the keys of its JSON form.
 
     ``name`` reads as in the dump. ``chains``: one for each axis that cuts it, or over which a sum is open; of a
-    collective, for each axis that it acts over. ``placed``: the annotation that is about it itself, if there is one.
-    ``sent``, ``has``, ``wants``, ``reasons``: of a collective. ``parts``: of a module what it returns and then what it
-    sends, of a stage what it sends, of a bucket its members, of a message between stages its values. ``notes``: what
-    else is to be known.
+    collective, one for each axis that it acts over. ``placed``: the annotation of the value itself, if there is one.
+    ``sent``, ``has``, ``wants``, ``reasons``: of a collective. ``notes``: further sentences. ``parts``: of a module its
+    results and then its collectives, of a stage its collectives, of a bucket its members, of a message its values.
     """
 
     name: str
-    kind: Kind
+    kind: Subject
     type: str = ""
     module: str = ""
     location: str = ""
     chains: tuple[Chain, ...] = ()
     placed: str = ""
-    sent: Sent | None = None
-    has: End | None = None
-    wants: End | None = None
+    sent: Transmission | None = None
+    has: Side | None = None
+    wants: Side | None = None
     reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
     parts: tuple[Explanation, ...] = ()
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The annotations, or options, that it comes from; ``default: replicated`` where there is none."""
-        found = [chain.end for chain in self.chains] + [self.placed] + [reason.end for reason in self.reasons]
-        found += [end for part in self.parts for end in part.ends if end != REPLICATED]
-        return tuple(dict.fromkeys(filter(None, found))) or (REPLICATED,)
+        """The annotations and options that it comes from; ``default: replicated`` where there is none."""
+        ends = [chain.end for chain in self.chains] + [self.placed] + [reason.end for reason in self.reasons]
+        ends += [end for part in self.parts for end in part.ends if end != REPLICATED]
+        return tuple(dict.fromkeys(filter(None, ends))) or (REPLICATED,)
 
     def text(self, most: int | None = 10) -> str:
-        """For a reader; of a longer chain than ``most`` steps the middle is left out, with None nothing is."""
-        return "\n".join(explanation_lines(self, most)) + "\n"
+        """The text form. Chains of more than ``most`` steps are shortened in the middle; None prints them whole."""
+        return "\n".join(_lines(self, most)) + "\n"
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The JSON form."""
         return {**asdict(self), "parts": [part.record() for part in self.parts], "ends": self.ends}
 
 
@@ -147,9 +151,7 @@ REASONS = {
     "crossed": "{end} puts what makes it and what reads it into different stages",
     "stages": "{end} cuts the model in stages along {axis}",
 }
-
-
-WORDS = {
+ROLES = {
     "made": "made by",
     "summed": "summed by",
     "passed": "through",
@@ -158,54 +160,29 @@ WORDS = {
     "moved": "moved by",
     "repeated": "again by",
 }
-SENT = ("it sends", "axes", "phase", "wire bytes", "of", "from", "time")
 
 
-def explanation_lines(found: Explanation, most: int | None) -> Iterator[str]:
-    """The lines of an explanation, its parts indented."""
-    yield _head(found)
-    yield from (f"  {line}" for line in _body(found, most))
-    yield from (f"  {line}" for line in _parts(found, most))
+def reason_text(reason: Reason, reader: Side | None) -> str:
+    """A sentence that says why a value has to change its sharding for its ``reader``."""
+    name, op = (reader.name, reader.op or reader.name) if reader else ("what reads it", "what reads it")
+    return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
 
 
-def _parts(found: Explanation, most: int | None) -> Iterator[str]:
-    """Of a module its results whole, and its collectives in a line each; of a long bucket the first member whole."""
-    if found.kind in ("module", "stage"):
-        whole, brief = [[p for p in found.parts if (p.kind == "collective") == is_sent] for is_sent in (False, True)]
-        header: tuple[str, ...] = SENT
-        rows = list(map(_row, brief))
+# Text.
+
+
+def _lines(explanation: Explanation, most: int | None) -> Iterator[str]:
+    """The lines of an explanation, with its body and its parts indented."""
+    e = explanation
+    if e.sent:
+        yield f"{e.name}: {_transmission_text(e.sent)}"
     else:
-        count = len(found.parts) if most is None or len(found.parts) <= 2 else 1
-        whole, rows = list(found.parts[:count]), [_member_row(part) for part in found.parts[count:]]
-        header = ("and likewise", "of", "for", "from")
-    for part in whole:
-        yield from explanation_lines(part, most)
-    if rows:
-        yield from table(header, rows).splitlines()
+        yield f"{e.kind} {e.name}" + (f": {e.type}" if e.type else "") + _place(e.module, e.location)
+    yield from (f"  {line}" for line in _body(e, most))
+    yield from (f"  {line}" for line in _parts(e, most))
 
 
-def _member_row(part: Explanation) -> tuple[object, ...]:
-    """A member of a bucket in one line."""
-    ends = [end.name if end else "" for end in (part.has, part.wants)]
-    return part.name, *ends, "; ".join(part.ends)
-
-
-def _row(part: Explanation) -> tuple[object, ...]:
-    """A collective in one line; a member of a bucket is sent with others."""
-    sent, of, ends = part.sent, part.has.name if part.has else "", "; ".join(part.ends)
-    if sent is None:
-        return part.name, "", "", "", of, ends, "; ".join(part.notes)
-    return part.name, "+".join(sent.axes), sent.phase, sent.wire_bytes, of, ends, _seconds_text(sent.seconds)
-
-
-def _head(found: Explanation) -> str:
-    if found.sent:
-        return f"{found.name}: {_sent_text(found.sent)}"
-    what = f"{found.kind} {found.name}" + (f": {found.type}" if found.type else "")
-    return what + _place(found.module, found.location)
-
-
-def _sent_text(sent: Sent) -> str:
+def _transmission_text(sent: Transmission) -> str:
     of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
     times = f", {sent.times} times a step" if sent.times > 1 else ""
     return (
@@ -218,74 +195,94 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _body(found: Explanation, most: int | None) -> Iterator[str]:
-    ends = [(title, end) for title, end in (("has", found.has), ("wants", found.wants)) if end is not None]
-    yield from _ends_text(ends)
-    taken = {(reason.axis, reason.end) for reason in found.reasons if reason.kind == "taken"}
-    for reason in found.reasons:
-        if reason.kind == "cut" and (reason.axis, reason.end) in taken:
-            continue  # said already
-        yield f"because {reason_text(reason, found.wants)}"
-    if found.placed and not any(chain.end == found.placed for chain in found.chains):
-        yield f"annotated {found.placed}"
-    for chain in _merged(found.chains):
-        yield from _chain_text(chain, most)
-    if found.ends == (REPLICATED,) and (found.type or found.parts):
+def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
+    sides = [("has", explanation.has), ("wants", explanation.wants)]
+    rows = [_side_row(title, side) for title, side in sides if side is not None]
+    yield from _aligned(rows)
+    taken = {(reason.axis, reason.end) for reason in explanation.reasons if reason.kind == "taken"}
+    for reason in explanation.reasons:
+        if reason.kind != "cut" or (reason.axis, reason.end) not in taken:  # which says the same
+            yield f"because {reason_text(reason, explanation.wants)}"
+    placed = explanation.placed
+    if placed and not any(chain.end == placed for chain in explanation.chains):
+        yield f"annotated {placed}"
+    for chain in _merged(explanation.chains):
+        yield from _chain_lines(chain, most)
+    if explanation.ends == (REPLICATED,) and (explanation.type or explanation.parts):
         yield f"{REPLICATED}, since no annotation reaches it"
-    yield from found.notes
+    yield from explanation.notes
 
 
-def _ends_text(ends: Sequence[tuple[str, End]]) -> Iterator[str]:
-    names = max((len(end.name) for _, end in ends), default=0)
-    types = max((len(end.type) for _, end in ends), default=0)
-    for title, end in ends:
-        of = "" if end.operand is None else f"as operand {end.operand} of {end.op}"
-        words = " ".join(filter(None, (of, _place(end.module, end.location).strip())))
-        yield f"{title:5}  {end.name:{names}}  {end.type:{types}}  {words}".rstrip()
-
-
-def reason_text(reason: Reason, user: End | None) -> str:
-    """Why a value may not stay as it is, for its ``user``."""
-    name, op = (user.name, user.op or user.name) if user else ("what reads it", "what reads it")
-    return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
+def _side_row(title: str, side: Side) -> tuple[str, ...]:
+    of = "" if side.operand is None else f"as operand {side.operand} of {side.op}"
+    return f"{title:5}", side.name, side.type, " ".join(filter(None, (of, _place(side.module, side.location).strip())))
 
 
 def _merged(chains: Sequence[Chain]) -> Iterator[Chain]:
-    """The chains, those of axes that came the same way as one."""
+    """The chains, with those of axes that came the same way as one."""
     ways: dict[object, list[Chain]] = {}
     for chain in chains:
         ways.setdefault((chain.end, chain.steps), []).append(chain)
-    yield from (replace(found[0], axis=" and ".join(chain.axis for chain in found)) for found in ways.values())
+    yield from (replace(same[0], axis=" and ".join(chain.axis for chain in same)) for same in ways.values())
 
 
-def _chain_text(chain: Chain, most: int | None) -> Iterator[str]:
+def _chain_lines(chain: Chain, most: int | None) -> Iterator[str]:
     yield f"{chain.axis} come{'' if ' and ' in chain.axis else 's'} from {chain.end}"
-    steps, left_out = chain.steps, 0
+    steps, first, left_out = chain.steps, 0, 0
     if most is not None and len(steps) > most:
-        left_out = len(steps) - most
-        steps = (*steps[: most // 3], *steps[len(steps) - most + most // 3 :])
-    rows = [(step.value, step.type, _way(step)) for step in steps]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    for i, (value, type_, way) in enumerate(rows):
-        if left_out and i == (most or 0) // 3:
+        first, left_out = most // 3, len(steps) - most
+        steps = (*steps[:first], *steps[first + left_out :])
+    for i, line in enumerate(_aligned([(step.value, step.type, _step_text(step)) for step in steps])):
+        if left_out and i == first:
             yield f"  ... {left_out} more"
-        yield f"  {value:{widths[0]}}  {type_:{widths[1]}}  {way}".rstrip()
+        yield f"  {line}"
 
 
-def _way(step: Step) -> str:
+def _step_text(step: ChainStep) -> str:
     if step.role == "annotated":
         return ""
     if step.role == "tied":
-        return f"since {step.via} lies so"
-    op = step.via if step.call in ("", step.value) else _call(step)
-    return f"{WORDS[step.role]} {op}{_place(step.module, step.location)}"
-
-
-def _call(step: Step) -> str:
-    """An op's name in the dump, which mostly says what it calls."""
-    return step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"
+        return f"since {step.via} is cut so"
+    call = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"  # a name mostly says the op
+    op = step.via if step.call in ("", step.value) else call
+    return f"{ROLES[step.role]} {op}{_place(step.module, step.location)}"
 
 
 def _place(module: str, location: str) -> str:
     words = ", ".join(filter(None, (module, location)))
     return f" ({words})" if words else ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows without a header, in columns that are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:
+    """The parts: results of a module whole, collectives in one line each; of a long bucket the first member whole."""
+    if explanation.kind in ("module", "stage"):
+        whole = [part for part in explanation.parts if part.kind != "collective"]
+        header: tuple[str, ...] = ("it sends", "axes", "phase", "wire bytes", "of", "from", "time")
+        rows = [_collective_row(part) for part in explanation.parts if part.kind == "collective"]
+    else:
+        count = len(explanation.parts) if most is None or len(explanation.parts) <= 2 else 1
+        whole, header = list(explanation.parts[:count]), ("and likewise", "of", "for", "from")
+        rows = [_member_row(part) for part in explanation.parts[count:]]
+    for part in whole:
+        yield from _lines(part, most)
+    yield from table(header, rows).splitlines()
+
+
+def _collective_row(part: Explanation) -> tuple[object, ...]:
+    """A collective in one line. A member of a bucket is sent with others and has no time of its own."""
+    sent, of, ends = part.sent, part.has.name if part.has else "", "; ".join(part.ends)
+    if sent is None:
+        return part.name, "", "", "", of, ends, "; ".join(part.notes)
+    return part.name, "+".join(sent.axes), sent.phase, sent.wire_bytes, of, ends, _seconds_text(sent.seconds)
+
+
+def _member_row(part: Explanation) -> tuple[object, ...]:
+    sides = [side.name if side else "" for side in (part.has, part.wants)]
+    return part.name, *sides, "; ".join(part.ends)

@@ -107,7 +107,7 @@ def test_what_is_written_is_as_the_schema_says_and_the_schema_says_no_more(
 
 def test_words_that_explain_may_say_are_those_of_its_schema() -> None:
     schema = schema_of("explain")
-    assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Kind)]
+    assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Subject)]
     assert schema["$defs"]["step"]["properties"]["role"]["enum"] == [*get_args(explanation.Role)]
     assert schema["$defs"]["advice"]["properties"]["aim"]["enum"] == [advice.REMOVE, advice.SHRINK]
     assert {*get_args(NeedKind)} < {*schema["$defs"]["reason"]["properties"]["kind"]["enum"]}

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("explain")  # who shares what is made once
 
 
 def explainer(program: Compiled) -> Explainer:
-    others = {name: each for name, each in program.stages.items() if each is not program.whole}
+    others = {name: each for name, each in program.after.items() if each is not program.whole}
     return Explainer(program.whole, program.model, others)
 
 
@@ -125,7 +125,7 @@ def test_a_name_of_the_models_own_is_no_kind() -> None:
 
 def test_what_only_another_pass_has_is_explained_from_there(odd: Compiled) -> None:
     known = explainer(odd)
-    for after, program in odd.stages.items():
+    for after, program in odd.after.items():
         for node in program.graph.nodes:
             if node.op == "call_function":
                 assert known.explain(node.name).text(), (after, node)

@@ -111,7 +111,7 @@ function wayStep([, name, role, via, call]) {
   const value = byCalled.get(name),
     by = values.get(call);
   const place = by ? [by.module, by.source].filter(Boolean).join(', ') : '';
-  const words = role === 'annotated' ? 'annotated' : role === 'tied' ? `since ${via} lies so` : `${ROLES[role]} ${via}`;
+  const words = role === 'annotated' ? 'annotated' : role === 'tied' ? `since ${via} is cut so` : `${ROLES[role]} ${via}`;
   return element(
     'li',
     {},
