@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         ["dump", "DIR/targts.py:bare", "--mesh", "dp=2"], 2,
         "shardc: TARGET DIR/targts.py: a file\n"
         "  there is no such file\n"
-        "  did you mean targets.py?",
+        "  did you mean targets.py or ...?",
     ),
     "a file without .py": (
         ["dump", "DIR/targets:bare", "--mesh", "dp=2"], 2,
