@@ -143,7 +143,7 @@ ANNOTATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", ANNOTATIONS)
-def test_an_annotation_that_does_not_fit(name: str) -> None:
+def test_an_annotation_that_does_not_fit_is_refused(name: str) -> None:
     annotations, expected = ANNOTATIONS[name]
     assert text(lambda: compile(annotations())) == expected
 
@@ -199,7 +199,7 @@ MESHES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_that_is_none_or_does_not_fit(name: str) -> None:
+def test_a_mesh_that_is_invalid_or_does_not_fit_is_refused(name: str) -> None:
     action, expected = MESHES[name]
     assert text(action) == expected
 
@@ -264,7 +264,7 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_does_not_fit_what_was_compiled(name: str, compiled: shardc.Compiled) -> None:
+def test_a_call_that_does_not_fit_the_compiled_program_is_refused(name: str, compiled: shardc.Compiled) -> None:
     action, expected = CALLS[name]
     assert text(lambda: action(compiled)) == expected
 

@@ -446,7 +446,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_is_of_another_kind(name: str) -> None:
+def test_arguments_of_a_wrong_kind_are_refused(name: str) -> None:
     action, expected = MISTAKES[name]
     with pytest.raises(ShardingError) as raised:
         action()
@@ -475,7 +475,7 @@ def test_a_program_before_any_call_is_an_error_of_order() -> None:
         ),
     ],
 )
-def test_outputs_that_cannot_be_told_apart(output: Any, problem: str) -> None:
+def test_outputs_with_clashing_names_are_refused(output: Any, problem: str) -> None:
     with pytest.raises(CaptureError) as raised:
         compile(function=output)
     assert raised.value.problem == problem

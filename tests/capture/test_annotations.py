@@ -118,7 +118,7 @@ def test_placements_of_dtensor_say_the_same():
         ("dp", "an annotation is a P or a sequence of DTensor placements"),
     ],
 )
-def test_what_says_no_sharding_is_refused(given, problem):
+def test_an_annotation_that_is_no_sharding_is_refused(given, problem):
     assert error({"embed.weight": given}).splitlines()[1].strip() == problem
 
 

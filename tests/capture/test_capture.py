@@ -702,7 +702,7 @@ def slopes(size: int) -> Tensor:
     return torch.ones(size).cumsum(0)
 
 
-def test_what_a_model_memoizes_holds_no_tensor_of_the_trace():
+def test_caches_of_a_model_hold_no_tensor_of_the_trace():
     model, x = Memoizes(), torch.randn(2, 4)
     assert not assert_same(model, (x,)).convention.constants
     kept = Memoizes.bias(4)
@@ -763,7 +763,7 @@ def test_a_module_converted_in_forward_to_the_dtype_that_it_has_is_itself():
     assert_same(Converts(), (torch.randn(2, 6),))
 
 
-def test_what_is_known_costs_no_more_for_a_larger_batch():
+def test_values_computed_at_capture_cost_no_more_for_a_larger_batch():
     class Packed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             positions = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
@@ -788,7 +788,7 @@ def test_what_is_known_costs_no_more_for_a_larger_batch():
         (lambda rows: (rows.float().mean(0) > 1).all(), False),
     ],
 )
-def test_what_is_known_has_its_own_value_on_equal_rows(ask, expected):
+def test_values_computed_at_capture_are_right_on_equal_rows(ask, expected):
     class Asks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if ask(torch.arange(3).unsqueeze(0).expand(4, -1)) else x * 3
@@ -845,7 +845,7 @@ class InPlace(nn.Module):
         (Numpy(), "return x + float(x.detach().numpy().max())", "NumPy reads the values of a tensor"),
     ],
 )
-def test_what_has_no_graph_is_an_error_that_names_the_line(model, line, problem):
+def test_code_that_cannot_be_captured_is_an_error_that_names_the_line(model, line, problem):
     with pytest.raises(CaptureError) as raised:
         capture(model, (torch.randn(3),), {})
     number = type(model).forward.__code__.co_firstlineno + 1
@@ -898,7 +898,7 @@ class Counter(nn.Module):
         (Chance(), "forward of Chance\n  it draws from random: what was drawn during capture would be drawn in every"),
     ],
 )
-def test_what_a_graph_would_silently_leave_out_is_refused(model, problem):
+def test_an_effect_that_a_graph_would_silently_omit_is_refused(model, problem):
     with pytest.raises(CaptureError) as raised:
         capture(model, (torch.randn(3, requires_grad=True),), {})
     assert problem in str(raised.value)
@@ -1006,5 +1006,5 @@ def test_a_modules_output_is_annotated_by_its_path():
     assert [captured.program.source(node).module for node in marks] == ["mlp.up", "mlp.up"]
 
 
-def test_a_leaf_says_what_it_is():
+def test_a_tensor_leaf_prints_its_type():
     assert str(TensorLeaf(TensorType((2, 3), torch.float32))) == "f32[2, 3]"

@@ -82,7 +82,7 @@ def trained(name: str, mesh) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_program_is_compiled_for_each_finding_once(name: str) -> None:
+def test_each_outcome_of_a_guard_is_compiled_once(name: str) -> None:
     counts, apart = trained(name, MESH)
     assert counts == ([1, 2, 2, 2] if CHANGES[name] else [1, 1, 1, 1])
     assert max(apart) < 1e-12
@@ -133,7 +133,7 @@ def parameter_on_gloo() -> list[float]:
     return of_parameter(make_device_mesh(MESH))
 
 
-def test_what_is_found_in_a_cut_parameter_is_found_in_the_whole(gloo) -> None:
+def test_a_guard_on_a_cut_parameter_sees_the_whole_parameter(gloo) -> None:
     expected = [4 * (22.0 + 4.0), 4 * (22.0 + 0.0), 4 * (18.0 - 4.0)]
     assert of_parameter(MESH) == expected
     assert gloo.run(parameter_on_gloo) == [expected] * 4
@@ -222,6 +222,6 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_what_the_users_line_reads_is_an_error(read: Callable[[Tensor], object]) -> None:
+def test_a_value_read_by_the_users_own_line_is_an_error(read: Callable[[Tensor], object]) -> None:
     with pytest.raises(CaptureError, match=r"^test_guards.py:\d+: \"\w+\": lambda x: .*\n  .*depends on the value"):
         shardc.compile(Reads(read), MESH, args=(torch.ones(4),))

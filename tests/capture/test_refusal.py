@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Experts, Tensor, Tensor], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_graph_is_a_capture_error_that_names_the_line(name: str) -> None:
+def test_code_without_a_graph_is_a_capture_error_that_names_the_line(name: str) -> None:
     function, said = REFUSED[name]
     with pytest.raises(CaptureError) as raised:
         shardc.compile(Experts(function), Mesh(dp=2), {"x": P("dp")}, args=(X, IDS))
@@ -70,7 +70,7 @@ def test_a_key_that_is_missing_anyway_keeps_its_type() -> None:
         shardc.compile(Experts(lambda self, x, ids: self.experts["none"](x)), Mesh(dp=2), {}, args=(X, IDS))
 
 
-def test_what_the_model_raises_and_what_its_ops_raise_is_said_with_its_place() -> None:
+def test_errors_of_the_model_and_of_its_ops_name_their_line() -> None:
     with pytest.raises(KeyError) as raised:
         shardc.compile(Experts(lambda self, x, ids: self.experts["none"](x)), Mesh(dp=2), {}, args=(X, IDS))
     assert place_in_model(raised.value).startswith("test_refusal.py:")

@@ -49,7 +49,7 @@ def test_a_view_by_strides_is_the_same_view():
         assert torch.equal(as_strided(x, *view), torch.as_strided(x, *view)), (x.shape, x.stride(), view)
 
 
-def test_what_is_scattered_by_strides_lies_as_it_should():
+def test_a_scatter_by_strides_writes_the_right_elements():
     for x, *view in CASES:
         found = torch.as_strided(x, *view)
         if found.unique().numel() == found.numel():

@@ -73,12 +73,12 @@ def test_an_annotation_without_effect_has_a_note(name: str) -> None:
         assert compile(rest).shardings == program.shardings
 
 
-def test_a_pipeline_names_it_too() -> None:
+def test_an_annotation_without_effect_has_a_note_in_a_pipeline_too() -> None:
     program = compile({"x": P("tp"), "up.bias": P()}, pipeline=Pipeline("dp", 2))
     assert program.program.notes == (f"annotation up.bias: P() has no effect: {SAME}",)
 
 
-def test_strict_refuses_what_is_on_no_value() -> None:
+def test_strict_refuses_an_annotation_without_effect() -> None:
     with pytest.raises(ShardingError) as raised:
         compile({"x": P("dp"), "spare": P("dp")}, strict=True)
     assert str(raised.value) == (

@@ -284,7 +284,7 @@ def test_an_unknown_model_type_names_near_ones() -> None:
         load_target("hf:gtp2", TargetOptions(), Mesh(dp=2))
 
 
-def test_zero_is_said_by_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_is_an_option_of_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--zero", "dp=2", "--only", "collectives"]) == 0
     assert "update    all_gather" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -292,7 +292,9 @@ def test_zero_is_said_by_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> N
     assert "say 1, 2 or 3" in capsys.readouterr().err
 
 
-def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remat_is_an_option_of_modules_or_bytes_and_the_dump_shows_saved_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     saved = []
     for options in ((), ("--remat", "up"), ("--remat", "400")):
         assert main(["dump", f"{FILE}:mlp", *ON_FOUR, *options, "--format", "json"]) == 0
@@ -303,7 +305,7 @@ def test_remat_is_said_by_modules_or_bytes_and_the_dump_shows_what_is_saved(caps
     assert "it is a whole number of bytes, 0 or more" in capsys.readouterr().err
 
 
-def test_a_pipeline_is_said_by_axis_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_is_an_option_of_axis_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     on_two = ["dump", f"{FILE}:for_mesh", "--mesh", "pp=2", "--set", "dropout=0.5"]
     said = "pp,microbatches=4,schedule=gpipe,balance=flops,cuts=down"
     assert main([*on_two, "--pipeline", said, "--only", "collectives"]) == 0
@@ -360,7 +362,7 @@ def test_stages_in_json_and_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sum(stage["parameters"] for stage in record["stages"]) == 8 * 32 + 32 + 32 * 8 + 8
 
 
-def test_stages_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_stages_are_refused_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--cut", "dwn"]) == 2
     assert "did you mean down" in capsys.readouterr().err
     assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--max-memory", "100"]) == 2

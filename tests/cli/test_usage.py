@@ -511,7 +511,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_command_line_that_cannot_be_followed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_line_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv, code, expected = MISTAKES[name]
     found = said(capsys, argv)
     assert found[0] == code
@@ -544,13 +544,13 @@ def test_a_file_that_python_cannot_read_is_named_with_its_line(
         assert code == 2 and re.search(".*".join(map(re.escape, expected.split("..."))), text, re.DOTALL), text
 
 
-def test_what_the_target_prints_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_target_does_not_mix_with_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", f"{DIR}/targets.py:loud", "--mesh", "dp=2,tp=2", "--only", "memory", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["only"] == "memory" and "making the model" in err
 
 
-def test_what_is_interrupted_says_so_and_no_more(
+def test_an_interrupted_command_says_so_and_no_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(options: object) -> None:
@@ -571,7 +571,7 @@ def test_what_is_interrupted_says_so_and_no_more(
         ("cd / && shardc diff $OLDPWD/a.json $OLDPWD/a.json", 0, "no difference\n"),
     ],
 )
-def test_a_shell_that_closes_or_fills_what_is_written_to(command: str, code: int, text: str, tmp_path: Path) -> None:
+def test_a_closed_or_full_output_ends_the_command(command: str, code: int, text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"version": 1, "level": "lowered", "mesh": {"dp": 2}, "only": "memory"}')
     typed = "set -o pipefail; " + command.replace("shardc", f"{sys.executable} -m shardc", 1)
     environment = {**os.environ, "PYTHONPATH": str(Path(shardc.__file__).parents[1])}

@@ -91,7 +91,7 @@ def test_a_new_stage_begins_where_the_user_says() -> None:
     assert len(more.masks) == 3 and "blocks.3" in [first for first, _ in modules(more)]
 
 
-def test_what_cannot_be_cut_so_is_refused() -> None:
+def test_impossible_stages_are_refused() -> None:
     program = gpt(Config(layers=2))
     with pytest.raises(ShardingError, match=r"did you mean blocks.1"):
         choose_stages(program, 2, cuts=("block.1",))
@@ -119,7 +119,7 @@ class Masked(nn.Module):
         return (self.c(b.masked_fill(mask, 0.0)) + a).sum()
 
 
-def test_what_inputs_alone_make_goes_where_it_is_read_first() -> None:
+def test_values_computed_from_inputs_alone_go_to_their_first_reader() -> None:
     program = program_of(Masked(), torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bool))
     assignment = choose_stages(program, 3)
     check_monotone(assignment, program, 3)

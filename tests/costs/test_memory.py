@@ -58,7 +58,7 @@ def test_outputs_images_and_uneven_pieces_are_announced_too(target: Any, mesh: M
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
+def test_memory_that_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
     """Under tensor parallelism, in bfloat16."""
     annotations = gpt.DATA | gpt.MEGATRON
     model, args, _, _ = gpt._target(gpt.Config(layers=1), annotations)

@@ -76,7 +76,7 @@ def test_the_table_of_zeros_paper_to_three_digits_and_ours_beside_it(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "bound"), [(2, 7), (3, 4)])
-def test_the_most_within_a_step_is_a_layer_above_what_is_held_between_steps(stage, bound):
+def test_the_peak_within_a_step_is_one_layer_above_the_memory_between_steps(stage, bound):
     _, most, layer = zero_table.within_step(stage)
     assert most <= bound + layer
 

@@ -67,7 +67,7 @@ def test_a_machine_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> 
         ({"tp": "ib"}, "h10", "device: 'h10'\n  there is no such device\n  did you mean h100 or a100?"),
     ],
 )
-def test_what_is_no_link_and_no_device_is_said(links: object, device: str, message: str) -> None:
+def test_an_invalid_link_or_device_is_refused(links: object, device: str, message: str) -> None:
     with pytest.raises(ShardingError) as caught:
         machine_of(links, device)  # type: ignore[arg-type]
     assert str(caught.value) == message
@@ -171,7 +171,7 @@ def test_the_time_of_a_pipeline_counts_what_is_done_once_a_step(zero: Any) -> No
         assert record.timeline.makespan < found.timeline.makespan <= total * (1 + 1e-12)
 
 
-def test_the_command_writes_a_trace_and_says_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_trace_and_prints_the_same_twice(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for _ in range(2):
         assert main(["trace", "gpt:gpt", "--mesh", "dp=2,tp=2", "--links", "tp=nvlink,dp=ib", "--device", "h100"]) == 0
@@ -188,7 +188,7 @@ def test_an_axis_that_sends_much_over_a_slow_link_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("links", [{"tp": "nvlink", "dp": "ethernet"}, {"tp": "ethernet", "dp": "ethernet"}, {}])
-def test_where_no_other_way_is_much_faster_nothing_is_said(links: dict[str, str]) -> None:
+def test_there_is_no_warning_where_no_alternative_is_much_faster(links: dict[str, str]) -> None:
     assert not compiled(machine_of(links)).program.notes  # type: ignore[arg-type]
 
 

@@ -220,7 +220,7 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("spelling", [unbound_view, batched_heads, masked])
 @pytest.mark.parametrize("annotation", [{"out.weight": P(None, "tp")}, {"qkv.weight": P("tp")}], ids=["row", "column"])
-def test_any_spelling_of_attention_needs_one_all_reduce_each_way(
+def test_every_spelling_of_attention_needs_one_all_reduce_each_way(
     spelling: Callable[[torch.Tensor], torch.Tensor], annotation: dict[str, P]
 ) -> None:
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_gradients_arrive_in_their_parameters_dtype_or_as_said():
         assert {gradient.dtype for gradient in found.values()} == {arrives}
 
 
-def test_ties_frozen_parameters_blocks_dropout_and_buffers():
+def test_precision_handles_ties_frozen_parameters_blocks_dropout_and_buffers():
     model, kwargs = TiedModel(), ids(0)
     compiled = shardc.compile(model, Mesh(dp=2, tp=2), TIED, kwargs=kwargs, zero=Zero(), precision=Precision())
     output, gradients = compiled.simulate(**kwargs)
@@ -139,7 +139,7 @@ class Positions(nn.Module):
         return self.second(x).float().square().mean()
 
 
-def test_a_module_takes_what_became_wider_on_its_way():
+def test_a_module_casts_inputs_that_became_wider():
     x = batch(0)[0]
     compiled = shardc.compile(Positions(), Mesh(dp=4), {"x": P("dp")}, args=(x,), precision=Precision())
     assert compiled.simulate(x)[0].dtype == FP32
@@ -233,7 +233,7 @@ def test_a_parameter_changed_in_forward_is_named():
             shardc.compile(Scaled(), Mesh(dp=2), {"x": P("dp")}, args=(batch(0)[0],), precision=precision)
 
 
-def test_what_is_no_floating_dtype_or_no_option_is_named():
+def test_an_invalid_dtype_or_option_is_named():
     with pytest.raises(ShardingError, match="compute=torch.int32(.|\n)*no floating dtype(.|\n)*say torch.bfloat16"):
         Precision(torch.int32)
     with pytest.raises(ShardingError, match="reduce='bf16'(.|\n)*no floating dtype"):
@@ -352,7 +352,7 @@ def run_narrow_gradients():
     return losses, evaluated
 
 
-def test_gradients_may_arrive_narrow(gloo):
+def test_gradients_may_arrive_in_a_narrow_dtype(gloo):
     for losses, evaluated in gloo.run(run_narrow_gradients):
         assert losses[-1] < 0.5 * losses[0]
         assert evaluated[:-1] == losses[1:]

@@ -221,7 +221,7 @@ def test_uneven_dtensors_are_torchs_chunks_and_train_like_one_device(gloo, name:
         assert placements == NETS[name][1]
 
 
-def test_what_a_dtensor_cannot_say_is_stored_cut_less() -> None:
+def test_a_sharding_that_dtensor_cannot_express_is_stored_with_fewer_cuts() -> None:
     mesh = Mesh(dp=2, tp=4)
     dp, tp = mesh.axis("dp"), mesh.axis("tp")
 

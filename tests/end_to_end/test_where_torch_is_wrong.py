@@ -159,7 +159,7 @@ def assert_same(name: str, mesh: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_right_on_virtual_ranks(name: str) -> None:
+def test_cases_that_torch_gets_wrong_are_right_on_virtual_ranks(name: str) -> None:
     assert_same(name, CASES[name].mesh)
 
 
@@ -177,5 +177,5 @@ OTHERS = [name for name in CASES if " rows, " not in name]
 
 
 @pytest.mark.parametrize("name", [*MEASURED, *OTHERS])
-def test_it_is_right_on_gloo(gloo: Any, name: str) -> None:
+def test_cases_that_torch_gets_wrong_are_right_on_gloo(gloo: Any, name: str) -> None:
     gloo.run(run_on_gloo, name)

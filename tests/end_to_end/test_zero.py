@@ -49,7 +49,7 @@ def test_stages_1_and_2_gather_once_a_step_and_3_where_a_parameter_is_used():
         assert not kinds(compiled)["backward", "all_reduce", "dp"]
 
 
-def test_every_parameter_lies_cut_by_the_axis_and_is_computed_on_as_without_zero():
+def test_every_parameter_is_stored_in_shards_and_computed_on_as_without_zero():
     for mesh, annotations in MESHES.values():
         plain = shardc.compile(MLP(), mesh, annotations, args=batch(0))
         stored = shardc.compile(MLP(), mesh, annotations, args=batch(0), zero=Zero())
@@ -59,7 +59,7 @@ def test_every_parameter_lies_cut_by_the_axis_and_is_computed_on_as_without_zero
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.data())
-def test_what_is_stored_is_no_larger_and_a_dtensor_can_lie_so(shape, data):
+def test_a_stored_shard_is_no_larger_and_a_dtensor_can_hold_it(shape, data):
     mesh = Mesh(dp=2, tp=3)
     dims = [DimSharding()] * len(shape)
     if shape and data.draw(st.booleans()):
@@ -73,7 +73,7 @@ def test_what_is_stored_is_no_larger_and_a_dtensor_can_lie_so(shape, data):
         assert stored != lies
 
 
-def test_an_axis_or_a_stage_that_there_is_not_is_named():
+def test_an_unknown_axis_or_stage_is_named():
     with pytest.raises(ShardingError, match=r"Zero\('db'\)(.|\n)*did you mean dp"):
         shardc.compile(MLP(), Mesh(dp=4), DATA, args=batch(0), zero=Zero(axis="db"))
     with pytest.raises(ShardingError, match="stage=4(.|\n)*say 1, 2 or 3"):

@@ -234,7 +234,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("kind", "args", "src", "dst"), TABLE)
-def test_a_collective_says_the_sharding_that_it_leaves(kind: CollectiveKind, args: Names, src: str, dst: str) -> None:
+def test_a_collective_knows_the_sharding_of_its_result(kind: CollectiveKind, args: Names, src: str, dst: str) -> None:
     assert str(steps_sharding(parsed(src), kind, args)) == dst
 
 

@@ -29,7 +29,7 @@ MODELS: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_op_that_asks_how_a_tensor_lies_equals_one_device(name: str) -> None:
+def test_an_op_that_depends_on_strides_equals_one_device(name: str) -> None:
     model, x = Scaled(MODELS[name]), torch.randn(5, 6, dtype=torch.float64)
     compiled = shardc.compile(model, Mesh(dp=2, tp=2), {"x": P("dp", "tp"), "scale": P("tp")}, args=(x,))
     found, gradients = compiled.simulate(x)

@@ -27,7 +27,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_remembered_of_a_call_is_what_it_makes(name: str) -> None:
+def test_a_cached_inference_equals_a_fresh_one(name: str) -> None:
     target, tensors, rest = CALLS[name]
     graph = fx.Graph()
     nodes = {tensor: graph.placeholder("x") for tensor in tensors}

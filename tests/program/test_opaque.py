@@ -311,7 +311,7 @@ def test_a_while_loop_whose_carry_changes_shape_is_refused() -> None:
         shardc.compile(alone, MESH, {}, args=(x,))
 
 
-def test_an_op_of_the_users_own_is_given_tensors_that_lie_in_memory_as_they_are_indexed() -> None:
+def test_a_custom_op_is_given_contiguous_tensors() -> None:
     MODELS["rows"] = lambda self, x: rows(x.t().contiguous())[0]
     alone, x = model("rows")
     found, _ = shardc.compile(alone, MESH, {}, args=(x,)).simulate(x)

@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_rule_that_does_not_fit(name: str) -> None:
+def test_a_rule_that_does_not_fit_is_refused(name: str) -> None:
     action, expected = REFUSED[name]
     with pytest.raises(ShardingError) as raised:
         action()

@@ -160,6 +160,6 @@ def test_it_is_asked_seldom_whether_enough_is_known() -> None:
     assert [i for i in range(1, 40) if is_look(i)] == [10, 12, 15, 18, 22, 27, 33]
 
 
-def test_everyone_follows_everyone() -> None:
+def test_every_participant_follows_every_other() -> None:
     orders = ["".join(everyone_first("abc", i)) for i in range(4)]  # type: ignore[arg-type,type-var]
     assert orders == ["abc", "bca", "cab", "abc"]

@@ -166,7 +166,7 @@ def upward(graph: nx.DiGraph) -> list[tuple[str, str]]:
 ALL = {module: imports(module) for module in MODULES}
 
 
-def test_the_walk_sees_relative_late_and_typing_imports() -> None:
+def test_imports_that_are_relative_lazy_or_for_typing_are_seen() -> None:
     source = (
         "from . import a\nfrom ..b import c\nimport d.e\n"
         "if TYPE_CHECKING:\n    import f\n"

@@ -47,7 +47,7 @@ def calls(tree: ast.AST, names: set[str]) -> Iterator[ast.Call]:
             yield node
 
 
-def test_what_is_raised_is_an_error_that_says_what_to_do() -> None:
+def test_every_error_raised_says_what_to_do() -> None:
     bare = []
     for name, tree in sources():
         for node in ast.walk(tree):
@@ -75,7 +75,7 @@ def test_every_error_has_all_its_parts_and_none_is_empty() -> None:
                 assert not (isinstance(part, ast.Constant) and not part.value), f"{name}:{call.lineno}: an empty part"
 
 
-def test_every_warning_is_said_in_the_four_parts() -> None:
+def test_every_warning_has_four_parts() -> None:
     for name, tree in sources():
         for call in calls(tree, {"warnings.warn"}):
             text = call.args[0]

@@ -83,7 +83,7 @@ def test_floats_are_compared_without_rounding() -> None:
     assert balance([2.0**60, 1.0, 2.0**60], 2) == balance([2**60, 1, 2**60], 2)
 
 
-def test_what_is_sent_is_counted_for_each_stage_that_it_comes_to() -> None:
+def test_a_value_read_by_several_stages_is_counted_once_a_stage() -> None:
     sent = {2: 5, 3: 1}  # bytes of a cut before units 2 and 3, both equally even
     assert balance([1, 1, 0, 1, 1], 2, received=lambda start, end: sent.get(start, 9)) == (3,)
 
@@ -100,7 +100,7 @@ def test_what_is_sent_is_counted_for_each_stage_that_it_comes_to() -> None:
         ([], 1, "every stage holds at least one unit"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(weights: list[Any], num_stages: int, said: str) -> None:
+def test_impossible_requests_for_a_cut_are_refused(weights: list[Any], num_stages: int, said: str) -> None:
     with pytest.raises(ShardingError, match=said):
         balance(weights, num_stages)
 
@@ -187,7 +187,7 @@ def test_random_lists_on_ranks_are_cut_as_trying_every_cut_would(kind: str, num_
         assert found.is_exact and found.heaviest == cost(best)[0] and cost(cuts_of(found)) == cost(best)
 
 
-def test_what_cannot_be_said_to_be_best_says_how_much_better_the_best_may_be() -> None:
+def test_a_cut_that_is_not_proven_best_reports_how_far_from_the_best_it_can_be() -> None:
     weights, place = [5, 1, 1, 1, 4, 2, 2, 3], placement("thrice", 2)
     found, loads = balance_ranks(weights, place), RankLoads(weights, ())
     least = min(max(loads.all(cuts, place)) for cuts in every_cut(8, 6))
@@ -195,7 +195,7 @@ def test_what_cannot_be_said_to_be_best_says_how_much_better_the_best_may_be() -
     assert not found.is_exact
 
 
-def test_ranks_with_unlike_many_stages_are_refused() -> None:
+def test_ranks_with_different_numbers_of_stages_are_refused() -> None:
     with pytest.raises(ShardingError, match="equally many stages"):
         balance_ranks([1] * 8, (0, 1, 1))
     with pytest.raises(ShardingError, match="count from 0"):
@@ -228,7 +228,7 @@ def test_the_slowest_stage_that_fits_is_the_fastest_there_is(case: dict[str, Any
     assert memory(*given[1:], cuts, case["microbatches"]) <= case["memory_cap_bytes"]
 
 
-def test_random_caps_are_met_as_trying_every_cut_would_or_said_to_be_too_low_by_how_much() -> None:
+def test_random_memory_caps_are_met_like_brute_force_or_refused_with_the_missing_bytes() -> None:
     generator = random.Random(7)
     outcomes = set()
     for _ in range(400):
@@ -296,7 +296,7 @@ def test_a_graph_of_too_many_ideals_is_cut_in_order_with_a_bound() -> None:
 
 
 @cases("min_max_params_then_cut_bytes")
-def test_of_equal_cuts_the_one_of_fewest_bytes_is_taken_each_value_once_a_stage(case: dict[str, Any]) -> None:
+def test_among_equally_even_cuts_the_one_that_sends_fewest_bytes_wins(case: dict[str, Any]) -> None:
     readers: dict[tuple[int, int], list[int]] = {}
     for source, reader, nbytes in case["edges"]:
         readers.setdefault((source, nbytes), []).append(reader)

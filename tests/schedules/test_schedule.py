@@ -62,7 +62,7 @@ def test_text_round_trips(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0Q1", "0F-1", "0F1>", "0SEND_F"])
-def test_what_is_no_action_is_refused(text: str) -> None:
+def test_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ShardingError, match="it is no action"):
         parse_action(text)
 
@@ -86,6 +86,6 @@ def test_an_action_prints_as_torch_writes_it() -> None:
         (("zb-v", 5, 2), "say num_stages as a multiple of num_ranks"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(arguments: tuple[str, int, int], problem: str) -> None:
+def test_an_impossible_schedule_is_refused(arguments: tuple[str, int, int], problem: str) -> None:
     with pytest.raises(ShardingError, match=problem):
         shardc.schedule(*arguments)

@@ -192,7 +192,7 @@ def test_receives_in_another_order_than_the_sends_name_the_channel() -> None:
         (Action("JUMP", 0, 0), "there is no such kind of action"),
     ],
 )
-def test_an_action_that_cannot_be_is_refused(stranger: Action, problem: str) -> None:
+def test_an_impossible_action_is_refused(stranger: Action, problem: str) -> None:
     schedule = named("gpipe", 2, 2)
     with pytest.raises(ShardingError, match=problem):
         replace(schedule, actions=((*schedule.actions[0], stranger), schedule.actions[1])).check()

@@ -34,7 +34,7 @@ def test_gpipe_with_four_microbatches_a_stage(k: int, efficiency: float) -> None
 
 
 @pytest.mark.parametrize(("k", "m"), SIZES)
-def test_what_lives_on_stage_i(k: int, m: int) -> None:
+def test_stage_i_keeps_as_many_microbatches_alive_as_the_schedule_says(k: int, m: int) -> None:
     """GPipe saves all microbatches; 1F1B min(M, K - i)."""
     assert shardc.schedule("gpipe", k, m).simulate().peak_bytes == (m,) * k
     assert shardc.schedule("1f1b", k, m).simulate().peak_bytes == tuple(min(m, k - i) for i in range(k))
@@ -71,14 +71,16 @@ def test_zero_bubble_schedules_leave_the_gaps_of_the_paper(k: int, m: int) -> No
         ("zb-v", 2, (0.0588, 0.0464)),
     ],
 )
-def test_idle_parts_are_those_of_another_simulator(name: str, num_stages: int, fractions: tuple[float, float]) -> None:
+def test_idle_times_equal_those_of_an_independent_simulator(
+    name: str, num_stages: int, fractions: tuple[float, float]
+) -> None:
     found = [
         shardc.schedule(name, num_stages * k, m, num_ranks=k).simulate().idle_fraction for k, m in ((4, 8), (8, 24))
     ]
     assert found == pytest.approx(fractions, abs=5e-5)
 
 
-def test_latency_makes_plain_1f1b_slower_than_gpipe_and_a_higher_cap_mends_it() -> None:
+def test_with_latency_1f1b_is_slower_than_gpipe_unless_more_microbatches_may_be_in_flight() -> None:
     costs = Costs((StageCost(),) * 4, latency=0.2)
     plain, more = (shardc.schedule("1f1b", 4, 16, in_flight=cap).simulate(costs).makespan for cap in (4, 8))
     assert more == shardc.schedule("gpipe", 4, 16).simulate(costs).makespan < plain
@@ -93,7 +95,7 @@ def test_messages_share_a_channel_one_after_the_other() -> None:
     assert [found.starts[action] for action in rows[1]] == [4, 6] and found.makespan == 7
 
 
-def test_bytes_of_messages_live_from_making_to_sending_and_from_receiving_to_reading() -> None:
+def test_a_message_takes_memory_until_it_is_sent_and_from_its_receive_until_it_is_read() -> None:
     edge = Edge(0, 1, "F")
     costs = Costs((StageCost(saved=10, held=4, resident=100),) * 2, message_bytes={edge: 3})
     found = shardc.schedule("zb-h1", 2, 1).simulate(costs)

@@ -33,7 +33,7 @@ def test_a_variant_is_right_on_both_meshes(name: str, uneven: bool) -> None:
     assert result.facts["runs"] == 2 and not result.facts["fallbacks"]
 
 
-def test_what_is_undefined_is_apart() -> None:
+def test_undefined_values_count_as_apart() -> None:
     assert run_variant("empty_like", count=1).outcome == "apart"
 
 

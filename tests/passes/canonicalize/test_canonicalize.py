@@ -120,7 +120,7 @@ def test_dropout_compares_numbers_drawn_by_global_index() -> None:
     )
 
 
-def test_an_index_by_the_arange_of_each_dim_is_nothing_and_any_other_index_stays() -> None:
+def test_an_index_by_the_arange_of_each_dim_is_removed_and_any_other_index_stays() -> None:
     def pick(x: Tensor) -> Tensor:
         every, diagonal = torch.arange(8), torch.arange(8)
         return x[every[:, None], torch.arange(8)] * x[every, diagonal]
@@ -153,7 +153,7 @@ def test_copies_go_views_are_reshapes_and_transposes_one_permute() -> None:
     )
 
 
-def test_what_needs_but_the_shape_of_a_value_is_a_constant() -> None:
+def test_an_op_that_needs_only_a_shape_is_a_constant() -> None:
     assert after("canonicalize", lambda x, w: torch.zeros_like(x @ w) + 1, MESH, x=value(8, 6), w=value(6, 4)) == block(
         """
         full: f32[8, 4] = full([8, 4], 0, dtype=float32)

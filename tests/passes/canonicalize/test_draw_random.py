@@ -117,7 +117,7 @@ WHOLE = {"binomial", "gamma", "dirichlet"}
 
 
 @pytest.mark.parametrize("name", sorted(DRAWS))
-def test_what_is_drawn_whole_is_reported_and_nothing_else_is(name: str) -> None:
+def test_ops_that_draw_whole_tensors_are_reported_and_no_others(name: str) -> None:
     program = compiled(name, Mesh(a=2), P("a")).at("propagate")
     fallbacks = {node.target for node in program.calls if program.rule(node).is_fallback}
     assert fallbacks == ({seeded} if name in WHOLE else set())

@@ -95,7 +95,7 @@ def test_dims_that_the_user_merged_stay_merged() -> None:
     )
 
 
-def test_what_a_product_is_added_to_is_added_after_it() -> None:
+def test_the_addend_of_a_product_is_added_after_it() -> None:
     """As one op, each shard of a cut contraction would add it."""
 
     def add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

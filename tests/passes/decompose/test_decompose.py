@@ -59,7 +59,7 @@ PICKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", PICKED.values(), ids=PICKED)
-def test_what_a_loss_picks_along_a_cut_vocabulary_takes_two_small_reductions(
+def test_picking_targets_along_a_cut_vocabulary_takes_two_small_reductions(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     """The maximum; the sum and the target's logit together, of one dtype; nothing in the backward."""
@@ -85,7 +85,7 @@ def test_what_a_loss_picks_along_a_cut_vocabulary_takes_two_small_reductions(
         torch.testing.assert_close(compiled.simulate(x, y)[0], model(x, y).detach(), rtol=2**-6, atol=0)
 
 
-def test_odds_that_meet_wider_numbers_are_as_wide() -> None:
+def test_log_probabilities_that_meet_wider_numbers_are_as_wide() -> None:
     """Of two bytes alone, a row's number of four: the product has four, as on one device."""
 
     class Model(torch.nn.Module):
@@ -206,7 +206,7 @@ def test_a_lookup_in_a_dim_that_is_cut_in_blocks_equals_the_whole(mesh: Mesh, wi
     assert torch.equal(program.simulate(**inputs)[0], model(**inputs))
 
 
-def test_a_table_is_looked_up_where_it_lies_if_one_ranks_rows_are_fewer_bytes_than_it() -> None:
+def test_a_table_is_looked_up_in_shards_if_the_rows_of_a_rank_are_fewer_bytes() -> None:
     """What all ranks look up together is more than the table, what one rank does less."""
 
     class Lookup(torch.nn.Module):

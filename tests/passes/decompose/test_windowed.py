@@ -244,7 +244,7 @@ SHIFTS: list[Op] = [
 
 @pytest.mark.parametrize("op", SHIFTS)
 @pytest.mark.parametrize("rows", [16, 13])
-def test_what_moves_along_a_cut_dim_moves_over_its_edges_alone(op: Op, rows: int) -> None:
+def test_an_op_along_a_cut_dim_exchanges_edges_alone(op: Op, rows: int) -> None:
     compiled = check(op, Mesh(x=4), P("x"), random(rows, 6))
     assert {each.kind for each in compiled.collectives if each.phase == "forward"} <= {"collective_permute"}
     check(op, Mesh(x=2, y=2), P(("x", "y"), None), random(rows, 6))

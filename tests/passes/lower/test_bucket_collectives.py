@@ -56,7 +56,7 @@ def test_gradients_wait_for_each_other_in_the_order_in_which_they_are_made() -> 
     )
 
 
-def test_what_is_reduced_once_for_several_backwards_goes_apart_from_what_is_not() -> None:
+def test_gradients_reduced_once_for_several_backwards_have_buckets_of_their_own() -> None:
     """The positions of a sequence shorter than their table are summed over ranks before they are put into it."""
     ids, targets = torch.randint(128, (2, 8, 16))
     program = shardc.compile(GPT(Config(context=32)), Mesh(dp=2), DATA, args=(ids, targets)).program
@@ -140,7 +140,7 @@ def test_a_bucket_changes_no_bit_and_sends_what_it_announces(annotations: dict[s
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_what_is_read_does_not_wait() -> None:
+def test_a_value_that_is_read_early_does_not_wait_for_its_bucket() -> None:
     """Two sums of one kind, of which the second is made of the first."""
 
     def chained(x: Tensor, u: Tensor, d: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_bucket_says_of_each_member_where_it_comes_from_and_why() -> None:
     )
 
 
-def test_where_the_loss_is_over_a_count_stages_send_each_other_what_they_share_alone() -> None:
+def test_a_loss_divided_by_a_count_makes_stages_send_no_more_than_they_share() -> None:
     """Every gradient depends on the count, a sum over microbatches of the last stage; only one weight is of both."""
     model, pipeline = Model(is_tied=True), shardc.Pipeline(microbatches=4, schedule="zb-h1")
     piped = shardc.compile(model, Mesh(dp=2, pp=2), DATA, args=some_targets(), pipeline=pipeline)
@@ -170,7 +170,7 @@ def test_where_the_loss_is_over_a_count_stages_send_each_other_what_they_share_a
     assert sorted(each.bytes for each in sent) == [shared, shared + 4]  # one way with the loss
 
 
-def test_what_is_gathered_together_is_not_held_together() -> None:
+def test_parameters_gathered_together_are_freed_one_by_one() -> None:
     """A bias of one element a rank, beside a weight: a view of it would hold the buffer of both."""
     model = nn.Linear(4, 2, dtype=torch.float64)
     made = shardc.compile(

@@ -49,7 +49,7 @@ def test_no_rank_saves_more_than_the_budget(schedule: str) -> None:
     assert torch.equal(loss, expected) and all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
-def test_the_least_budget_of_a_rank_is_said_and_is_enough() -> None:
+def test_an_error_names_the_least_budget_of_a_rank_and_it_is_enough() -> None:
     with pytest.raises(ShardingError) as caught:
         compiled("1f1b", Remat(budget=1000))
     assert f"{max(saved(compiled('1f1b')))} are saved without it" in str(caught.value)

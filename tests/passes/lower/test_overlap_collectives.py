@@ -62,7 +62,7 @@ def test_targets_are_counted_before_all_else_and_no_step_waits_for_a_loss() -> N
     assert loss.all_input_nodes[0].target is torch.ops.aten.div.Tensor and count in loss.all_input_nodes[0].args
 
 
-def test_what_computes_is_not_done_before_its_turn() -> None:
+def test_computation_is_not_moved_forward() -> None:
     """A sum that needs a product of inputs is left where it stands, also where no parameter has a part in it."""
 
     def scaled(x: Tensor, y: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_the_next_layers_parameters_are_gathered_while_a_layer_computes(
             assert not earlier[:-1] or issued > earlier[-2]
 
 
-def test_what_a_bucket_holds_is_picked_where_it_is_read() -> None:
+def test_members_of_a_bucket_are_sliced_where_they_are_read() -> None:
     weights = {"u": parameter(6, 4), "d": parameter(4, 6)}
     program = compiled(two_layers, Mesh(dp=2), {"x": P("dp"), "param:*": P("dp")}, train=True, x=value(8, 6), **weights)
     nodes = [node for node in program.at("overlap_collectives").graph.nodes if node.op != "placeholder"]

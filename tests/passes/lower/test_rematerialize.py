@@ -72,7 +72,7 @@ def test_gradients_are_the_same_to_the_bit_and_less_is_alive(plan: str) -> None:
         assert wire(less) == wire(whole)
 
 
-def test_every_second_block_is_half_of_it_and_collectives_too_is_less_saved_for_more_wire() -> None:
+def test_every_second_block_saves_half_and_recomputing_collectives_saves_memory_for_bytes_sent() -> None:
     whole, half, all_ = (compiled("data and tensor", remat) for remat in (None, Remat("blocks.*", 2), BLOCKS))
     saved = [program.memory["saved"] for program in (whole, half, all_)]
     assert saved[0] - saved[1] == pytest.approx(saved[1] - saved[2], rel=0.1)
@@ -81,7 +81,7 @@ def test_every_second_block_is_half_of_it_and_collectives_too_is_less_saved_for_
     assert_same_bits(more.simulate(*target()[1]), whole.simulate(*target()[1]))
 
 
-def test_what_no_backward_reads_is_not_made_again() -> None:
+def test_values_that_no_backward_reads_are_not_recomputed() -> None:
     """Of a block's forward all but the last product: less than the third more that is said of checkpoints."""
     whole, less = (compiled("zero", remat, dropout=0.0) for remat in (None, BLOCKS))
     forward = {node for node in split(whole.program).forward if whole.program.source(node).module.startswith("blocks.")}
@@ -96,7 +96,7 @@ def flops_in(program: Compiled, nodes: set[Any]) -> int:
     return sum(flops_of_call(program.program, node) for node in nodes if node in set(program.program.calls))
 
 
-def test_what_is_made_again_stands_right_before_its_first_reader() -> None:
+def test_recomputed_values_stand_right_before_their_first_reader() -> None:
     """Nothing of one block is alive while another is run backward."""
     program = compiled("data and tensor", BLOCKS).at("rematerialize")
     backward = split(program).backward
@@ -108,7 +108,7 @@ def test_what_is_made_again_stands_right_before_its_first_reader() -> None:
 
 
 @pytest.mark.slow
-def test_a_smaller_budget_is_met_by_more_work_and_the_least_is_said() -> None:
+def test_a_smaller_budget_is_met_by_more_work_and_an_error_names_the_least() -> None:
     whole = compiled("data and tensor")
     saved, work = whole.memory["saved"], [flops_of(whole.program)]
     for part in (0.9, 0.6, 0.3):
@@ -216,7 +216,7 @@ def test_a_model_trains_alike_its_buffers_read_as_they_were() -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_of_remat_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ShardingError) as caught:
         Remat(**options)
     assert str(caught.value).startswith(text)

@@ -102,7 +102,7 @@ def test_a_lower_priority_number_speaks_first() -> None:
     assert "add: f32[8, 4@tp] = add(x, y)" in second
 
 
-def test_a_gradient_lies_as_its_parameter() -> None:
+def test_a_gradient_has_the_sharding_of_its_parameter() -> None:
     """Without the tie it would lie as its operands: cut over the batch axis only where they are."""
     program = compiled(
         lambda x, w: (x @ w).sum(), MESH, {"x": P("dp"), "w": P("dp", "tp")}, True, x=value(8, 6), w=parameter(6, 16)
@@ -122,7 +122,7 @@ def test_a_gradient_lies_as_its_parameter() -> None:
     )
 
 
-def test_an_open_dim_is_found_and_a_whole_one_stays_whole() -> None:
+def test_an_open_dim_is_inferred_and_a_whole_one_stays_whole() -> None:
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w
 

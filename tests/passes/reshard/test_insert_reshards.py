@@ -117,7 +117,7 @@ def test_where_one_axis_would_cut_two_dims_an_input_wins_over_a_larger_parameter
     )
 
 
-def test_of_equals_the_larger_value_keeps_its_cut_and_an_output_lies_as_it_came_to_lie() -> None:
+def test_of_equals_the_larger_value_keeps_its_cut_and_an_output_keeps_the_propagated_one() -> None:
     annotations = {"x": P(None, "a"), "y": P(None, "a")}
     assert after("insert_reshards", lambda x, y: x.t() @ y, ONE, annotations, x=value(8, 6), y=value(8, 16)) == block(
         """
@@ -130,7 +130,7 @@ def test_of_equals_the_larger_value_keeps_its_cut_and_an_output_lies_as_it_came_
     )
 
 
-def test_a_reshard_says_what_lies_how_who_wants_what_and_from_which_annotation() -> None:
+def test_a_reshard_records_both_shardings_its_reader_and_the_annotation() -> None:
     program = compiled(lambda x, w: x @ w, ONE, {"x": P("a"), "w": P("a")}, x=value(8, 6), w=parameter(6, 16))
     agreed = program.at("insert_reshards")
     assert [cause_text(agreed.causes(node)) for node in agreed.calls if agreed.causes(node)] == [

@@ -73,7 +73,9 @@ def test_a_value_on_the_way_is_never_larger_than_at_both_ends(case: Case) -> Non
         (Mesh(a=2, b=4, c=1), (2, 4), "c+b:(1)2,b:(2)2+a", "a,c+b"),
     ],
 )
-def test_a_full_value_that_fits_on_few_ways_finds_one(mesh: Mesh, shape: tuple[int, ...], src: str, dst: str) -> None:
+def test_a_plan_is_found_where_few_sequences_fit_in_memory(
+    mesh: Mesh, shape: tuple[int, ...], src: str, dst: str
+) -> None:
     case = Case(shape, *(P.parse(spec).sharding(mesh, shape, "test") for spec in (src, dst)))
     check_values(case)
     check_local_sizes(case)
@@ -286,7 +288,7 @@ def test_chunks_of_one_axis_in_a_row_change_their_size_with_neighbours(
     assert bytes_sent(case) == 8 * sent
 
 
-def test_what_is_joined_of_uneven_pieces_counts_with_its_padding() -> None:
+def test_uneven_pieces_are_counted_with_their_padding() -> None:
     (gather,) = reshard_plan(Mesh(a=4), (5,), F32, P("a"), P())
     assert (gather.local_shape_in, gather.local_shape_out, gather.bytes, gather.wire_bytes) == ((2,), (5,), 32, 24)
 
@@ -372,7 +374,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("src", "dst", "expected"), BAD)
-def test_reshard_plan_says_what_does_not_fit(src: P | Sharding, dst: P | Sharding, expected: list[str]) -> None:
+def test_reshard_plan_refuses_shardings_that_do_not_fit(
+    src: P | Sharding, dst: P | Sharding, expected: list[str]
+) -> None:
     with pytest.raises(ShardingError) as caught:
         reshard_plan(MESH, (8, 64), F32, src, dst)
     for line in expected:

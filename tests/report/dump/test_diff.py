@@ -49,7 +49,7 @@ def test_names_that_shift_make_no_difference(plain: dict[str, Any]) -> None:
     assert is_same(found), found
 
 
-def test_with_a_layer_more_exactly_its_collectives_come() -> None:
+def test_one_more_layer_adds_exactly_its_collectives() -> None:
     two, three = gpt_of(2), gpt_of(3)
     found = diff(two, three)["collectives"]
     assert not found["went"] and {each["axes"][0] for each in found["came"]} == {"tp"}
@@ -59,7 +59,7 @@ def test_with_a_layer_more_exactly_its_collectives_come() -> None:
     assert back["went"] == found["came"] and not back["came"]
 
 
-def test_what_is_cut_otherwise_is_named_with_both_shardings(plain: dict[str, Any]) -> None:
+def test_a_changed_sharding_is_printed_with_both_shardings(plain: dict[str, Any]) -> None:
     _, _, _, annotations = mlp()
     found = diff(plain, dumped(annotations={**annotations, "up.weight": P()}))
     names = {each["name"]: (each["before"]["sharding"], each["after"]["sharding"]) for each in found["parameters"]}

@@ -46,7 +46,7 @@ def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
 # The schema.
 
 
-def test_every_dump_is_as_the_schema_says_and_the_schema_says_no_more(compilations: list[Compiled]) -> None:
+def test_every_dump_matches_the_schema_and_together_they_use_all_of_it(compilations: list[Compiled]) -> None:
     Draft202012Validator.check_schema(SCHEMA)
     validator, seen = Draft202012Validator(SCHEMA), set[tuple[str, str]]()
     for compiled in compilations:

@@ -26,15 +26,13 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.mark.parametrize("format_", ["text", "json", "dot"])
-def test_the_dump_of_two_layers_cut_as_megatron_is_the_one_that_was_read(
-    format_: str, as_read: Callable[..., None]
-) -> None:
+def test_the_dump_of_two_layers_cut_as_megatron_is_golden(format_: str, as_read: Callable[..., None]) -> None:
     model, args, kwargs, annotations = mlp()
     dumped = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump(format=format_)
     as_read(f"mlp.{format_.replace('text', 'txt')}", dumped)
 
 
-def test_the_report_of_two_layers_is_the_one_that_was_read(as_read: Callable[..., None]) -> None:
+def test_the_report_of_two_layers_is_golden(as_read: Callable[..., None]) -> None:
     """But for its styles and scripts, which a browser reads in test_report.py."""
     model, args, kwargs, annotations = mlp()
     page = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump("html")
@@ -48,7 +46,7 @@ def test_the_report_of_two_layers_is_the_one_that_was_read(as_read: Callable[...
 @pytest.mark.parametrize(
     ("option", "name"), [("--diff=insert_reshards", "diff_passes.txt"), ("--format=dot", "pipeline.dot")]
 )
-def test_what_a_pass_did_and_a_drawn_pipeline_are_those_that_were_read(
+def test_the_diff_of_a_pass_and_a_drawn_pipeline_are_golden(
     option: str, name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mesh = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=2"] if name == "pipeline.dot" else ["--mesh", "dp=2,tp=2"]
@@ -56,7 +54,7 @@ def test_what_a_pass_did_and_a_drawn_pipeline_are_those_that_were_read(
     as_read(name, capsys.readouterr().out)
 
 
-def test_the_dump_of_a_convolution_over_a_cut_height_is_the_one_that_was_read(as_read: Callable[..., None]) -> None:
+def test_the_dump_of_a_convolution_over_a_cut_height_is_golden(as_read: Callable[..., None]) -> None:
     model, args, kwargs, annotations = convolution()
     dumped = compile(model, Mesh(x=4), annotations, args=args, kwargs=kwargs).dump()
     as_read("convolution.txt", dumped)
@@ -74,7 +72,7 @@ def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_the_pipeline_of_a_tied_gpt_is_the_one_that_was_read(
+def test_the_pipeline_of_a_tied_gpt_is_golden(
     format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=4", "--only", "stages"]
@@ -127,7 +125,7 @@ def test_a_pipeline_announces_lowered_what_it_does_localized() -> None:
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
+def test_the_stages_of_a_tied_gpt_are_golden(
     format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["stages", "gpt:gpt_tied", "--stages", "3", "--by", "flops", "--format", format_]
@@ -139,7 +137,7 @@ def test_the_stages_of_a_tied_gpt_are_those_that_were_read(
     ("command", "name"),
     [(["trace"], "mlp.trace.json"), (["dump", "--only", "time,notes"], "mlp.time.txt")],
 )
-def test_the_predicted_step_is_the_one_that_was_read(
+def test_the_predicted_step_is_golden(
     command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     links = ["--mesh", "dp=2,tp=2", "--links", "dp=nvlink,tp=ethernet", "--device", "cpu"]
@@ -147,7 +145,7 @@ def test_the_predicted_step_is_the_one_that_was_read(
     as_read(name, capsys.readouterr().out)
 
 
-def test_explanations_are_those_that_were_read(as_read: Callable[..., None]) -> None:
+def test_explanations_are_golden(as_read: Callable[..., None]) -> None:
     """A parameter, a value, a module, a collective, a bucket, and one of them as JSON."""
     model, args, kwargs, annotations = mlp()
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)

@@ -204,7 +204,7 @@ def test_a_layout_shows_which_ranks_hold_each_block(browser: Any, tmp_path: Path
     assert browser.texts("#inspector rect title") == [title for row in tiles for title in row]
 
 
-def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Any, tmp_path: Path) -> None:
+def test_the_report_opens_with_ops_that_run_whole_and_unrequested_gathers(browser: Any, tmp_path: Path) -> None:
     program = shardc.compile(Unruly(), Mesh(dp=2, spare=2), {"x": P("dp")}, args=(torch.randn(4, 8),))
     browser.open(written(program, tmp_path))
     first = browser.texts(".look .alarm")
@@ -218,7 +218,7 @@ def test_what_runs_whole_and_what_no_one_asked_for_is_said_first(browser: Any, t
     assert any("tests.whole" in note and "register_rule" in note for note in notes)
 
 
-def test_on_a_known_machine_the_predicted_step_is_drawn(browser: Any, tmp_path: Path) -> None:
+def test_the_report_draws_the_predicted_step_of_a_known_machine(browser: Any, tmp_path: Path) -> None:
     program = small(links={"dp": "ethernet"})
     browser.open(written(program, tmp_path))
     assert "Predicted time" in browser.texts("nav a")

@@ -95,7 +95,7 @@ RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], l
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_what_is_written_is_as_the_schema_says_and_the_schema_says_no_more(
+def test_output_matches_its_schema_and_uses_all_of_it(
     name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]
 ) -> None:
     schema, seen = schema_of(name), set[tuple[str, str]]()
@@ -105,7 +105,7 @@ def test_what_is_written_is_as_the_schema_says_and_the_schema_says_no_more(
     assert own(seen) == own(said(schema))
 
 
-def test_words_that_explain_may_say_are_those_of_its_schema() -> None:
+def test_the_words_of_explain_are_those_of_its_schema() -> None:
     schema = schema_of("explain")
     assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Subject)]
     assert schema["$defs"]["step"]["properties"]["role"]["enum"] == [*get_args(explanation.Role)]

@@ -107,14 +107,14 @@ def few(names: Mapping[str, Any], *chosen: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", few(GOOD, "moe", "gpt, fsdp"))
-def test_each_collective_of_a_good_plan_is_removed_as_advised_and_at_the_cost_that_is_said(name: str) -> None:
+def test_advice_removes_each_collective_of_a_good_plan_at_the_cost_that_it_states(name: str) -> None:
     target, mesh = GOOD[name]
     found = hold_all(target, mesh, compile(target, mesh, target[3]))
     assert all(advice.why for advice in found if advice.suggestion and not advice.suggestion.is_free)
 
 
 @pytest.mark.slow
-def test_zero_is_a_cost_of_wire_for_memory() -> None:
+def test_advice_on_zero_trades_bytes_sent_for_memory() -> None:
     target = gpt.gpt()
     compiled = compile(target, Mesh(dp=2), gpt.DATA, zero=Zero("dp", 3))
     found = hold_all(target, Mesh(dp=2), compiled, zero=Zero("dp", 3))
@@ -126,7 +126,7 @@ def test_zero_is_a_cost_of_wire_for_memory() -> None:
 
 
 @pytest.mark.sweep
-def test_twelve_layers_are_advised_on_by_patterns_over_all_of_them() -> None:
+def test_advice_on_twelve_layers_uses_patterns_over_all_of_them() -> None:
     target = gpt2(layers=12)
     annotations = {**target[3], "transformer.h.*.mlp.c_fc.bias": P()}
     compiled = compile(target, MESH, annotations)
@@ -202,7 +202,7 @@ OBVIOUS = (
 
 
 @pytest.mark.parametrize("name", few(BAD, *OBVIOUS))
-def test_of_a_bad_plan_the_advice_is_the_obvious_one(name: str) -> None:
+def test_advice_on_a_bad_plan_is_the_obvious_change(name: str) -> None:
     target, added, (phase, kind, axis), expected = BAD[name]
     mesh, annotations = Mesh(dp=4) if target is NO_DATA else MESH, {**target[3], **added}
     compiled = compile(target, mesh, annotations)
@@ -240,7 +240,7 @@ def test_an_annotation_in_the_model_may_be_the_one_to_take_out() -> None:
 
 
 @pytest.mark.slow
-def test_of_a_pipeline_stages_change_what_crosses_and_annotations_what_is_summed() -> None:
+def test_in_a_pipeline_advice_changes_stages_for_sends_and_annotations_for_reductions() -> None:
     target, pipeline = gpt.gpt_tied(), shardc.Pipeline(axis="pp", microbatches=4)
     compiled = compile(target, Mesh(dp=2, pp=2), gpt.DATA, pipeline=pipeline)
     tied = next(each for each in compiled.collectives if each.name.startswith("send_after"))
@@ -280,9 +280,7 @@ def test_what_is_left_open_on_the_command_line_is_as_if_it_were_dropped(pattern:
     assert figures_of(opened.program) == figures_of(dropped.program)
 
 
-def test_what_is_said_of_a_collective_is_as_it_was_read(
-    as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_on_a_collective_is_golden(as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", "gpt:gpt", "--mesh", "tp=2", "--annotate", "*.mlp.up.bias=-", "all_gather_tp"]
     assert main(command) == 0
     as_read("advice.txt", capsys.readouterr().out)

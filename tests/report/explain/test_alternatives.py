@@ -62,7 +62,7 @@ def test_at_every_collective_the_chosen_way_sends_what_is_announced() -> None:
         assert all(each.wire_bytes >= chosen.wire_bytes for each in found if "holds" not in each.note)
 
 
-def test_an_op_has_one_chosen_way_and_what_is_cheaper_was_not_to_be_had() -> None:
+def test_an_op_has_one_chosen_sequence_and_cheaper_ones_were_impossible() -> None:
     model, args, _, annotations = gpt.gpt()
     compiled = shardc.compile(model, MESH, annotations, args=args)
     chooser = Chooser(compiled)
@@ -76,7 +76,7 @@ def test_an_op_has_one_chosen_way_and_what_is_cheaper_was_not_to_be_had() -> Non
         assert all(each.note for each in ways if each.wire_bytes < chosen.wire_bytes), ways
 
 
-def test_an_axis_of_data_and_weights_says_who_comes_to_whom() -> None:
+def test_an_axis_of_data_and_weights_tells_which_of_them_is_gathered() -> None:
     model, args, _, annotations = moe.moe()
     compiled = shardc.compile(model, Mesh(ep=4), annotations, args=args)
     found = alternatives(compiled, next(each.name for each in compiled.collectives if each.kind == "all_to_all"))

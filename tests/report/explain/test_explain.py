@@ -33,7 +33,7 @@ def explained(program: Compiled) -> dict[str, Explanation]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_everything_that_has_a_name_ends_in_what_the_user_said(name: str) -> None:
+def test_every_explanation_ends_in_an_annotation_or_option(name: str) -> None:
     """Every collective in an annotation or an option, every cut value too, all else in the default."""
     program = case(name)
     found, known = explained(program), said(program)

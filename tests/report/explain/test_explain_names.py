@@ -96,7 +96,7 @@ def test_a_name_is_typed_as_it_is_printed(odd: Compiled) -> None:
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("stage:1", "--pipeline"), ("gradient:weight", "--no-train")])
-def test_of_a_kind_that_a_program_has_none_of_it_is_said_what_gives_it_some(name: str, remedy: str) -> None:
+def test_a_kind_that_the_program_does_not_have_is_refused_with_the_option_that_adds_it(name: str, remedy: str) -> None:
     program = shardc.compile(nn.Linear(4, 4), Mesh(dp=2), {}, args=(torch.ones(4, 4),), train=False)
     kind = name.partition(":")[0]
     with pytest.raises(ShardingError, match=rf"a {kind} of the program\n  it has none\n  .*{remedy}"):
@@ -114,7 +114,7 @@ class Kinds(nn.Module):
         return {"the gradient": self.gradient(self.stage(batch["input x"])).sum()}
 
 
-def test_a_name_of_the_models_own_is_no_kind() -> None:
+def test_a_name_in_the_model_that_reads_as_a_kind_is_that_name() -> None:
     annotations = {"batch.input x": P("dp"), "gradient.weight": P("tp")}
     program = shardc.compile(Kinds(), MESH, annotations, args=({"input x": torch.randn(4, 4)},))
     assert [program.explain(name).kind for name in ("the gradient", "batch.input x", "stage", "gradient")] == [
@@ -123,7 +123,7 @@ def test_a_name_of_the_models_own_is_no_kind() -> None:
     assert program.explain("gradient:gradient.weight").kind == "gradient"
 
 
-def test_what_only_another_pass_has_is_explained_from_there(odd: Compiled) -> None:
+def test_a_node_that_only_an_earlier_program_has_is_explained_from_it(odd: Compiled) -> None:
     known = explainer(odd)
     for after, program in odd.after.items():
         for node in program.graph.nodes:

@@ -58,7 +58,7 @@ def test_a_stage_is_explained_by_who_says_where_it_begins() -> None:
     assert all(REPLICATED not in tied.explain(each.name).ends for each in tied.collectives)
 
 
-def test_less_crosses_where_stages_begin_as_is_advised() -> None:
+def test_stages_that_begin_as_advised_send_less() -> None:
     program = chain(cuts=("layers.3",))
     advice = program.advise("send_forward_0_to_1")
     found = advice.suggestion
@@ -75,7 +75,7 @@ def test_less_crosses_where_stages_begin_as_is_advised() -> None:
     )
 
 
-def test_where_every_beginning_sends_as_much_one_stage_is_said_with_what_it_costs() -> None:
+def test_where_every_cut_sends_as_much_advice_is_one_stage_with_its_cost() -> None:
     program = chain(cuts=("layers.2",))
     advice = program.advise("send_forward_0_to_1")
     assert advice.suggestion is not None and not advice.suggestion.is_free

@@ -39,7 +39,7 @@ class Drawn:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_every_step_of_every_chain_is_an_op_that_the_values_of_the_step_are_of(data: st.DataObject) -> None:
+def test_every_step_of_a_chain_is_an_op_that_has_the_values_of_the_step(data: st.DataObject) -> None:
     """And every cut of every value has a chain, which begins in what the user said and goes along cut values."""
     drawn = Drawn(data)
     compiled = drawn.compiled(drawn.annotations, **drawn.options)
@@ -59,7 +59,7 @@ def test_every_step_of_every_chain_is_an_op_that_the_values_of_the_step_are_of(d
 
 @settings(max_examples=15)
 @given(st.data())
-def test_without_what_it_ends_in_a_value_lies_otherwise_or_ends_in_the_rest(data: st.DataObject) -> None:
+def test_without_the_annotation_that_a_chain_ends_in_the_sharding_or_the_chain_changes(data: st.DataObject) -> None:
     """Where two annotations say the same, one of them is named, and once that is gone the other."""
     drawn = Drawn(data)
     before = Explainer(drawn.compiled(drawn.annotations, **drawn.options).whole)

@@ -56,7 +56,7 @@ CLEAN: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_gather_that_an_annotation_asks_for_is_none_of_its_business(name: str) -> None:
+def test_strict_allows_a_gather_that_an_annotation_requires(name: str) -> None:
     function, annotations, kind = CLEAN[name]
     assert kind in kinds(compile(function, annotations))
 

@@ -158,7 +158,7 @@ def assert_expressed(plan: SymbolicPlan, point: Point, fresh: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_at_its_own_sizes_every_expression_is_the_number_of_the_plan(name: str) -> None:
+def test_at_the_reference_sizes_every_expression_equals_the_plans_number(name: str) -> None:
     plan = plan_of(name)
     assert_expressed(plan, plan.reference, plan.at({}))
     assert {name: value(size, plan.reference) for name, size in plan.cost.memory.items()} == plan.at({}).memory
@@ -205,7 +205,7 @@ def test_a_number_is_a_product_of_sizes_or_next_to_one(values: tuple[int, ...], 
     "number",
     ["2", "N", "T + 2*N", "T//N + 2", "B*N", "T - 1", "7 + 3*N", "7 + 24//N", "B*N*M", "2*T*N - N", "T*M//N"],
 )
-def test_a_number_that_goes_by_the_mesh_is_found_on_a_few_meshes(number: str) -> None:
+def test_a_number_that_depends_on_the_mesh_is_fitted_on_a_few_meshes(number: str) -> None:
     base = {"M": 2, "N": 2}
     dims = [{"B": 4 * b, "T": 32 * t} for b, t in ((1, 1), (2, 3), (7, 5))]
     form = Fitter(dims).fit([eval(number, point | base) for point in dims])
@@ -231,7 +231,7 @@ class Halved(nn.Module):
         return halved
 
 
-def test_half_of_a_size_is_that_of_even_sizes_alone_and_a_bound_ends_the_region() -> None:
+def test_halving_a_size_requires_even_sizes_and_a_bound_limits_the_region() -> None:
     def halved(point: Point) -> shardc.Compiled:
         with torch.device("meta"):
             model, x = Halved(), torch.empty(point["B"], point["T"], 8)
@@ -258,7 +258,7 @@ class Branching(nn.Module):
         return result
 
 
-def test_where_the_model_itself_goes_another_way_there_is_no_number() -> None:
+def test_there_is_no_cost_where_the_model_takes_another_branch() -> None:
     def branching(point: Point) -> shardc.Compiled:
         with torch.device("meta"):
             model, x, y = Branching(), torch.empty(8, point["T"], 8), torch.empty(8, point["U"], 8)
@@ -280,7 +280,7 @@ class Joined(Tower):
         return torch.cat(made).square().mean()
 
 
-def test_sizes_that_go_by_how_many_modules_there_are_have_no_expression() -> None:
+def test_sizes_that_depend_on_the_number_of_modules_have_no_expression() -> None:
     def joined(point: Point) -> shardc.Compiled:
         with torch.device("meta"):
             model, x = Joined(point["L"], 8, 16), torch.empty(point["B"], 8)
@@ -306,7 +306,7 @@ PIPELINE = ["cost", "targets:for_mesh", "--mesh", "dp=2,pp=2", "--pipeline", "pp
         (PIPELINE, "cost_pipeline.txt"),
     ],
 )
-def test_what_cost_prints_is_what_was_read(
+def test_the_output_of_cost_is_golden(
     command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command) == 0
@@ -334,7 +334,7 @@ def test_outside_of_its_region_a_plan_has_no_number_unless_it_is_compiled_anew(
         (["--symbol", "B=x.0", "--at", "b=8"], "name one of dp, tp, B"),
     ],
 )
-def test_a_symbol_that_is_nothing_of_the_target_is_an_error(
+def test_a_symbol_that_names_nothing_in_the_target_is_an_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*COST, *arguments]) == 2

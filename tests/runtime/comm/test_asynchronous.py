@@ -146,5 +146,5 @@ def run_backward_twice(mesh: Mesh) -> bool:
     return torch.equal(first, second)
 
 
-def test_a_second_backward_finds_what_was_saved_as_it_was(gloo: Any) -> None:
+def test_a_second_backward_finds_saved_values_unchanged(gloo: Any) -> None:
     assert all(gloo.run(run_backward_twice, Mesh(tp=4)))

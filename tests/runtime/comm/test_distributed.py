@@ -142,7 +142,7 @@ def test_a_dtensor_made_of_pieces_gathers_to_the_whole(gloo):
     assert gloo.run(run_border) == [[]] * 4
 
 
-def test_placements_say_the_sharding_and_the_sharding_the_placements():
+def test_placements_and_sharding_convert_both_ways():
     for mesh, shape, spec in SPECS:
         sharding = spec.sharding(mesh, shape, "x")
         assert sharding_of(placements(sharding, shape), shape, mesh) == sharding
@@ -167,7 +167,7 @@ def test_a_part_of_an_axis_has_no_placement():
     ]
 
 
-def test_what_torch_would_gather_wrongly_is_refused():
+def test_a_placement_that_torch_would_gather_wrongly_is_refused():
     with pytest.raises(ShardingError, match="torch does not gather such a DTensor rightly"):
         placements(P(blocks(3, "tp", "dp")).sharding(MESH, (24,), "x"), (24,))
     check_order(ACROSS)

@@ -63,7 +63,7 @@ def run_into():
     return made is whole and whole.view(4, -1).mean(1).tolist() == [1, 2, 3, 4], used & {"aten::copy_", "[memory]"}
 
 
-def test_a_piece_is_gathered_into_the_memory_that_it_lies_in_without_a_copy(gloo):
+def test_a_piece_is_gathered_into_its_own_memory_without_a_copy(gloo):
     assert gloo.run(run_into) == [(True, set())] * 4
 
 
@@ -89,7 +89,7 @@ def run_update(stage, bucket):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_after_a_step_all_kept_copies_are_gathered_together_where_they_lie(gloo, stage):
+def test_after_a_step_all_kept_copies_are_gathered_together_in_place(gloo, stage):
     for bucket, calls in ((25 * 2**20, ["start", "wait"]), (1, ["start"] * 4 + ["wait"] * 4)):
         assert gloo.run(run_update, stage, bucket) == [(calls, 4, True)] * 4
 
@@ -101,5 +101,5 @@ def run_into_turned():
     return made is turned and bool(turned.all())
 
 
-def test_what_is_joined_along_another_dim_is_put_where_it_is_asked_for(gloo):
+def test_pieces_joined_along_another_dim_land_in_the_given_memory(gloo):
     assert all(gloo.run(run_into_turned))

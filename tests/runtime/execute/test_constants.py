@@ -23,7 +23,7 @@ def names(fn: Any, mesh: Mesh, annotations: dict[str, P], **inputs: Any) -> list
     return [node.name for node in constants(compiled(fn, mesh, annotations, train=True, **inputs).program)]
 
 
-def test_numbers_of_rows_and_what_is_made_of_them_alone_are_made_once() -> None:
+def test_values_computed_from_constants_alone_are_computed_once() -> None:
     def scaled(x: Tensor) -> Tensor:
         ramp = torch.arange(8.0)
         return (x * ramp * ramp.cos()).sum()
@@ -31,7 +31,7 @@ def test_numbers_of_rows_and_what_is_made_of_them_alone_are_made_once() -> None:
     assert names(scaled, Mesh(tp=2), {"x": P("tp")}, x=value(8)) == ["arange", "shard_slice_tp", "cos"]
 
 
-def test_what_is_drawn_or_large_is_made_again() -> None:
+def test_random_and_large_values_are_not_cached() -> None:
     def drawn(x: Tensor) -> Tensor:
         return (x + torch.rand(8)).sum() + torch.ones(512, 1024).mul(2).sum()
 
@@ -39,7 +39,7 @@ def test_what_is_drawn_or_large_is_made_again() -> None:
     assert found == ["scalar_tensor", "arange", "shard_slice_tp", "mul_1"], "the counts of what is drawn alone"
 
 
-def test_what_is_returned_or_looked_at_is_the_users() -> None:
+def test_a_constant_that_is_returned_is_not_cached() -> None:
     def shown(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ones, ramp = torch.ones(8), torch.arange(8.0)
         return x + ones, ones, ramp.view(2, 4)[0]
@@ -47,7 +47,7 @@ def test_what_is_returned_or_looked_at_is_the_users() -> None:
     assert names(shown, Mesh(tp=2), {}, x=value(8)) == []
 
 
-def test_what_is_made_many_times_is_kept_once() -> None:
+def test_equal_constants_are_stored_once() -> None:
     mask, zero = torch.ones(3, 3, dtype=torch.bool).tril(), torch.zeros(())
     many = [mask, None, mask.clone(), mask.t(), zero, -zero, zero.clone(), zero.bfloat16(), torch.ones(0)]
     kept = [*many]
@@ -72,7 +72,7 @@ def steps() -> list[set[str]]:
     return seen
 
 
-def test_no_step_makes_them_again(gloo: Any) -> None:
+def test_no_later_step_computes_constants_again(gloo: Any) -> None:
     for seen in gloo.run(steps):
         assert all("aten::embedding" in ops and "aten::gather" in ops for ops in seen)
         assert not any({"aten::arange", "aten::scalar_tensor"} & ops for ops in seen[1:])
@@ -111,11 +111,11 @@ def first_call(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast"])
-def test_what_the_first_call_makes_is_good_for_calls_in_other_modes(gloo: Any, mode: str) -> None:
+def test_constants_of_the_first_call_serve_calls_in_other_modes(gloo: Any, mode: str) -> None:
     gloo.run(first_call, mode)
 
 
-def test_what_has_the_same_bits_is_one_also_where_there_is_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_of_equal_bits_are_shared_without_numpy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tensor: Tensor) -> None:
         raise RuntimeError("Numpy is not available")
 

@@ -75,7 +75,7 @@ def run(program: shardc.Compiled, args: tuple[Tensor, ...], is_eager: bool, repe
 
 
 @pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
-def test_results_written_over_operands_are_those_written_apart(model: nn.Module) -> None:
+def test_an_op_in_place_gives_the_bits_of_the_op_out_of_place(model: nn.Module) -> None:
     args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
     program = shardc.compile(model, Mesh(dp=2), {"x" if isinstance(model, Chain) else "ids": shardc.P("dp")}, args=args)
     given = [tensor.clone() for tensor in (*args, *model.parameters())]
@@ -114,7 +114,7 @@ class Expanded(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Losses(), Expanded(), GPT(Config(layers=1))], ids=["losses", "expanded", "gpt"])
-def test_what_is_saved_is_written_over_unless_the_graph_is_kept(model: nn.Module) -> None:
+def test_saved_activations_are_overwritten_in_backward_unless_the_graph_is_retained(model: nn.Module) -> None:
     args = tuple(torch.randint(128, (2, 4, 32))) if isinstance(model, GPT) else (torch.randn(4, 3, 6),)
     parallel = shardc.parallelize(copy.deepcopy(model), Mesh(dp=1))
     for _ in range(3):  # instructions, and then code
@@ -135,14 +135,14 @@ def test_what_is_saved_is_written_over_unless_the_graph_is_kept(model: nn.Module
 
 @pytest.mark.parametrize("op", [torch.ops.aten._softmax, torch.ops.aten._log_softmax], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_a_softmax_over_its_operand_is_the_one_beside_it_to_the_bit(op: Any, dtype: torch.dtype) -> None:
+def test_a_softmax_in_place_gives_the_bits_of_one_out_of_place(op: Any, dtype: torch.dtype) -> None:
     for shape in ((3,), (5, 1), (7, 0), (64, 4096), (1024, 33), (17, 128, 130), (9, 50257)):
         x = torch.randn(shape).to(dtype)
         expected = op.default(x, -1, False)
         assert torch.equal(op.out(x, -1, False, out=x), expected), shape
 
 
-def test_logits_are_in_memory_once() -> None:
+def test_logits_have_one_copy_in_memory() -> None:
     """Their logarithms of softmax, those' exponentials and the gradient are written over them, each in its turn."""
     model, ids = GPT(Config(layers=1, vocab=4096, context=128)), torch.randint(4096, (2, 8, 128))
     compiled = shardc.compile(model, Mesh(dp=1), args=tuple(ids))
@@ -161,7 +161,7 @@ def executor_of(program: shardc.Compiled) -> Executor:
 
 
 @pytest.mark.parametrize("model", [Chain(), GPT(Config(layers=1))], ids=["chain", "gpt"])
-def test_code_gives_what_the_instructions_give_that_it_is_made_of(model: nn.Module) -> None:
+def test_generated_code_gives_the_results_of_its_instructions(model: nn.Module) -> None:
     args = (torch.randn(4, 6),) if isinstance(model, Chain) else tuple(torch.randint(128, (2, 4, 32)))
     program = shardc.compile(model, Mesh(dp=1), args=args)
     executor = executor_of(program)

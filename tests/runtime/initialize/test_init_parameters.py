@@ -220,7 +220,7 @@ def test_tied_weights_stay_tied_and_a_padding_row_is_zero() -> None:
     assert not table[3].any() and table[2].any()
 
 
-def test_what_a_constructor_wrote_on_meta_is_not_lost_silently() -> None:
+def test_values_that_a_constructor_wrote_on_meta_are_not_lost_silently() -> None:
     with pytest.raises(ShardingError, match=r"'tokens.weight' and 10 more: written 2 times when the model was made"):
         shardc.init_parameters(on_meta(MODELS["gpt"]), Mesh(a=2))
     again = shardc.init_parameters(on_meta(MODELS["gpt"]), Mesh(a=2), initialize=_as_gpt)
@@ -243,7 +243,7 @@ class Bare(nn.Module):
         self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
 
 
-def test_what_no_initialiser_writes_is_an_error_that_names_it() -> None:
+def test_a_parameter_that_no_initialiser_writes_is_named() -> None:
     with pytest.raises(ShardingError, match="initial value of scale, mask: 2 on meta\n  no initialiser writes it"):
         shardc.init_parameters(on_meta(Bare), Mesh(a=2))
     with pytest.raises(ShardingError, match="initial value of scale: 1 on meta"):
@@ -325,7 +325,7 @@ def test_annotations_of_any_kind_leave_the_bits_alone() -> None:
     assert digest(shardc.init_parameters(MODELS["gpt"], Mesh(a=2, b=3), both)) == expected
 
 
-def test_nothing_is_said_where_every_rank_makes_its_shard_alone() -> None:
+def test_there_is_no_note_where_every_rank_makes_its_shard_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardc.init_parameters(MODELS["gpt"], Mesh(a=2), {"*.mlp.down.weight": P(None, "a")})

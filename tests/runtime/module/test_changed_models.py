@@ -111,7 +111,7 @@ def rows() -> Tensor:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen_at_the_next_call(name: str) -> None:
+def test_a_change_of_the_model_takes_effect_at_the_next_call(name: str) -> None:
     torch.manual_seed(0)
     alone = Model()
     parallel = shardc.parallelize(alone, MESH, {})

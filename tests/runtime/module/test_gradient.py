@@ -80,7 +80,7 @@ def test_hooks_see_every_gradient(gloo):
     gloo.run(run_hooks)
 
 
-def test_gradients_are_kept_added_and_asked_for_as_by_autograd(gloo):
+def test_gradients_accumulate_and_can_be_requested_as_with_autograd(gloo):
     gloo.run(run_graphs)
 
 
@@ -117,7 +117,7 @@ def test_a_fused_step_of_dtensors_is_that_of_one_device(gloo, name):
     gloo.run(run_fused, name, (Shard(0), Replicate()))
 
 
-def test_a_fused_step_whose_gradients_lie_otherwise_is_left_to_dtensor(gloo):
+def test_a_fused_step_with_differently_sharded_gradients_is_left_to_dtensor(gloo):
     gloo.run(run_fused, "adamw", (Replicate(), Shard(1)))
 
 

@@ -495,7 +495,7 @@ def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_a_weight_that_the_model_has_computed_is_no_obstacle():
+def test_a_model_with_a_computed_weight_is_parallelized():
     model, x = nn.utils.weight_norm(nn.Linear(6, 4)), torch.randn(4, 6)
     parallel = shardc.parallelize(model, Mesh(tp=2), {"weight_v": P("tp")})
     parallel(x).sum().backward()

@@ -139,7 +139,7 @@ ONE_EACH: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
-def test_each_of_these_is_a_signature_of_its_own_once(name: str) -> None:
+def test_each_of_these_calls_is_compiled_once(name: str) -> None:
     function, values = ONE_EACH[name]
     model = Counted(function)
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_each_of_these_is_a_signature_of_its_own_once(name: str) -> None:
     assert model.count == len(values)
 
 
-def test_a_new_object_that_says_the_same_is_no_new_signature() -> None:
+def test_an_equal_object_is_no_new_signature() -> None:
     model = Counted(lambda self, x, y: self.linear(x) * y.scale)
     for _ in range(3):
         assert model.agree(rows(), SimpleNamespace(scale=2.0)) == 1
@@ -210,7 +210,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_forward_reads_of_the_model_is_seen_to_change(name: str) -> None:
+def test_a_change_of_an_attribute_that_forward_reads_compiles_again(name: str) -> None:
     function, change = CHANGES[name]
     model = Counted(function)
     if name == "a module":
@@ -258,7 +258,7 @@ def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypat
     assert "the last two differ in input 'args.0' (f64[2, 8], f64[8, 8])\n" in texts[0]
 
 
-def test_results_keep_their_containers_and_what_is_no_tensor() -> None:
+def test_results_keep_their_containers_and_their_values_that_are_no_tensors() -> None:
     def forward(self: Model, x: Tensor) -> Any:
         y = self.linear(x)
         return {"batch": Batch(y, 3.0), "pair": Pair(y.sum(), None), "rest": [1, "a", (x, x.t(), y[0])], "none": None}
@@ -299,7 +299,7 @@ def test_running_statistics_are_those_of_the_whole_batch_step_after_step() -> No
     torch.testing.assert_close(parallel(rows()), alone(rows()))
 
 
-def test_what_is_frozen_tells_values_apart_and_survives_cycles() -> None:
+def test_freezing_tells_values_apart_and_survives_cycles() -> None:
     ring: list[Any] = [1]
     ring.append(ring)
     assert fingerprint(ring) == fingerprint(ring)

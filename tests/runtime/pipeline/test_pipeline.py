@@ -67,7 +67,7 @@ def run(model: nn.Module, args: tuple[Tensor, ...], backwards: int) -> Run:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_one_device(schedule: str) -> None:
+def test_every_schedule_equals_one_device(schedule: str) -> None:
     check(DROPPING, FEW_TARGETS, Mesh(pp=4), Pipeline(microbatches=4, schedule=schedule))
 
 
@@ -78,12 +78,12 @@ OFFLOADED = {
 
 
 @pytest.mark.parametrize("pipeline", OFFLOADED.values(), ids=OFFLOADED)
-def test_stages_that_idle_in_host_memory_are_one_device(pipeline: Pipeline) -> None:
+def test_stages_offloaded_to_host_memory_equal_one_device(pipeline: Pipeline) -> None:
     check(DROPPING, FEW_TARGETS, Mesh(pp=2), pipeline)
 
 
 @pytest.mark.slow
-def test_with_offload_a_device_holds_less_and_moves_what_it_does_not_hold() -> None:
+def test_with_offload_a_device_holds_less_and_moves_the_rest() -> None:
     def peak(**options: Any) -> int:
         pipeline = Pipeline(microbatches=4, schedule="interleaved", chunks=4, **options)
         found: int = shardc.compile(Model(), Mesh(pp=2), pipeline=pipeline, args=data()).memory["peak"]
@@ -96,13 +96,13 @@ def test_with_offload_a_device_holds_less_and_moves_what_it_does_not_hold() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
-def test_every_model_is_one_device(column: str) -> None:
+def test_every_model_in_a_pipeline_equals_one_device(column: str) -> None:
     check(*COLUMNS[column], Mesh(pp=3), Pipeline(microbatches=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
-def test_any_count_of_microbatches(microbatches: int) -> None:
+def test_any_number_of_microbatches_equals_one_device(microbatches: int) -> None:
     check({}, data(), Mesh(pp=4), Pipeline(microbatches=microbatches))
 
 
@@ -111,7 +111,7 @@ def test_the_batch_is_cut_over_ranks_too() -> None:
 
 
 @pytest.mark.slow
-def test_auto_is_one_device_and_chosen_by_what_stages_cost() -> None:
+def test_the_auto_schedule_equals_one_device_and_is_chosen_by_the_cost_of_stages() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(pp=2), Pipeline(microbatches=3, schedule="auto", chunks=2))
 
 
@@ -216,6 +216,6 @@ def test_simulate_runs_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_an_option_that_cannot_be_is_refused_where_it_is_made(text: str) -> None:
+def test_an_impossible_option_is_refused_in_its_constructor(text: str) -> None:
     with pytest.raises(ShardingError, match=re.escape(text)):
         Pipeline(**REFUSED[text])  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def resume(path: str) -> tuple[list[tuple[float, float]], list[tuple[float, floa
     return found, wanted, max(float((one - other).abs().max()) for one, other in held)
 
 
-def test_a_run_goes_on_with_more_stages_than_it_was_saved_with(gloo: GlooPool, tmp_path: Any) -> None:
+def test_a_checkpoint_is_resumed_with_more_stages_than_it_was_saved_with(gloo: GlooPool, tmp_path: Any) -> None:
     for found, wanted, off in gloo.run(resume, str(tmp_path)):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0, atol=NEAR)
         assert off <= NEAR

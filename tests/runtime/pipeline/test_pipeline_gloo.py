@@ -19,7 +19,7 @@ from shardc.runtime.comm.distributed import make_device_mesh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:3], ids=str)  # all of them: python -m tests.conformance pipelines --processes
-def test_processes_are_one_device(gloo: GlooPool, case: Case) -> None:
+def test_a_pipeline_on_processes_equals_one_device(gloo: GlooPool, case: Case) -> None:
     check_all(case, gloo.run(train, case))
 
 
@@ -73,7 +73,7 @@ def alternate() -> tuple[float, dict[str, float], str]:
     return max(found), near, str(error.value)
 
 
-def test_what_a_call_does_not_read_stays_until_one_does(gloo: GlooPool) -> None:
+def test_a_parameter_that_a_call_does_not_read_stays_on_its_rank_until_one_does(gloo: GlooPool) -> None:
     losses, near, errors = zip(*gloo.run(alternate), strict=True)
     assert max(losses) <= NEAR and max(max(each.values()) for each in near) <= NEAR
     assert [sorted({name.rpartition(".")[0] for name in each}) for each in near] == [

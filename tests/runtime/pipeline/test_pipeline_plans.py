@@ -33,7 +33,7 @@ PLANS: dict[str, tuple[Mesh, dict[str, P], str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_in_a_pipeline_are_those_without(name: str) -> None:
+def test_a_plan_in_a_pipeline_equals_the_plan_without_one(name: str) -> None:
     """Ten rows in four microbatches, two backwards; with a precision against the same plan without a pipeline."""
     mesh, annotations, schedule, options = PLANS[name]
     torch.manual_seed(0)

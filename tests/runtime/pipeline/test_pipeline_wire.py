@@ -84,7 +84,7 @@ def run_pair() -> tuple[int, float]:
     return isend.call_count, max(float((one - other).abs().max()) for one, other in ours)
 
 
-def test_small_values_of_one_way_go_in_one_message(gloo: Any) -> None:
+def test_small_values_between_the_same_stages_go_in_one_message(gloo: Any) -> None:
     """For each microbatch two values down the chain, and a gradient up it; the other's goes straight to every stage."""
     results = gloo.run(run_pair)
     assert all(off < 1e-6 for _, off in results)
@@ -92,7 +92,7 @@ def test_small_values_of_one_way_go_in_one_message(gloo: Any) -> None:
     assert [count / MICROBATCHES for count, _ in results] == [1, 2, 2, 3 + once_a_step / MICROBATCHES]
 
 
-def test_what_stages_send_is_announced(gloo: Any) -> None:
+def test_the_bytes_that_stages_send_are_those_announced(gloo: Any) -> None:
     """Activations down the chain and gradients up it; and once a step the loss, to every stage."""
     sends = [each for each in compiled("1f1b").collectives if each.kind == "send"]
     announced = sum(each.wire_bytes * each.times for each in sends)

@@ -60,7 +60,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_needs_the_whole_batch_is_named_with_its_line(kind: type[nn.Module]) -> None:
+def test_an_op_that_needs_the_whole_batch_is_named_with_its_line(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     with pytest.raises(shardc.ShardingError) as error:
         shardc.parallelize(kind(), Mesh(pp=2), pipeline=Pipeline(microbatches=2), args=(torch.randn(8, 4),))
