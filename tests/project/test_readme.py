@@ -1,7 +1,8 @@
-"""The README's own code: every python and console block runs, and prints what stands below it.
+"""The code of the READMEs: every python and console block runs, and prints what stands below it.
 
-A ``python`` block is followed by a ``text`` block if it prints; all python blocks share one namespace, in order. In a
-``console`` block ``$ `` begins a command, and what follows is its stdout. ``...`` in an output stands for anything.
+A ``python`` block is followed by a ``text`` block if it prints; a file's python blocks share one namespace, in order.
+In a ``console`` block ``$ `` begins a command, and what follows is its stdout. ``...`` in an output stands for
+anything.
 """
 
 from __future__ import annotations
@@ -67,41 +68,43 @@ def prints(expected: str, actual: str) -> bool:
     return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
 
 
+NAMES = ("README.md", "runtime/README.md")  # whose blocks run
 README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_python_blocks_run_in_order_and_print_what_the_readme_says() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_python_blocks_run_in_order_and_print_what_the_readme_says(name: str) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     rules = dict(RULES)
-    for snippet in python_snippets(README):
+    for snippet in python_snippets((ROOT / name).read_text()):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(snippet.code, "example.py", "exec"), namespace)
         is_as_said = snippet.output is None or prints(snippet.output, printed.getvalue())
-        assert is_as_said, f"README line {snippet.line} printed\n{printed.getvalue()}"
+        assert is_as_said, f"{name} line {snippet.line} printed\n{printed.getvalue()}"
     for op in RULES.keys() - rules.keys():
         del RULES[op]  # the README's own op
 
 
-def commands(text: str) -> list[Any]:
-    """The console blocks as parameters; jobs of several processes are a sweep, one after another."""
+def commands(name: str) -> list[Any]:
+    """The console blocks of a README as parameters; jobs of several processes are a sweep, one after another."""
     job = [pytest.mark.sweep, pytest.mark.xdist_group("gloo")]
     return [
-        pytest.param(each, id=each.code[:60], marks=job if "torchrun" in each.code else [])
-        for each in console_snippets(text)
+        pytest.param(name, each, id=f"{name} {each.code[:60]}", marks=job if "torchrun" in each.code else [])
+        for each in console_snippets((ROOT / name).read_text())
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", commands(README))
+@pytest.mark.parametrize(("name", "snippet"), [each for name in NAMES for each in commands(name)])
 def test_a_console_block_runs_and_prints_what_the_readme_says(
-    snippet: Snippet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, snippet: Snippet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     printed = "".join(ran(part, capsys) for part in snippet.code.split(" && "))
     is_as_said = snippet.output is None or prints(snippet.output, printed)
-    assert is_as_said, f"README line {snippet.line} printed\n{printed}"
+    assert is_as_said, f"{name} line {snippet.line} printed\n{printed}"
 
 
 def ran(command: str, capsys: pytest.CaptureFixture[str]) -> str:
