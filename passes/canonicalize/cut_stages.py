@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardc.costs.choose_stages import choose_stages
+from shardc.costs.choose_stages import SplitOptions, choose_stages
 from shardc.language.sharding import num_shards
 from shardc.program.program import Program
 
@@ -25,19 +25,19 @@ def cut_stages(program: Program) -> Program:
     if pipeline is None:
         return program
     program = program.copy()
-    chosen = choose_stages(
-        program,
+    options = SplitOptions(
         program.num_stages,
         balance=pipeline.balance,
-        cuts=pipeline.cuts,
+        cuts=tuple(pipeline.cuts or ()),
         place=pipeline.place(program.num_stages),
         microbatches=pipeline.microbatches,
         max_memory=pipeline.max_memory,
         homes={pin.name: pin.stages for pin in program.pins if pin.stages},
         pieces=max((num_shards(pin.sharding.cut_axes) for pin in program.pins if pin.kind == "input"), default=1),
     )
-    by_ordinal = {program.source(node).ordinal: stage for node, stage in chosen.items()}
+    assignment = choose_stages(program, options).assignment
+    by_ordinal = {program.source(node).ordinal: stage for node, stage in assignment.items()}
     for node in program.graph.nodes:
         source = program.source(node)
-        program.set_source(node, replace(source, stage=chosen.get(node, by_ordinal.get(source.ordinal, -1))))
+        program.set_source(node, replace(source, stage=assignment.get(node, by_ordinal.get(source.ordinal, -1))))
     return program

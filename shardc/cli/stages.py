@@ -31,14 +31,14 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Capture, cut, and write the stages."""
     from shardc.capture.capture import capture
-    from shardc.costs.choose_stages import Wish, split_stages
+    from shardc.costs.choose_stages import SplitOptions, choose_stages
     from shardc.report.dump.stages import stages_text
 
     options.mesh = options.mesh or Mesh(pp=options.stages)
-    wish = Wish(options.stages, options.by, tuple(options.cut), (), options.microbatches, options.max_memory)
+    split = SplitOptions(options.stages, options.by, tuple(options.cut), (), options.microbatches, options.max_memory)
     target = load(options, device="meta")
     with progress(f"cutting into {options.stages} stages"):
         program = capture(target.model, target.args, target.kwargs, train=options.train).program
-        stages = split_stages(program, wish)
+        stages = choose_stages(program, split)
     write(stages_text(stages, options.format), options.output)
     return GOOD

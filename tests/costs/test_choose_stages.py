@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import ShardingError
 from shardc.capture.capture import capture
-from shardc.costs.choose_stages import ChosenStages, Wish, choose_stages, split_stages
+from shardc.costs.choose_stages import ChosenStages, SplitOptions, choose_stages
 from shardc.costs.flops import flops_of
 from shardc.costs.stage_units import flow_of, forward_calls, units_of
 from shardc.program.program import Program
@@ -38,7 +38,7 @@ def modules(stages: ChosenStages) -> list[tuple[str, str]]:
 
 
 def totals(stages: ChosenStages, balance: str) -> list[int]:
-    return [stages.loads.total(balance, mask) for mask in stages.masks]
+    return [stages.loads.weight(balance, mask) for mask in stages.masks]
 
 
 def unevenness(parts: list[int]) -> float:
@@ -55,7 +55,7 @@ def check_monotone(assignment: Mapping[fx.Node, int], program: Program, num_stag
 @pytest.mark.slow
 def test_gpt2_small_in_four_by_parameters_and_by_operations() -> None:
     program = gpt(GPT2_SMALL)
-    by_params, by_flops = split_stages(program, Wish(4)), split_stages(program, Wish(4, "flops"))
+    by_params, by_flops = choose_stages(program, SplitOptions(4)), choose_stages(program, SplitOptions(4, "flops"))
     parameters, flops = totals(by_params, "params"), totals(by_params, "flops")
     assert sum(parameters) == 124_439_808 and sum(flops) == flops_of(program)
     assert (unevenness(parameters), unevenness(flops)) == (1.27, 2.06)
@@ -69,7 +69,7 @@ def test_gpt2_small_in_four_by_parameters_and_by_operations() -> None:
 def test_stages_follow_the_data_whatever_is_balanced(balance: str) -> None:
     program = gpt(Config(layers=3, dropout=0.1))
     for num_stages in (1, 2, 3, 5):
-        check_monotone(choose_stages(program, num_stages, balance=balance), program, num_stages)
+        check_monotone(choose_stages(program, SplitOptions(num_stages, balance)).assignment, program, num_stages)
 
 
 def test_a_unit_begins_where_the_residual_stream_alone_crosses() -> None:
@@ -82,25 +82,25 @@ def test_a_unit_begins_where_the_residual_stream_alone_crosses() -> None:
 
 def test_a_new_stage_begins_where_the_user_says() -> None:
     program = gpt(Config(layers=4))
-    stages = split_stages(program, Wish(3, cuts=("blocks.1", "blocks.2")))
+    stages = choose_stages(program, SplitOptions(3, cuts=("blocks.1", "blocks.2")))
     assert [first for first, _ in modules(stages)][1:] == ["blocks.1", "blocks.2"]
-    nested = split_stages(program, Wish(2, cuts=("blocks.3.mlp",)))
+    nested = choose_stages(program, SplitOptions(2, cuts=("blocks.3.mlp",)))
     assert [first for first, _ in modules(nested)][1:] == ["blocks.3.mlp"]
     check_monotone(nested.assignment, program, 2)
-    more = split_stages(program, Wish(3, cuts=("blocks.3",)))
+    more = choose_stages(program, SplitOptions(3, cuts=("blocks.3",)))
     assert len(more.masks) == 3 and "blocks.3" in [first for first, _ in modules(more)]
 
 
 def test_impossible_stages_are_refused() -> None:
     program = gpt(Config(layers=2))
     with pytest.raises(ShardingError, match=r"did you mean blocks.1"):
-        choose_stages(program, 2, cuts=("block.1",))
+        choose_stages(program, SplitOptions(2, cuts=("block.1",)))
     with pytest.raises(ShardingError, match=r"in blocks.0.norm1, blocks.1.norm1, head.*\n.*2 stages for these 4 begin"):
-        choose_stages(program, 2, cuts=("blocks.*", "head"))
+        choose_stages(program, SplitOptions(2, cuts=("blocks.*", "head")))
     with pytest.raises(ShardingError, match=r"did you mean params"):
-        choose_stages(program, 2, balance="parms")
+        choose_stages(program, SplitOptions(2, "parms"))
     with pytest.raises(ShardingError, match="every stage computes something"):
-        choose_stages(program, 1000)
+        choose_stages(program, SplitOptions(1000))
 
 
 class Masked(nn.Module):
@@ -121,11 +121,11 @@ class Masked(nn.Module):
 
 def test_values_computed_from_inputs_alone_go_to_their_first_reader() -> None:
     program = program_of(Masked(), torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bool))
-    assignment = choose_stages(program, 3)
+    assignment = choose_stages(program, SplitOptions(3)).assignment
     check_monotone(assignment, program, 3)
     named = {node.name: stage for node, stage in assignment.items()}
     assert named["bitwise_not"] == min(named["masked_fill"], named["masked_fill_1"]) < 2
-    assert {"bitwise_not", "t"} <= {node.name for node in flow_of(program).following}
+    assert {"bitwise_not", "t"} <= {node.name for node in flow_of(program).cheap}
 
 
 class Bare(nn.Module):
@@ -137,7 +137,7 @@ class Bare(nn.Module):
 
 def test_a_model_of_few_units_is_cut_between_its_ops() -> None:
     program = program_of(Bare(), torch.ones(4, 4, requires_grad=True))
-    check_monotone(choose_stages(program, 3, balance="flops"), program, 3)
+    check_monotone(choose_stages(program, SplitOptions(3, "flops")).assignment, program, 3)
 
 
 class Towers(nn.Module):
@@ -159,7 +159,7 @@ class Towers(nn.Module):
 
 def test_two_towers_are_cut_across_each_other() -> None:
     program = program_of(Towers(), torch.ones(2, 16), torch.ones(2, 12))
-    stages = split_stages(program, Wish(2))
+    stages = choose_stages(program, SplitOptions(2))
     check_monotone(stages.assignment, program, 2)
     names = [{stages.loads.units[i].first.split(".")[0] for i in stages.units(stage)} for stage in (0, 1)]
     assert names == [{"left", "right"}, {"left", "right", "join"}]
@@ -170,11 +170,10 @@ def test_with_two_stages_a_rank_a_tied_embedding_is_held_once_in_a_v_and_twice_l
     program = gpt(Config(layers=6, tied=True, vocab=1024))
 
     def heaviest(place: tuple[int, ...]) -> int:
-        stages = split_stages(program, Wish(4, place=place))
+        stages = choose_stages(program, SplitOptions(4, place=place))
         check_monotone(stages.assignment, program, 4)
-        held = [
-            stages.loads.held(sum(m for m, its in zip(stages.masks, place, strict=True) if its == r)) for r in (0, 1)
-        ]
+        ranks = [sum(m for m, home in zip(stages.masks, place, strict=True) if home == rank) for rank in (0, 1)]
+        held = [stages.loads.parameters_of(mask) for mask in ranks]
         return max(sum(map(stages.loads.elements, names)) for names in held)
 
     total = sum(put.type.nbytes // 4 for put in program.inputs if put.kind == "parameter")
@@ -183,17 +182,17 @@ def test_with_two_stages_a_rank_a_tied_embedding_is_held_once_in_a_v_and_twice_l
 
 def test_stages_fit_into_the_memory_that_there_is_or_the_error_says_how_much_is_missing() -> None:
     program = gpt(Config(layers=6, tied=True, vocab=1024))
-    free = split_stages(program, Wish(4, "flops", microbatches=8))
+    free = choose_stages(program, SplitOptions(4, "flops", microbatches=8))
     most = [free.loads.memory(mask, 4 - stage) for stage, mask in enumerate(free.masks)]
-    by_memory = split_stages(program, Wish(4, "memory", microbatches=8))
+    by_memory = choose_stages(program, SplitOptions(4, "memory", microbatches=8))
     least = max(by_memory.loads.memory(mask, 4 - stage) for stage, mask in enumerate(by_memory.masks))
     assert least < max(most)
-    fitted = split_stages(program, Wish(4, "flops", microbatches=8, max_memory=least))
+    fitted = choose_stages(program, SplitOptions(4, "flops", microbatches=8, max_memory=least))
     assert max(fitted.loads.memory(mask, 4 - stage) for stage, mask in enumerate(fitted.masks)) <= least
     with pytest.raises(ShardingError, match=f"the fullest rank holds {least} bytes, 1 more"):
-        split_stages(program, Wish(4, "flops", microbatches=8, max_memory=least - 1))
+        choose_stages(program, SplitOptions(4, "flops", microbatches=8, max_memory=least - 1))
     with pytest.raises(ShardingError, match="more"):
-        split_stages(program, Wish(4, "flops", place=(0, 1, 1, 0), max_memory=1000))
+        choose_stages(program, SplitOptions(4, "flops", place=(0, 1, 1, 0), max_memory=1000))
 
 
 class Marked(nn.Module):
@@ -215,13 +214,13 @@ def test_a_new_stage_begins_where_the_model_says() -> None:
     model, x = Marked(), torch.ones(2, 8)
     assert torch.equal(model(x), model(x))  # outside shardc it says nothing
     program = program_of(model, x)
-    stages = split_stages(program, Wish(3))
+    stages = choose_stages(program, SplitOptions(3))
     assert [first for first, _ in modules(stages)] == ["layers.0", "layers.1", "layers.5"]
     check_monotone(stages.assignment, program, 3)
-    four = split_stages(program, Wish(4))
+    four = choose_stages(program, SplitOptions(4))
     assert [first for first, _ in modules(four)] == ["layers.0", "layers.1", "layers.3", "layers.5"]
     with pytest.raises(ShardingError, match="2 stages for these 3 beginnings"):
-        split_stages(program, Wish(2))
+        choose_stages(program, SplitOptions(2))
 
 
 class Bottleneck(nn.Module):
@@ -253,7 +252,7 @@ def test_encoder_and_decoder_of_t5_are_cut_where_little_crosses() -> None:
     with torch.device("meta"):
         ids = torch.zeros(2, 16, dtype=torch.int64)
         program = program_of(T5ForConditionalGeneration(config), input_ids=ids, labels=ids)
-    stages = split_stages(program, Wish(4, "flops"))
+    stages = choose_stages(program, SplitOptions(4, "flops"))
     check_monotone(stages.assignment, program, 4)
     sent = [stages.loads.received(mask) for mask in stages.masks]
     assert sent[0] == () and all(len(values) <= 4 for values in sent)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardc import ShardingError, balance
-from shardc.costs.choose_stages import Wish, side_by_side, split_units
+from shardc.costs.choose_stages import SplitOptions, side_by_side, split_units
 from shardc.costs.stage_units import StageLoads
 from shardc.schedules.balance import Split
 from shardc.schedules.balance_ranks import RankLoads, balance_ranks
@@ -129,7 +129,7 @@ class Given(StageLoads):
         super().__init__(None, (None,) * len(times), microbatches)  # type: ignore[arg-type]
         self.__dict__ |= {"times": times, "edges": set(edges), "held_by": parameters, "saved_by": activations}
 
-    def each(self, balance: str) -> list[int]:
+    def unit_weights(self, balance: str) -> list[int]:
         return list(self.times)
 
     def received_bytes(self, stage: int) -> int:
@@ -216,7 +216,7 @@ def fitting_cuts(
     cap: int,
 ) -> tuple[int, ...]:  # fmt: skip
     given = Given(times, list(pairwise(range(len(times)))), parameters, activations, microbatches)
-    _, found = split_units(given, given, Wish(stages, "time", microbatches=microbatches, max_memory=cap))
+    _, found = split_units(given, given, SplitOptions(stages, "time", microbatches=microbatches, max_memory=cap))
     return cuts_of(found)
 
 
@@ -256,7 +256,7 @@ def test_random_memory_caps_are_met_like_brute_force_or_refused_with_the_missing
 @cases("dag_monotone_min_max_params")
 def test_two_towers_are_cut_across_each_other(case: dict[str, Any]) -> None:
     given = Given(case["unit_params"], [(a, b) for a, b in case["edges"]])
-    _, found = split_units(given, given, Wish(case["stages"], "time"))
+    _, found = split_units(given, given, SplitOptions(case["stages"], "time"))
     assert found.is_exact and found.heaviest == case["optimal_max"] < case["contiguous_in_listed_order_max"]
     assert all(found.stages[source] <= found.stages[reader] for source, reader in case["edges"])
 
@@ -276,8 +276,8 @@ def test_random_graphs_are_cut_as_trying_every_assignment_would() -> None:
             for stages in product(range(num_stages), repeat=num_units)
             if len(set(stages)) == num_stages and all(stages[a] <= stages[b] for a, b in edges)
         ]
-        walks = side_by_side(Given(weights, edges), Wish(num_stages, "time"))
-        found = walks and walks.best()
+        search = side_by_side(Given(weights, edges), SplitOptions(num_stages, "time"))
+        found = search and search.best()
         best = min((max(loads(stages)), sum(load * load for load in loads(stages))) for stages in every)
         assert found and found.stages in every and found.is_exact
         assert (found.heaviest, sum(load * load for load in loads(found.stages))) == best
@@ -287,9 +287,9 @@ def test_a_graph_of_too_many_ideals_is_cut_in_order_with_a_bound() -> None:
     towers = [range(tower * 20, tower * 20 + 20) for tower in range(4)]
     edges = [edge for tower in towers for edge in pairwise(tower)] + [(tower[-1], 80) for tower in towers]
     weights = [7, *[3] * 39, *[5] * 40, 1]
-    given, wish = Given(weights, edges), Wish(4, "time")
-    assert side_by_side(given, wish) is None
-    _, found = split_units(given, given, wish)
+    given, options = Given(weights, edges), SplitOptions(4, "time")
+    assert side_by_side(given, options) is None
+    _, found = split_units(given, given, options)
     assert all(found.stages[source] <= found.stages[reader] for source, reader in edges)
     assert found.bound == sum(weights) / 4 <= found.heaviest <= 1.05 * found.bound
     assert cuts_of(found) == balance(weights, 4)

@@ -35,7 +35,7 @@ def stages_record(stages: ChosenStages) -> dict[str, Any]:
     keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
     return {
         "version": 1,
-        "by": stages.wish.balance,
+        "by": stages.options.balance,
         "balance": {name: _unevenness([entry[keys[name]] for entry in entries]) for name in BALANCES},
         "bound": round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
         "stages": entries,
@@ -46,14 +46,14 @@ def stages_record(stages: ChosenStages) -> dict[str, Any]:
 def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
     loads, mask = stages.loads, stages.masks[stage]
     runs = [(loads.units[run[0]].first, loads.units[run[-1]].last) for run in _runs(stages.units(stage))]
-    all_time = sum(loads.each("time")) or 1
+    all_time = sum(loads.unit_weights("time")) or 1
     return {
         "stage": stage,
         "modules": [[first, last] for first, last in runs],
-        "parameters": loads.total("params", mask),
-        "flops": loads.total("flops", mask),
-        "time": round(loads.total("time", mask) / all_time, 4),
-        "activation_bytes": loads.saved(mask),
+        "parameters": loads.weight("params", mask),
+        "flops": loads.weight("flops", mask),
+        "time": round(loads.weight("time", mask) / all_time, 4),
+        "activation_bytes": loads.saved_bytes(mask),
         "memory_bytes": loads.memory(mask, len(stages.masks) - stage),
         "received_bytes": loads.received_bytes(mask),
         "received": [
@@ -74,7 +74,7 @@ def _unevenness(parts: Sequence[float]) -> float:
 
 def _shared(stages: ChosenStages) -> list[dict[str, Any]]:
     """The parameters that several stages read."""
-    held = [stages.loads.held(mask) for mask in stages.masks]
+    held = [stages.loads.parameters_of(mask) for mask in stages.masks]
     return [
         {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
         for name in stages.loads.parameters
