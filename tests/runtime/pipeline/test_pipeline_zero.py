@@ -78,6 +78,7 @@ PLANS = {
     "zb-h1, bfloat16": Plan(GPT, "zb-h1", options={"precision": Precision()}),
 }
 FAST, NARROW = "1f1b, tied", "zb-h1, bfloat16"
+SWEPT = ("gpipe, frozen", "zb-h1, recomputed", "offload, tied", "1f1b, budget")
 
 
 @cache
@@ -87,8 +88,9 @@ def compiled_as(name: str, stage: int) -> tuple[Compiled, tuple[Tensor, ...]]:
 
 
 def names(*fast: str, without: str = "") -> list[Any]:
-    """Of plans, all but the fast ones marked as slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in PLANS if name != without]
+    """Of plans, all but the fast ones marked as slow or as a sweep."""
+    marks = {name: pytest.mark.sweep if name in SWEPT else pytest.mark.slow for name in PLANS if name != without}
+    return [name if name in fast else pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def gathered(compiled: Compiled, stage: Stage) -> Counter[str]:
