@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardc.ops.contraction import BoundDot
 
-from .code import Part
+from .code import RepeatedInstructions
 from .instruction import Env, Instruction, Slot, plain_call, with_deaths, with_waits
 
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, the operands that are not reduced yet
@@ -42,23 +42,25 @@ class Deferred:
         closing = [each for each in instructions if each.result in deferred]
         self._before = [each for each in instructions if each.result not in deferred]
         self.open = {slot for each in closing for slot in each.reads} - set(deferred)
-        self.closing = Part(with_deaths(closing, self._results))
-        self._parts: dict[tuple[bool, bool, bool], Part] = {}
+        self.closing = RepeatedInstructions(with_deaths(closing, self._results))
+        self._parts: dict[tuple[bool, bool, bool], RepeatedInstructions] = {}
 
-    def instructions(self, totals: Totals | None, is_last: bool) -> Part:
+    def instructions(self, totals: Totals | None, is_last: bool) -> RepeatedInstructions:
         """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``."""
         key = totals is not None, totals is not None and totals.is_own, is_last
         if key not in self._parts:
             self._parts[key] = self._new_part(*key)
         return self._parts[key]
 
-    def _new_part(self, has_totals: bool, is_own: bool, is_last: bool) -> Part:
+    def _new_part(self, has_totals: bool, is_own: bool, is_last: bool) -> RepeatedInstructions:
         order = self._before
         if is_last:
             order = self._all if self._reads_open_slots_first else [*self._before, *self.closing]
         if has_totals:
             order = self._with_additions(order, is_own)
-        return Part(with_deaths(with_waits(order), self._results if is_last else self.open | self._results))
+        return RepeatedInstructions(
+            with_deaths(with_waits(order), self._results if is_last else self.open | self._results)
+        )
 
     @property
     def _reads_open_slots_first(self) -> bool:

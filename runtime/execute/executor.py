@@ -1,8 +1,8 @@
-"""The executor of both runtimes: a program as a list of instructions, run over the ranks that live in this process.
+"""Runs the parts of a program over the ranks that live in this process, on both runtimes.
 
-A program runs in parts. The *update* part makes what is kept until a parameter is written. The *forward* part is what
-outputs and new buffers need beside; the *backward* part is the rest, and starts when the tangents are given. What is
-alive between the two is what is saved for backward.
+The *update* part computes what is kept until a parameter is written. The *forward* part computes outputs and new
+buffers; the *backward* part is the rest, and runs when the tangents are given. The values that it reads of the forward
+part are saved for backward.
 """
 
 from __future__ import annotations
@@ -24,277 +24,14 @@ from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
-from .code import Part
+from .code import RepeatedInstructions
 from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Values, run
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a forward run keeps for the backward run: an ``Env`` for each rank, empty once it is freed.
-
-    ``used_up``: the slots whose memory the backward run writes over.
-    """
-
-    envs: tuple[Env, ...]
-    used_up: Collection[int] = ()
-
-    def take(self, keep: bool) -> tuple[Env, ...]:
-        """The envs, to be used up, or copies to ``keep`` what is saved. RuntimeError if that was freed before."""
-        if not all(self.envs):
-            raise second_backward()
-        taken = tuple(list(env) for env in self.envs)
-        if keep:
-            for env, slot in product(taken, self.used_up):
-                env[slot] = env[slot].clone()
-        else:
-            for env in self.envs:
-                env.clear()
-        return taken
-
-    @property
-    def tensors(self) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors alive, for each rank."""
-        return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
-
-
-class Executor:
-    """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
-
-    ``is_eager``: its ops run; else they are recorded for a compiler, which chooses kernels itself.
-
-    It holds no values but constants: several forward runs may wait for their backward.
-    """
-
-    def __init__(
-        self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
-    ) -> None:
-        assert (comm is not None) == (program.level == "localized"), program.level
-        self.program, self.comm = program, comm
-        slots = {node: i for i, node in enumerate(program.graph.nodes)}
-        self._num_slots = len(slots)
-        self._inputs = [slots[node] for node in program.placeholders]
-        self._results = [None if node is None else slots[node] for node in program.results]
-        self._part = [PART_OF[output.kind] for output in program.outputs]
-        self._ends: dict[str, list[tuple[int, int]]] = {}
-        place = comm.device if comm else torch.device(device)
-        is_of_rank = is_eager and comm is not None and len(comm.positions) == 1
-        once = constants(program) if is_of_rank else []
-        parts = _without(program, once)
-        made_once, update, fwd, bwd = (
-            with_waits(instructions(part, slots, place, program, is_eager, before))
-            for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
-        )
-        self._used_up = {each.uses_up for each in bwd} - {-1}
-        made = {slot for slot, _ in self._results_of("update")}
-        self._kept = self._read_by(bwd, "backward") - {each.result for each in bwd}
-        self._update = Part(with_deaths(update, made))
-        results = self._kept | {slot for slot, _ in self._results_of("forward")}
-        self._fwd = Part(with_deaths(fwd, results))
-        self._bwd = Part(with_deaths(bwd, {slot for slot, _ in self._results_of("backward")}))
-        self._blank: Env = [None] * self._num_slots
-        read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
-        if once:
-            with torch.autocast(place.type, enabled=False):  # casts are in the program already
-                run(with_deaths(made_once, read), [self._blank], comm)
-            share(self._blank)
-
-    @cached_property
-    def deferred(self) -> frozenset[int]:
-        """Of the program's outputs, those gradients whose reductions may run once for several backwards."""
-        return frozenset(i for slot, i in self._results_of("backward") if slot in self._late)
-
-    @cached_property
-    def _late(self) -> set[int]:
-        """The slots of what may wait."""
-        late = deferrable(self.program) if self.comm else ()
-        return {slot for slot, node in enumerate(self.program.graph.nodes) if node in late}
-
-    @cached_property
-    def _deferred(self) -> Deferred:
-        """The backward part, parted so."""
-        results = {slot for slot, _ in self._results_of("backward")}
-        return Deferred(self._bwd, self._late, results, self._num_slots)
-
-    @cached_property
-    def _kept_in(self) -> dict[tuple[int, int], int]:
-        """Of what the update part returns, where among the outputs it stands, by the call that makes it."""
-        slots = {node: slot for slot, node in enumerate(self.program.graph.nodes)}
-        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part[i] == "update"]
-        return {(slots[node], place): i for each, i in ends for node, place in [self.program.value(each)]}
-
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
-        """Run the update part: ``inputs`` for each rank, of which it reads parameters alone.
-
-        Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others;
-        each is put ``into`` a tensor where there is one: by its gather, where the runtime can, or else copied.
-        """
-        envs, places = self._envs(inputs), dict(self._results_of("update"))
-        is_together = self.comm is not None and self.comm.gathers_in_place  # else one at a time: there is a second copy
-        for some in [self._update] if is_together else [[each] for each in self._update]:
-            self._run(some, envs, into)
-            made = [each.result for each in some if each.result in places]
-            for slot, (env, values) in product(made, zip(envs, into or (), strict=False)):
-                if (kept := values[places[slot]]) is not None and kept is not env[slot]:
-                    env[slot] = kept.copy_(env[slot])
-        return [self._collect(env, "update") for env in envs]
-
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Saved]:
-        """Run the forward part: ``inputs`` for each rank, parallel to the program's, None for tangents.
-
-        ``computed`` is what ``update`` gave; without it the update part is run first. Returns for each rank the
-        outputs, parallel to the program's, with None for the others; and what is saved.
-        """
-        envs = self._envs(inputs)
-        if computed is None:
-            self._run(self._update, envs)
-        else:
-            for slot, i in self._results_of("update"):
-                for env, values in zip(envs, computed, strict=True):
-                    env[slot] = values[i]
-        self._run(self._fwd, envs)
-        outputs = [self._collect(env, "forward") for env in envs]
-        saved = self._empty_envs(len(envs))
-        for (env, mine), slot in product(zip(envs, saved, strict=True), self._kept):
-            mine[slot] = env[slot]
-        return outputs, Saved(tuple(saved), self._used_up)
-
-    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
-        """Run the backward part: ``tangents`` for each rank, parallel to the program's inputs, None elsewhere.
-
-        Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what
-        was saved unless told to ``keep`` it. RuntimeError if that was freed before.
-        """
-        envs = saved.take(keep)
-        self._place(envs, tangents)
-        self._run(self._bwd, envs)
-        return [self._collect(env, "backward") for env in envs]
-
-    def accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[list[list[Tensor | None]], Sums]:
-        """Run the backward part but for reductions that may wait: the gradients without the ``deferred``, and sums.
-
-        ``totals`` of backwards before are used up, and what this one makes is added. One that ``is_last`` reduces them:
-        all gradients are returned, and no sums. Else as ``backward``.
-        """
-        envs = saved.take(keep)
-        self._place(envs, tangents)
-        for env in envs:
-            env += [None] * self._num_slots
-        if totals is not None:
-            move(totals.sums, envs, self._num_slots)
-        self._run(self._deferred.instructions(totals, is_last), envs)
-        sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
-        return [self._collect(env, "backward") for env in envs], sums
-
-    def close(self, sums: Sums) -> list[list[Tensor | None]]:
-        """Run the reductions that waited: for each rank the ``deferred`` gradients, with None for the others."""
-        envs = self._empty_envs(len(sums))
-        move(sums, envs)
-        self._run(self._deferred.closing, envs)
-        return [self._collect(env, "backward") for env in envs]
-
-    def keeps_input(self, index: int) -> bool:
-        """Whether an input is saved for backward."""
-        return self._inputs[index] in self._kept
-
-    def keeps_output(self, index: int) -> bool:
-        """Whether an output is saved for backward."""
-        return self._results[index] in self._kept
-
-    def _run(
-        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
-    ) -> None:
-        run(instructions, envs, self.comm, self._kept_in if into else {}, into or ())
-
-    def _envs(self, inputs: Sequence[Values]) -> list[Env]:
-        envs = self._empty_envs(len(inputs))
-        self._place(envs, inputs)
-        return envs
-
-    def _empty_envs(self, count: int) -> list[Env]:
-        return [list(self._blank) for _ in range(count)]
-
-    def _place(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
-        for env, values in zip(envs, inputs, strict=True):
-            for slot, value in zip(self._inputs, values, strict=True):
-                if value is not None:
-                    env[slot] = value
-
-    def _collect(self, env: Env, part: str) -> list[Tensor | None]:
-        results: list[Tensor | None] = [None] * len(self._results)
-        for slot, i in self._results_of(part):
-            results[i] = env[slot]
-        return results
-
-    def _results_of(self, part: str) -> list[tuple[int, int]]:
-        """The slot of each result of one part, and where among the program's outputs it stands."""
-        if part not in self._ends:
-            pairs = enumerate(zip(self._results, self._part, strict=True))
-            self._ends[part] = [(slot, i) for i, (slot, made_by) in pairs if slot is not None and made_by == part]
-        return self._ends[part]
-
-    def _read_by(self, instructions: Sequence[Instruction], part: str) -> set[int]:
-        """The slots that a part reads."""
-        return {slot for each in instructions for slot in each.reads} | {slot for slot, _ in self._results_of(part)}
-
-
-def _without(program: Program, once: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The calls of the update, the forward and the backward part that are not done once."""
-    parts, known = split(program), set(once)
-    return [[each for each in part if each not in known] for part in (parts.update, parts.forward, parts.backward)]
-
-
-LARGEST = 2**20  # bytes; what is larger is not worth its memory between steps
-
-
-def constants(program: Program) -> list[fx.Node]:
-    """The calls whose results are the same at every step and small, in program order.
-
-    None of which a user could be given the memory: what is returned, or looked at by what may be.
-    """
-    found: dict[fx.Node, None] = {}
-    for node in program.calls:
-        if found.keys() >= set(node.all_input_nodes) and not program.has_many(node) and _is_repeatable(node):
-            type_ = program.local_type(node)
-            if type_ is not None and type_.nbytes <= LARGEST:
-                found[node] = None
-    for node in reversed(list(found)):
-        if not all(user in found or is_new(user) for user in node.users):
-            del found[node]
-    return list(found)
-
-
-def share(values: list[Any]) -> None:
-    """Let tensors of the same bits be one, as the masks that every layer makes; none of them is ever written."""
-    seen: dict[tuple[Any, ...], list[Tensor]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):
-            alike = seen.setdefault((value.dtype, value.shape, value.stride()), [])
-            values[i] = next((each for each in alike if torch.equal(_bits(each), _bits(value))), value)
-            if values[i] is value:
-                alike.append(value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a call does the same each time, sends nothing, and is torch's."""
-    if node.target in COLLECTIVES:
-        return collective_kind(node) in LOCAL_KINDS
-    target: Any = node.target
-    is_torch = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-    return is_torch and torch.Tag.nondeterministic_seeded not in target.tags
-
-
 class Runner(Protocol):
-    """The parts of one program, as ``Executor`` says; what is ``saved`` is a runner's own."""
+    """Runs the parts of one program, as ``Executor`` does; what is ``saved`` is the runner's own."""
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]: ...
     def forward(
@@ -309,3 +46,255 @@ class Runner(Protocol):
     def deferred(self) -> frozenset[int]: ...
     def keeps_input(self, index: int) -> bool: ...
     def keeps_output(self, index: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEnvs:
+    """What a forward run saves for the backward run: an ``Env`` for each rank, empty once it is freed.
+
+    ``used_up``: the slots whose memory the backward run overwrites.
+    """
+
+    envs: tuple[Env, ...]
+    used_up: Collection[int] = ()
+
+    def take(self, keep: bool) -> tuple[Env, ...]:
+        """The envs, freed here unless told to ``keep`` them. RuntimeError if they were freed before."""
+        if not all(self.envs):
+            raise second_backward()
+        result = tuple(list(env) for env in self.envs)
+        if keep:
+            for env, slot in product(result, self.used_up):
+                env[slot] = env[slot].clone()
+        else:
+            for env in self.envs:
+                env.clear()
+        return result
+
+    @property
+    def tensors(self) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors that are alive, for each rank."""
+        return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
+
+
+class Executor:
+    """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
+
+    ``is_eager``: ops run; else they are traced for a compiler, which chooses kernels itself. An executor holds no
+    values but constants, so that several forward runs may wait for their backward.
+    """
+
+    def __init__(
+        self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
+    ) -> None:
+        assert (comm is not None) == (program.level == "localized"), program.level
+        self.program, self.comm = program, comm
+        self._slots = {node: i for i, node in enumerate(program.graph.nodes)}
+        self._inputs = [self._slots[node] for node in program.placeholders]
+        self._results = [None if node is None else self._slots[node] for node in program.results]
+        self._part_of = [PART_OF[output.kind] for output in program.outputs]
+        self._results_by_part = {
+            part: [(slot, i) for i, slot in enumerate(self._results) if slot is not None and self._part_of[i] == part]
+            for part in ("update", "forward", "backward")
+        }
+        device = comm.device if comm else torch.device(device)
+        has_constants = is_eager and comm is not None and len(comm.positions) == 1
+        once = constants(program) if has_constants else []
+        parts = _without(program, once)
+        prepare, update, fwd, bwd = (
+            with_waits(instructions(part, self._slots, device, program, is_eager, before))
+            for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
+        )
+        self._used_up = {each.uses_up for each in bwd} - {-1}
+        read = {slot for each in bwd for slot in each.reads} | self._slots_of("backward")
+        self._saved = read - {each.result for each in bwd}
+        self._update = RepeatedInstructions(with_deaths(update, self._slots_of("update")))
+        self._fwd = RepeatedInstructions(with_deaths(fwd, self._saved | self._slots_of("forward")))
+        self._bwd = RepeatedInstructions(with_deaths(bwd, self._slots_of("backward")))
+        self._blank: Env = [None] * len(self._slots)
+        if once:
+            read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
+            with torch.autocast(device.type, enabled=False):  # casts are in the program already
+                run(with_deaths(prepare, read), [self._blank], comm)
+            share(self._blank)
+
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Run the update part on the parameters among ``inputs``, one row for each rank.
+
+        Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others.
+        Results are written ``into`` tensors where given: by the gathers themselves if the runtime can, else copied.
+        """
+        envs, outputs = self._envs(inputs), dict(self._results_by_part["update"])
+        is_together = self.comm is not None and self.comm.gathers_in_place  # else one at a time: there is a second copy
+        for some in [self._update] if is_together else [[each] for each in self._update]:
+            self._run(some, envs, into)
+            results = [each.result for each in some if each.result in outputs]
+            for slot, (env, values) in product(results, zip(envs, into or (), strict=False)):
+                if (target := values[outputs[slot]]) is not None and target is not env[slot]:
+                    env[slot] = target.copy_(env[slot])
+        return [self._collect(env, "update") for env in envs]
+
+    def forward(
+        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
+    ) -> tuple[list[list[Tensor | None]], SavedEnvs]:
+        """Run the forward part on ``inputs``, one row for each rank, parallel to the program's, None for tangents.
+
+        ``computed``: results of ``update``; without them the update part runs first. Returns for each rank the outputs,
+        parallel to the program's, with None for the others; and what is saved for backward.
+        """
+        envs = self._envs(inputs)
+        if computed is None:
+            self._run(self._update, envs)
+        else:
+            for slot, i in self._results_by_part["update"]:
+                for env, values in zip(envs, computed, strict=True):
+                    env[slot] = values[i]
+        self._run(self._fwd, envs)
+        outputs = [self._collect(env, "forward") for env in envs]
+        saved = self._empty_envs(len(envs))
+        for (env, copy), slot in product(zip(envs, saved, strict=True), self._saved):
+            copy[slot] = env[slot]
+        return outputs, SavedEnvs(tuple(saved), self._used_up)
+
+    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+        """Run the backward part on ``tangents``, one row for each rank, parallel to the program's inputs.
+
+        Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what was
+        saved unless told to ``keep`` it. RuntimeError if that was freed before.
+        """
+        envs = saved.take(keep)
+        self._fill(envs, tangents)
+        self._run(self._bwd, envs)
+        return [self._collect(env, "backward") for env in envs]
+
+    def accumulate(
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
+    ) -> tuple[list[list[Tensor | None]], Sums]:
+        """Run the backward part without the reductions that may be deferred, and add to the ``totals`` of earlier runs.
+
+        Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them and
+        returns all gradients and no sums. Else as ``backward``.
+        """
+        envs = saved.take(keep)
+        self._fill(envs, tangents)
+        for env in envs:
+            env += [None] * len(self._slots)
+        if totals is not None:
+            move(totals.sums, envs, len(self._slots))
+        self._run(self._deferred.instructions(totals, is_last), envs)
+        sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
+        return [self._collect(env, "backward") for env in envs], sums
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Run the deferred reductions: for each rank the ``deferred`` gradients, with None for the others."""
+        envs = self._empty_envs(len(sums))
+        move(sums, envs)
+        self._run(self._deferred.closing, envs)
+        return [self._collect(env, "backward") for env in envs]
+
+    @cached_property
+    def deferred(self) -> frozenset[int]:
+        """The indices of outputs whose reductions may run once for several backwards."""
+        return frozenset(i for slot, i in self._results_by_part["backward"] if slot in self._deferred_slots)
+
+    @cached_property
+    def _deferred_slots(self) -> set[int]:
+        return {self._slots[node] for node in deferrable(self.program)} if self.comm else set()
+
+    @cached_property
+    def _deferred(self) -> Deferred:
+        return Deferred(self._bwd, self._deferred_slots, self._slots_of("backward"), len(self._slots))
+
+    def keeps_input(self, index: int) -> bool:
+        """Whether an input is saved for backward."""
+        return self._inputs[index] in self._saved
+
+    def keeps_output(self, index: int) -> bool:
+        """Whether an output is saved for backward."""
+        return self._results[index] in self._saved
+
+    @cached_property
+    def _gathers(self) -> dict[tuple[int, int], int]:
+        """For each gather of the update part that returns its result, by slot and bucket member: the output's index."""
+        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part_of[i] == "update"]
+        return {(self._slots[node], member): i for each, i in ends for node, member in [self.program.value(each)]}
+
+    def _run(
+        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
+    ) -> None:
+        run(instructions, envs, self.comm, self._gathers if into else {}, into or ())
+
+    def _envs(self, inputs: Sequence[Values]) -> list[Env]:
+        envs = self._empty_envs(len(inputs))
+        self._fill(envs, inputs)
+        return envs
+
+    def _empty_envs(self, count: int) -> list[Env]:
+        return [list(self._blank) for _ in range(count)]
+
+    def _fill(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
+        for env, values in zip(envs, inputs, strict=True):
+            for slot, value in zip(self._inputs, values, strict=True):
+                if value is not None:
+                    env[slot] = value
+
+    def _collect(self, env: Env, part: str) -> list[Tensor | None]:
+        """The results of a part, parallel to the program's outputs."""
+        results: list[Tensor | None] = [None] * len(self._results)
+        for slot, i in self._results_by_part[part]:
+            results[i] = env[slot]
+        return results
+
+    def _slots_of(self, part: str) -> set[int]:
+        """The slots of a part's results."""
+        return {slot for slot, _ in self._results_by_part[part]}
+
+
+def _without(program: Program, once: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The calls of the update, the forward and the backward part, but for those in ``once``."""
+    parts, left_out = split(program), set(once)
+    return [[each for each in part if each not in left_out] for part in (parts.update, parts.forward, parts.backward)]
+
+
+LARGEST = 2**20  # bytes; a larger constant is not worth its memory between steps
+
+
+def constants(program: Program) -> list[fx.Node]:
+    """The calls whose results are small and the same at every step, in program order.
+
+    Results whose memory a user may see are not among them: those that are returned, or may share memory with one.
+    """
+    result: dict[fx.Node, None] = {}
+    for node in program.calls:
+        if result.keys() >= set(node.all_input_nodes) and not program.has_many(node) and _is_repeatable(node):
+            type_ = program.local_type(node)
+            if type_ is not None and type_.nbytes <= LARGEST:
+                result[node] = None
+    for node in reversed(list(result)):
+        if not all(user in result or is_new(user) for user in node.users):
+            del result[node]
+    return list(result)
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a call is one of torch's ops or of local collectives, and has the same result each time."""
+    if node.target in COLLECTIVES:
+        return collective_kind(node) in LOCAL_KINDS
+    target: Any = node.target
+    is_torch = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return is_torch and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def share(values: list[Any]) -> None:
+    """Replace tensors of equal bits by one of them, such as the masks of all layers; none of them is ever written."""
+    by_type: dict[tuple[Any, ...], list[Tensor]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):
+            others = by_type.setdefault((value.dtype, value.shape, value.stride()), [])
+            values[i] = next((each for each in others if torch.equal(_bits(each), _bits(value))), value)
+            if values[i] is value:
+                others.append(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

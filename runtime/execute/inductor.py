@@ -17,7 +17,7 @@ from shardc.program.program import Program
 from ..comm.comm import Comm, Traffic
 from ..comm.ranges import in_range
 from .deferred import Sums, Totals
-from .executor import Executor, Saved
+from .executor import Executor, SavedEnvs
 from .interpreter import Values
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -47,8 +47,8 @@ class InductorRunner:
 
     def __init__(self, program: Program, comm: Comm) -> None:
         self._executor, self._comm = Executor(program, comm, is_eager=False), comm
-        self._fwd: Part | None = None
-        self._bwd: Part | None = None
+        self._fwd: CompiledPart | None = None
+        self._bwd: CompiledPart | None = None
 
     @property
     def deferred(self) -> frozenset[int]:
@@ -56,7 +56,7 @@ class InductorRunner:
         return frozenset()
 
     def accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
     ) -> Any:
         """Never called, as nothing is deferred."""
         raise NotImplementedError
@@ -79,20 +79,20 @@ class InductorRunner:
 
     def forward(
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Saved]:
+    ) -> tuple[list[list[Tensor | None]], SavedEnvs]:
         """Run the forward part, as the executor does."""
         given = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
-            self._fwd = Part(self._traced_forward, given, self._comm)
+            self._fwd = CompiledPart(self._traced_forward, given, self._comm)
         with in_range("forward/(model)/inductor"):
             outputs, envs = self._fwd(given)
-        return outputs, Saved(tuple(envs))
+        return outputs, SavedEnvs(tuple(envs))
 
-    def backward(self, saved: Saved, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part, as the executor does."""
         given = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
-            self._bwd = Part(self._traced_backward, given, self._comm)
+            self._bwd = CompiledPart(self._traced_backward, given, self._comm)
         with in_range("backward/(model)/inductor"):
             (gradients,) = self._bwd(given)
         return gradients
@@ -104,10 +104,10 @@ class InductorRunner:
 
     def _traced_backward(self, given: Sequence[Table]) -> Sequence[Table]:
         saved, tangents = given
-        return (self._executor.backward(Saved(tuple(list(env) for env in saved)), tangents),)
+        return (self._executor.backward(SavedEnvs(tuple(list(env) for env in saved)), tangents),)
 
 
-class Part:
+class CompiledPart:
     """One part: tables in, tables out.
 
     State: where in the flat arguments tensors stand, how long the rows of arguments and results are, and what a run

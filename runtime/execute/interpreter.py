@@ -12,7 +12,7 @@ from shardc.language.errors import CaptureError, ShardingError, note_place_in_mo
 
 from ..comm.comm import Comm, start_packed
 from ..comm.ranges import WAIT, in_range, is_profiled
-from .code import Code, Part
+from .code import Code, RepeatedInstructions
 from .instruction import Env, Instruction
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -32,7 +32,7 @@ def run(
     Collectives are started in program order, which is the same on every rank, and waited for before their first reader.
     ``into``: for each rank, parallel to the program's outputs, tensors that the gathers in ``places`` may write to.
     """
-    if isinstance(instructions, Part) and len(envs) == 1 and not is_profiled():
+    if isinstance(instructions, RepeatedInstructions) and len(envs) == 1 and not is_profiled():
         if (code := instructions.code()) is not None:
             _run_code(code, envs[0], comm, places or {}, into)
             return

@@ -23,7 +23,7 @@ from shardc.program.program import Input, Output, Program, ends_of
 
 from ..comm.dtensor import local
 from ..execute.deferred import Sums
-from ..execute.executor import Runner, Saved
+from ..execute.executor import Runner, SavedEnvs
 from ..execute.interpreter import Values
 from .accumulation import (
     Accumulation,
@@ -108,7 +108,7 @@ class CompiledCall:
             values[i] = torch.tensor(random_key)
         return values
 
-    def forward(self, values: Values) -> tuple[tuple[Tensor, ...], Saved]:
+    def forward(self, values: Values) -> tuple[tuple[Tensor, ...], SavedEnvs]:
         """Run the forward part: the outputs, and the values that are saved for backward."""
         with self._without_autocast():
             inputs = self._shards(values)
@@ -143,7 +143,7 @@ class CompiledCall:
         )
 
     def backward(
-        self, saved: Saved, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor]
+        self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor]
     ) -> list[Tensor | None]:
         """Run the backward part: the gradients of all inputs, DTensors but for those whose index is in ``plain``.
 
@@ -204,7 +204,7 @@ class CompiledCall:
         return {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
 
     def _accumulate(
-        self, saved: Saved, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
     ) -> tuple[Columns, DeferredReduction]:
         """Run the backward part, and add its sums on this rank to those of the backwards before it.
 

@@ -63,11 +63,11 @@ class StageRunner:
             self.sums[part] = [(slots[node], slots[operand(node)], str(node.args[2]), node in own) for node in nodes]
         self.kept = {part: {slots[node] for node in nodes} for part, nodes in kept_after(stages, index).items()}
         self.beside = {part: {slots[node] for node in read_beside(stages, index, part)} for part in PARTS}
-        self.calls: dict[Part, code.Part] = {}
+        self.calls: dict[Part, code.RepeatedInstructions] = {}
         for part, nodes in self.stage.parts.items():
             calls = with_waits(instructions(nodes, slots, comm.device, program, is_eager, _before(self.stage, part)))
             read_later = self.kept[part] | self.beside[part] if part in self.kept else set(slots.values())
-            self.calls[part] = code.Part(with_deaths(calls, read_later))
+            self.calls[part] = code.RepeatedInstructions(with_deaths(calls, read_later))
 
     def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         """Run a part."""
