@@ -13,7 +13,7 @@ from torch import fx
 from shardc.ops.contraction import BoundDot, dot
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members
-from shardc.program.lifetime import dies_at, looked_at
+from shardc.program.lifetime import dies_at, view_chain
 from shardc.program.node import is_getitem, is_view, operand, takes_device
 from shardc.program.program import Program
 from shardc.program.text import range_name
@@ -114,7 +114,7 @@ def _instruction(
     is_bucket = node.target is bucket
     is_own = not is_bucket and bool(members(node)) and dies_at(operand(node), node, order)
     overwritten = in_place[1][0] if in_place else operand(node) if is_own else None
-    earlier = (slots[each] for each in looked_at(overwritten) if order.get(each, 0) < 0) if overwritten else iter(())
+    earlier = (slots[each] for each in view_chain(overwritten) if order.get(each, 0) < 0) if overwritten else iter(())
     named = {name: value for name, value in node.kwargs.items() if isinstance(value, fx.Node)}
     kwargs = {name: value for name, value in node.kwargs.items() if name not in named}
     kwargs |= {"device": device} if takes_device(node.target) else {}

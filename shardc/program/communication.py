@@ -32,13 +32,16 @@ RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # of the windows of a
 
 
 def bucket(kind: CollectiveKind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...], *xs: Any) -> tuple[Any, ...]:
-    """Each of ``xs`` through a collective of this kind, whose further arguments are those of ``args`` at its place."""
+    """Several collectives of one kind that go as one over a flat buffer; ``args``: the further arguments of each.
+
+    The identity on global values, as its members are.
+    """
     return xs
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One collective: of ``operand``, with ``args`` after the value, to the node's result at ``index``."""
+    """One collective of a node: of ``operand``, with ``args`` after it, to the node's result at ``index``."""
 
     kind: CollectiveKind
     args: tuple[Any, ...]
@@ -47,23 +50,23 @@ class Member:
 
 
 def members(node: fx.Node) -> tuple[Member, ...]:
-    """The collectives that a node is: itself, those of a bucket, or none."""
-    given: tuple[Any, ...] = node.args
+    """The collectives of a node: itself, the members of a bucket, or none."""
+    node_args: tuple[Any, ...] = node.args
     if node.target in COLLECTIVES:
-        return (Member(COLLECTIVES[node.target], given[1:], given[0], 0),)
+        return (Member(COLLECTIVES[node.target], node_args[1:], node_args[0], 0),)
     if node.target is not bucket:
         return ()
-    kind, axes, args, *operands = given
+    kind, axes, args, *operands = node_args
     pairs = enumerate(zip(args, operands, strict=True))
     return tuple(Member(kind, (axes, *rest), operand, i) for i, (rest, operand) in pairs)
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
-    """The mesh axes along which ranks exchange what a node moves; none where it sends nothing."""
+    """The mesh axes along which ranks exchange values in a node; none where it sends nothing."""
     sent = [part for part in members(node) if part.kind not in LOCAL_KINDS]
-    given = [axes for part in sent for axes in part.args[: 2 if part.kind == "collective_permute" else 1]]
-    given += [node.args[1]] if node.target in EXCHANGES else []
-    return tuple(dict.fromkeys(axis_of(part) for axes in given for part in axes))
+    parts = [axes for part in sent for axes in part.args[: 2 if part.kind == "collective_permute" else 1]]
+    parts += [node.args[1]] if node.target in EXCHANGES else []
+    return tuple(dict.fromkeys(axis_of(part) for axes in parts for part in axes))
 
 
 def set_operand(node: fx.Node, member: Member, operand: fx.Node) -> None:
@@ -74,7 +77,7 @@ def set_operand(node: fx.Node, member: Member, operand: fx.Node) -> None:
 
 
 def results(node: fx.Node, member: Member) -> Iterator[fx.Node]:
-    """The nodes that stand for what a member makes."""
+    """The nodes that hold a member's result."""
     if node.target is not bucket:
         yield node
         return
@@ -82,12 +85,12 @@ def results(node: fx.Node, member: Member) -> Iterator[fx.Node]:
 
 
 def is_sent(node: fx.Node) -> bool:
-    """Whether ranks exchange values in a call."""
+    """Whether a node is a collective between ranks, one over microbatches or with nothing to send included."""
     return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
 
 
 def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
-    """Whether a node sends anything."""
+    """Whether ranks send bytes in a node; ``count_rows`` counts the rows that neighbours exchange."""
     parts = members(node)
     if parts:
         return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
@@ -95,63 +98,55 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
 
 
 def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_rows_sent) -> Collective:
-    """What a node sends that is a collective."""
+    """The record of a node that is a collective: its types, bytes, source and causes."""
+    assert program.mesh is not None
     parts = members(node)
-    moved: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
-    before = joined_type([program.local_type(each) for each in moved])
-    after = joined_type([program.local_type(node, i) for i in range(len(moved))])
+    operands: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
+    before = joined_type([program.local_type(each) for each in operands])
+    after = joined_type([program.local_type(node, i) for i in range(len(operands))])
+    kind: CollectiveKind = "collective_permute"
+    args: tuple[Any, ...] = parts[0].args if parts else node.args[1:]
     ranks = 0
-    if node.target in EXCHANGES:
-        kind: CollectiveKind = "collective_permute"
-        axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+    if not parts:
         payload, wire = edge_bytes(node, before, count_rows)
     elif parts[0].kind == "rechunk":
-        kind, axes = "collective_permute", parts[0].args[0]
-        payload, wire = (n * before.dtype.itemsize for n in rechunked_numel(parts[0].args, before.shape))
+        payload, wire = (n * before.dtype.itemsize for n in rechunked_numel(args, before.shape))
     else:
-        assert program.mesh is not None
-        kind, axes = parts[0].kind, parts[0].args[0]
-        ranks = group_size(program.mesh, kind, parts[0].args)
+        kind = parts[0].kind
+        ranks = group_size(program.mesh, kind, args)
         payload = sum(_payload(program, node, part, ranks) for part in parts)
         wire = wire_bytes(kind, payload, ranks)
-    sources = [program.source(each).location for each in (moved if node.target is bucket else [node])]
+    total = wire_bytes_total(program.mesh, parts[0].kind if parts else EXCHANGES[node.target], args, wire)  # type: ignore[index]
+    sources = [program.source(each).location for each in (operands if node.target is bucket else [node])]
     return Collective(
-        kind, axes, dtype_name(after.dtype), before.shape, after.shape,
-        payload, wire, _total(program, node, parts, wire), name=node.name, phase=program.source(node).phase,
-        node=", ".join(each.name for each in moved),
+        kind, args[0], dtype_name(after.dtype), before.shape, after.shape, payload, wire, total, name=node.name,
+        phase=program.source(node).phase, node=", ".join(each.name for each in operands),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),
         ranks=ranks,
     )  # fmt: skip
 
 
-def _total(program: Program, node: fx.Node, parts: Sequence[Member], wire: int) -> int:
-    assert program.mesh is not None
-    if node.target in EXCHANGES:
-        return wire_bytes_total(program.mesh, EXCHANGES[node.target], node.args[1:], wire)
-    return wire_bytes_total(program.mesh, parts[0].kind, parts[0].args, wire)
-
-
 def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:
-    """Bytes of the larger of input and output of one value's part, padding included."""
-    taken, made = program.local_type(part.operand), program.local_type(node, part.index)
-    assert taken is not None and made is not None, node
+    """Bytes of the larger of a member's local operand and result, padding included."""
+    before, after = program.local_type(part.operand), program.local_type(node, part.index)
+    assert before is not None and after is not None, node
     if part.kind == "mask_padding":
-        return taken.nbytes
-    return payload_numel(part.kind, part.args, count, taken.shape, made.shape) * made.dtype.itemsize
+        return before.nbytes
+    return payload_numel(part.kind, part.args, count, before.shape, after.shape) * after.dtype.itemsize
 
 
 def edge_bytes(node: fx.Node, before: TensorType, count_rows: RowCount = most_rows_sent) -> tuple[Size, Size]:
-    """Payload and wire bytes of an exchange with neighbours: of the rank that takes or gives most, and gives most."""
+    """Payload and wire bytes of an exchange with neighbours: the most that a rank sends or receives, and sends."""
     dim, values = node.args[2:4]
-    gives, takes = count_rows(values)  # type: ignore[arg-type]
+    sends, receives = count_rows(values)  # type: ignore[arg-type]
     if node.target is overlap_add:
-        gives, takes = takes, gives
+        sends, receives = receives, sends
     row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)
-    return max(gives, takes) * row, gives * row
+    return max(sends, receives) * row, sends * row
 
 
 def joined_type(types: Sequence[TensorType | None]) -> TensorType:
-    """The type of a flat buffer of values; of one value its own."""
+    """The type of a flat buffer of values; for one value its own type."""
     (first, *others) = (type_ for type_ in types if type_ is not None)
     return TensorType((sum(type_.numel for type_ in (first, *others)),), first.dtype) if others else first
 

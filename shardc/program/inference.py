@@ -17,22 +17,22 @@ from shardc.program.node import takes_device
 Types = TensorType | tuple[TensorType | None, ...] | None
 
 
-def types_made(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-    """What a call returns that has types for tensors: run on meta tensors; the few ops that cannot be, on zeros.
+def result_types(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
+    """The types of a call's results, given types for tensors, by a run on meta tensors, or on zeros where that fails.
 
-    Torch's own ops go by nothing else, so that one that is called alike, as in every layer, runs once.
+    The results of torch's own ops depend on nothing else, so like calls, as in every layer, run once.
     """
     if not is_of_torch(target):
-        return _types_of_run(target, args, kwargs, device)
-    return _types_of_call(LikeCall.of(target, args, kwargs, device))
+        return _types_by_run(target, args, kwargs, device)
+    return _types_of_call(CallKey.of(target, args, kwargs, device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _types_of_call(call: LikeCall) -> Types:
-    return _types_of_run(call.target, call.args, call.kwargs, call.device)
+def _types_of_call(call: CallKey) -> Types:
+    return _types_by_run(call.target, call.args, call.kwargs, call.device)
 
 
-def _types_of_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:
+def _types_by_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:
     def tensor(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorType) else leaf
 
@@ -42,11 +42,11 @@ def _types_of_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     except NotImplementedError:
         if device == "cpu":
             raise
-        return _types_of_run(target, args, kwargs, "cpu")
+        return _types_by_run(target, args, kwargs, "cpu")
 
 
 def types_of(value: Any) -> Types:
-    """The type of what an op returned: of a tensor, or of each tensor of a tuple or list with None for what is none."""
+    """The type of a tensor, or of each entry of a tuple or list, None for one that is no tensor."""
     if isinstance(value, torch.Tensor):
         return TensorType(tuple(map(int, value.shape)), value.dtype)
     if isinstance(value, (list, tuple)):
@@ -55,93 +55,105 @@ def types_of(value: Any) -> Types:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A tensor's; ``source``: whose memory it is of the call's tensors, then of its results; none where it is new."""
+def meta_results(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[fx.Node, Any]) -> Any:
+    """The results of a call of one of torch's ops on meta tensors, which ``values`` has for the nodes in its arguments.
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    source: int | None = None
-
-    @staticmethod
-    def of(tensor: Tensor, source: int | None = None) -> Layout:
-        """Where it begins in its memory does not matter here."""
-        return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, source)
-
-    def tensor(self, sources: list[Tensor]) -> Tensor:
-        """A tensor on meta that lies so; one of ``sources`` gives the memory."""
-        if self.source is None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return sources[self.source].as_strided(self.shape, self.stride, 0)
-
-
-def made_on_meta(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[fx.Node, Any]) -> Any:
-    """What a call of one of torch's ops returns whose arguments hold nodes, for which there are ``values`` on meta."""
-    sources: list[Tensor] = []
+    Results have the strides, and share the memory, that torch gives them. Like calls run once.
+    """
+    tensors: list[Tensor] = []
 
     def layout(node: fx.Node) -> Any:
-        sources.append(values[node])
+        tensors.append(values[node])
         return Layout.of(values[node])
 
-    layouts = _layouts_made(LikeCall.of(target, *fx.map_arg((args, dict(kwargs)), layout)))
+    layouts = _result_layouts(CallKey.of(target, *fx.map_arg((args, dict(kwargs)), layout)))
     if isinstance(layouts, Layout):
-        return layouts.tensor(sources)
-    made = []
+        return layouts.tensor(tensors)
+    results: list[Tensor | None] = []
     for each in layouts:
-        made.append(None if each is None else each.tensor(sources))
-        sources += [each for each in made[-1:] if each is not None]
-    return tuple(made)
+        result = None if each is None else each.tensor(tensors)
+        results.append(result)
+        tensors += [] if result is None else [result]
+    return tuple(results)
 
 
 @functools.lru_cache(maxsize=4096)
-def _layouts_made(call: LikeCall) -> Layout | tuple[Layout | None, ...]:
-    given: list[Tensor] = []
+def _result_layouts(call: CallKey) -> Layout | tuple[Layout | None, ...]:
+    tensors: list[Tensor] = []  # the call's, then its results
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, Layout):
             return leaf
-        given.append(leaf.tensor([]))
-        return given[-1]
+        tensors.append(leaf.tensor([]))
+        return tensors[-1]
 
-    made = call.target(*map_aggregate(call.args, tensor), **map_aggregate(call.kwargs, tensor))
-    results = [made] if isinstance(made, Tensor) else [*made]
-    seen = [each.untyped_storage()._cdata for each in (*given, *(each for each in results if each is not None))]
-    layouts, place = list[Layout | None](), len(given)
-    for each in results:
-        source = None if each is None else seen.index(each.untyped_storage()._cdata)
-        layouts.append(None if each is None else Layout.of(each, source if source != place else None))
-        place += each is not None
-    return layouts[0] if isinstance(made, Tensor) and layouts[0] else tuple(layouts)
+    returned = call.target(*map_aggregate(call.args, tensor), **map_aggregate(call.kwargs, tensor))
+    layouts: list[Layout | None] = []
+    for result in [returned] if isinstance(returned, Tensor) else returned:
+        if result is None:
+            layouts.append(None)
+            continue
+        owner = next((i for i, each in enumerate(tensors) if _share_memory(each, result)), None)
+        layouts.append(Layout.of(result, owner))
+        tensors.append(result)
+    return layouts[0] if isinstance(returned, Tensor) and layouts[0] else tuple(layouts)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @dataclass(frozen=True, slots=True)
-class LikeCall:
-    """A call of an op on a device, equal to one whose arguments are equal and of the same Python types."""
+class Layout:
+    """Shape, strides and dtype of a tensor.
+
+    ``owner``: the index, among the call's tensors and then its results, of the one whose memory it shares; None where
+    its memory is new.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int | None = None
+
+    @staticmethod
+    def of(tensor: Tensor, owner: int | None = None) -> Layout:
+        """The layout of a tensor; its offset in memory does not matter here."""
+        return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, owner)
+
+    def tensor(self, tensors: list[Tensor]) -> Tensor:
+        """A meta tensor of this layout, in the memory of one of ``tensors`` where it has an owner."""
+        if self.owner is None:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return tensors[self.owner].as_strided(self.shape, self.stride, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """A call as the key of a cache: equal to one whose arguments are equal and of the same Python types."""
 
     target: Any
     args: tuple[Any, ...] = field(compare=False)
     kwargs: Mapping[str, Any] = field(compare=False)
     device: str
-    given: tuple[Any, ...]
-    default: torch.dtype
+    arguments: tuple[Any, ...]
+    default_dtype: torch.dtype
 
     @staticmethod
-    def of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> LikeCall:
-        """The call, with what describes tensors in their place."""
-        given = (_told_apart(args), _told_apart(dict(kwargs)))
-        return LikeCall(target, args, kwargs, device, given, torch.get_default_dtype())
+    def of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> CallKey:
+        """The key of a call whose arguments have types or layouts for tensors."""
+        return CallKey(target, args, kwargs, device, (_typed(args), _typed(dict(kwargs))), torch.get_default_dtype())
 
 
 def is_of_torch(target: Any) -> bool:
-    """Whether an op is one of torch's own, which nothing but a call's arguments changes."""
+    """Whether an op is one of torch's own, whose result types depend on nothing but a call's arguments."""
     return getattr(target, "namespace", "") in ("aten", "prims")
 
 
-def _told_apart(argument: Any) -> Any:
-    """An argument that can be hashed, of which 1, 1.0 and True are three."""
+def _typed(argument: Any) -> Any:
+    """An argument as a hashable value with its type, so that 1, 1.0 and True differ."""
     if isinstance(argument, dict):
-        return tuple((name, _told_apart(value)) for name, value in argument.items())
+        return tuple((name, _typed(value)) for name, value in argument.items())
     if isinstance(argument, (list, tuple)):
-        return type(argument), tuple(map(_told_apart, argument))
+        return type(argument), tuple(map(_typed, argument))
     return type(argument), argument

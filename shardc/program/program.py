@@ -16,7 +16,7 @@ from shardc.language.rule import OpCall, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
-from shardc.program.inference import Types, types_made
+from shardc.program.inference import Types, result_types
 from shardc.program.node import is_getitem, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
@@ -327,9 +327,9 @@ class Program:
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
     def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-        """The type of a call whose arguments hold typed nodes: see ``types_made``."""
+        """The type of a call whose arguments hold typed nodes: see ``result_types``."""
         typed, named = self._with_types((args, dict(kwargs)))
-        return types_made(target, typed, named, device)
+        return result_types(target, typed, named, device)
 
     def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
         """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""

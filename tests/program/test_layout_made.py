@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.language.sharding import TensorType
-from shardc.program.inference import made_on_meta, types_made
+from shardc.program.inference import meta_results, result_types
 
 aten = torch.ops.aten
 WIDE = torch.empty(4, 6, device="meta")
@@ -35,7 +35,7 @@ def test_a_cached_inference_equals_a_fresh_one(name: str) -> None:
     args = (*(nodes[tensor] for tensor in tensors), *rest)
     expected = described(target(*tensors, *rest), tensors)
     for _ in range(2):
-        assert described(made_on_meta(target, args, {}, values), tensors) == expected
+        assert described(meta_results(target, args, {}, values), tensors) == expected
 
 
 def described(made: Any, tensors: list[Tensor]) -> list[Any]:
@@ -49,10 +49,10 @@ def described(made: Any, tensors: list[Tensor]) -> list[Any]:
 
 def test_calls_with_numbers_of_other_kinds_and_other_defaults_are_not_alike() -> None:
     whole = TensorType((4,), torch.int64)
-    found = [types_made(aten.add.Tensor, (whole, number), {}) for number in (1, 1.0, True, 1)]
+    found = [result_types(aten.add.Tensor, (whole, number), {}) for number in (1, 1.0, True, 1)]
     assert [each.dtype for each in found] == [torch.int64, torch.float32, torch.int64, torch.int64]
     torch.set_default_dtype(torch.float64)
     try:
-        assert types_made(aten.add.Tensor, (whole, 1.0), {}).dtype == torch.float64
+        assert result_types(aten.add.Tensor, (whole, 1.0), {}).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
