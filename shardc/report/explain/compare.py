@@ -1,6 +1,6 @@
-"""In what other ways an op could be computed over some axes, beside the one that was chosen, and what that would send.
+"""Bytes that a rank sends by each way to cut an op, to reshard a value, and to decompose an op or gather its operand.
 
-One axis cuts one factor of an op, or none: each is asked of the same plan, by the same cost, as in choose_cuts.py.
+The costs are those of the passes that choose: choose_cuts, plan_reshard and decompose.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from shardc.program.program import Program
 class OpWay:
     """A way to compute an op: ``text`` says how it is cut over the axes.
 
-    ``wire_bytes``: what a rank sends to bring the operands there, and the results to where they are wished. ``work``:
-    how many times what the chosen way has a rank compute. ``is_considered``: something that the op takes or makes lies
-    so; the compiler asks of no other way.
+    ``wire_bytes``: what a rank sends to reshard its operands and results. ``work``: how many times as much a rank
+    computes as in the chosen way. ``is_considered``: an operand or a result is cut so, which is a condition for the
+    compiler to consider the way.
     """
 
     text: str
@@ -73,13 +73,13 @@ def compare_cuts(plan: CutPlan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
     return (*found, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
 
 
-def where_summed(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
-    """Of an op that an open sum came through, the op that left it open."""
+def op_of_partial_sum(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
+    """The op that left a sum open which passed through ``node``."""
     names = {part.name for part in axes}
     while True:
         operands = zip(plan.program.operand_values(node), plan.ops[node].operands, strict=True)
         behind = [
-            value[0] for value, lies in operands if value and lies and names & {p.name for p in lies.partial_axes}
+            value[0] for value, src in operands if value and src and names & {part.name for part in src.partial_axes}
         ]
         if not behind:
             return node
@@ -87,7 +87,7 @@ def where_summed(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
 
 
 def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
-    """How the factors of an op are cut in a plan."""
+    """The cuts of the factors of an op in a plan."""
     program, found = plan.program, Cuts()
     operands = zip(rule.operands, plan.ops[node].operands, program.operand_values(node), strict=True)
     results = (
@@ -100,7 +100,7 @@ def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
 
 
 def _others(rule: Rule, rest: Cuts, axes: Axes) -> Iterator[tuple[str, Cuts]]:
-    """The axes cutting each factor that they may, and then none."""
+    """Cuts where the axes cut each factor in turn that they may cut, and then none."""
     for factor in rule.sizes:
         before = rest.get(factor, WHOLE)
         cut = DimSharding(before.axes + axes)
@@ -110,7 +110,7 @@ def _others(rule: Rule, rest: Cuts, axes: Axes) -> Iterator[tuple[str, Cuts]]:
 
 
 def _text(rule: Rule, factor: str, axes: Axes) -> str:
-    """How an op is cut, by dims of its result."""
+    """The cut of a factor in words, by a dim of the result or of an operand."""
     over = " and ".join(dict.fromkeys(part.name for part in axes))
     for dims in rule.results:
         for dim, factors in enumerate(dims or ()):
@@ -128,8 +128,8 @@ MOST = 3  # steps of a sequence
 Steps = tuple[Step, ...]
 
 
-class _Roomy(Space):
-    """The space with no bound on the size of a local value."""
+class _UnboundedSpace(Space):
+    """A search space without a bound on the size of a local value."""
 
     @cached_property
     def bound(self) -> int:
@@ -139,48 +139,48 @@ class _Roomy(Space):
 
 @lru_cache(maxsize=1024)
 def compare_steps(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Steps, ...]:
-    """The steps of ``plan_reshard``, and then others, those that send fewer bytes first."""
+    """The steps that ``plan_reshard`` chooses, and then other sequences, those that send fewer bytes first."""
     chosen = plan_reshard(src, dst, type)
     if not chosen or any(cut.minor for cut in src.dims + dst.dims):
         return (chosen,)
     best: dict[tuple[str, ...], Steps] = {}
     for steps in _sequences(src, dst, type.shape):
         kinds = kinds_of(steps)
-        if kinds not in best or sent(src, steps, type) < sent(src, best[kinds], type):
+        if kinds not in best or bytes_sent(src, steps, type) < bytes_sent(src, best[kinds], type):
             best[kinds] = steps
     best.pop(kinds_of(chosen), None)
     found = [chosen]
-    for steps in sorted(best.values(), key=lambda steps: (sent(src, steps, type), len(steps))):
+    for steps in sorted(best.values(), key=lambda steps: (bytes_sent(src, steps, type), len(steps))):
         if not any(_does_more(steps, other) for other in [*found, *best.values()] if other is not steps):
             found.append(steps)
     return tuple(found)
 
 
 def kinds_of(steps: Steps) -> tuple[str, ...]:
-    """The kinds of the steps in order, views apart."""
+    """The kinds of the steps in order, without views."""
     return tuple(step.kind for step in steps if step.kind != "view")
 
 
-def sent(src: Sharding, steps: Steps, type: TensorType) -> int:
-    """Bytes that one rank sends in steps from a sharding."""
+def bytes_sent(src: Sharding, steps: Steps, type: TensorType) -> int:
+    """Bytes that one rank sends in the steps of a reshard."""
     return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
 
 
-def held(src: Sharding, steps: Steps, type: TensorType) -> int:
-    """The most bytes that one rank holds of the value at a time, before, between or after steps from a sharding."""
+def bytes_held(src: Sharding, steps: Steps, type: TensorType) -> int:
+    """The most bytes of the value that one rank holds at a time, before, between or after the steps of a reshard."""
     local = [src.local_shape(type.shape), *(step.sharding.local_shape(step.shape) for step in steps)]
     return max(map(math.prod, local)) * type.dtype.itemsize
 
 
 def _sequences(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Steps]:
     plain, atoms, active, _ = search_space(src, dst, shape, is_wide=True)
-    space = _Roomy(**{each.name: getattr(plain, each.name) for each in fields(plain)})
+    space = _UnboundedSpace(**{each.name: getattr(plain, each.name) for each in fields(plain)})
     for moves in _ways(space, space.src, ()):
         yield tuple(steps_of(moves, space, atoms, active, src, shape))
 
 
 def _ways(space: Space, state: State, before: tuple[Move, ...]) -> Iterator[tuple[Move, ...]]:
-    """The ways from a state to the target that come to no state twice."""
+    """The ways from a state to the target that visit no state twice."""
     if state == space.dst:
         yield before
     elif len(before) < MOST:
@@ -191,14 +191,17 @@ def _ways(space: Space, state: State, before: tuple[Move, ...]) -> Iterator[tupl
 
 
 def _does_more(steps: Steps, other: Steps) -> bool:
-    """Whether the kinds of one are those of the other and more."""
+    """Whether the kinds of one include those of the other and more."""
     ours, theirs = Counter(kinds_of(steps)), Counter(kinds_of(other))
     return theirs < ours
 
 
 @dataclass(frozen=True, slots=True)
 class FormCosts:
-    """Bytes that a rank sends by each way, over ``axes``; ``refused``: why the compiler does not ask for the first."""
+    """Bytes that a rank sends over ``axes`` if an op is decomposed (``apart``), and if its operand is gathered.
+
+    ``refused``: why the compiler does not consider decomposing it.
+    """
 
     axes: frozenset[str]
     apart: int
@@ -207,7 +210,7 @@ class FormCosts:
 
 
 def compare_forms(program: Program, node: fx.Node) -> FormCosts | None:
-    """What both ways cost; None of an op that is never taken apart so."""
+    """The costs of both ways for an op; None for an op that is never decomposed."""
     rule = program.rule(node)
     if node.target not in DECOMPOSITIONS and node.target not in WINDOWED:
         return None
@@ -220,7 +223,7 @@ def compare_forms(program: Program, node: fx.Node) -> FormCosts | None:
 
 
 def _summed(program: Program, node: fx.Node, rule: Rule, cuts: Cuts, whole: set[str]) -> FormCosts:
-    """Of an op that becomes local work and a sum."""
+    """The costs of an op that decomposes into local work and a sum."""
     count = num_pieces({factor: cuts[factor] for factor in whole})
     apart, gathered = apart_bytes(program, node, cuts, whole), gathered_bytes(program, node, rule, whole, cuts)
     refused = "not asked: positions do not follow one another" if is_scattered(node, cuts, whole) else ""
@@ -233,7 +236,7 @@ def _summed(program: Program, node: fx.Node, rule: Rule, cuts: Cuts, whole: set[
 def _windowed(
     program: Program, node: fx.Node, rule: Rule, cuts: Cuts, factor: str, along: Along, moved: int
 ) -> FormCosts:
-    """Of an op that looks at neighbours; ``moved``: what all ranks together send of the edges."""
+    """The costs of an op that reads edges of neighbours, of which all ranks together send ``moved`` bytes."""
     gathered = gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
     apart = ceil_div(moved, along.count * num_others(cuts, {factor}))
     return FormCosts(frozenset(part.name for part in cuts[factor].all_axes), apart, gathered)

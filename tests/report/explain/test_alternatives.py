@@ -13,8 +13,8 @@ import shardc
 from shardc import Mesh, P
 from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.reshard.plan_reshard import plan_reshard
-from shardc.report.explain.alternatives import Chooser, alternatives, alternatives_text
-from shardc.report.explain.compare import compare_steps, kinds_of, sent
+from shardc.report.explain.alternatives import AlternativeFinder, alternatives, alternatives_text
+from shardc.report.explain.compare import bytes_sent, compare_steps, kinds_of
 
 MESH = Mesh(dp=2, tp=2)
 TYPE = TensorType((8, 12, 4), torch.float32)
@@ -45,14 +45,14 @@ def test_sequences_that_do_the_same_are_listed_with_what_they_send_the_chosen_on
     found = compare_steps(src, dst, TYPE)
     assert found[0] == plan_reshard(src, dst, TYPE)
     assert all(steps[-1].sharding == dst for steps in found)
-    said = [f"{', '.join(kinds_of(steps))} {sent(src, steps, TYPE)}" for steps in found]
+    said = [f"{', '.join(kinds_of(steps))} {bytes_sent(src, steps, TYPE)}" for steps in found]
     assert said[: len(expected)] == expected
 
 
 def test_at_every_collective_the_chosen_way_sends_what_is_announced() -> None:
     model, args, _, annotations = gpt.gpt_sequence()
     compiled = shardc.compile(model, MESH, annotations, args=args)
-    chooser = Chooser(compiled)
+    chooser = AlternativeFinder(compiled)
     for collective in compiled.collectives:
         found = [each for each in chooser.alternatives(collective.name) if each.question.startswith("to bring")]
         (chosen,) = [each for each in found if each.is_chosen]
@@ -65,7 +65,7 @@ def test_at_every_collective_the_chosen_way_sends_what_is_announced() -> None:
 def test_an_op_has_one_chosen_sequence_and_cheaper_ones_were_impossible() -> None:
     model, args, _, annotations = gpt.gpt()
     compiled = shardc.compile(model, MESH, annotations, args=args)
-    chooser = Chooser(compiled)
+    chooser = AlternativeFinder(compiled)
     asked = {(each.question, each) for made in compiled.collectives for each in chooser.alternatives(made.name)}
     questions = {question for question, _ in asked if question.startswith("to compute")}
     assert len(questions) == 10
