@@ -25,7 +25,7 @@ from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.lifetime import Parts, owners_of
 from shardc.program.node import is_getitem
 from shardc.program.program import Program, Value
-from shardc.program.stages import Kinds, Places, stages_of
+from shardc.program.stages import StageAssignment, ValueKinds, stages_of
 from shardc.schedules.schedule import Schedule
 
 FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
@@ -138,8 +138,8 @@ def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> It
 
     What is computed once a step is there anyway.
     """
-    kinds, schedule = Kinds(program), schedule_of(program)
-    stage, under_way = Places(kinds).stage, _most_under_way(schedule)
+    kinds, schedule = ValueKinds(program), schedule_of(program)
+    stage, under_way = StageAssignment(kinds).stage, _most_under_way(schedule)
     crossings = ((way.target, nodes) for way, nodes in stages_of(program).crossings.items() if way.part == "forward")
     received = {(target, owners[program.value(node)][0]) for target, nodes in crossings for node in nodes}
     fixed = {node for _, node in received}

@@ -25,7 +25,7 @@ from shardc.program.communication import is_collective
 from shardc.program.lifetime import Parts, split
 from shardc.program.node import is_getitem, reached
 from shardc.program.program import Program, Value
-from shardc.program.stages import Kinds
+from shardc.program.stages import ValueKinds
 
 from .choose_saved import Choose, within_budget
 
@@ -47,7 +47,7 @@ def _recomputing(program: Program, choose: Choose) -> Program:
     twins = _twins(parts)
     unsaved = choose(program, parts, twins)
     if program.options.pipeline is not None:  # what is computed once a step lives to its end anyway
-        timed = Kinds(program).timed
+        timed = ValueKinds(program).timed
         unsaved = {value for value in unsaved if value[0] in timed}
     unsaved |= {program.value(node) for node in twins}
     order = {node: i for i, node in enumerate(program.graph.nodes)}

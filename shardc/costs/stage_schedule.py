@@ -11,7 +11,7 @@ from shardc.costs.parameter_bytes import resident_bytes
 from shardc.costs.time import seconds
 from shardc.program.node import is_view, operand
 from shardc.program.program import Program
-from shardc.program.stages import SCHEDULED, Part, Stages, kept, stages_of
+from shardc.program.stages import SCHEDULED, Part, Stages, cached_on_program, stages_of
 from shardc.schedules.check import check
 from shardc.schedules.costs import Costs, StageCost
 from shardc.schedules.events import with_messages
@@ -22,7 +22,7 @@ PART_OF_PHASE: dict[ActionPhase, Part] = {"F": "forward", "B": "input_gradient"}
 PHASE_OF_PART = {part: phase for phase, part in PART_OF_PHASE.items()}
 
 
-@kept
+@cached_on_program
 def schedule_of(program: Program) -> Schedule:
     """The schedule of a lowered or localized program, proven, with its messages; ``auto`` is chosen by estimated costs.
 

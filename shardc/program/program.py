@@ -85,7 +85,7 @@ class Program:
     local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
     user asked for beside. ``computed``: how parameters that are stored otherwise lie where they are computed on.
     ``num_stages`` of the pipeline that it is cut for; ``mesh`` is then that of one stage, with an axis of microbatches.
-    ``known``: what was found out about it, which no copy takes over; see shardc/knowledge.py.
+    ``cache``: facts computed from it (``stages.cached_on_program``); a copy starts with none.
     """
 
     graph: fx.Graph
@@ -98,7 +98,7 @@ class Program:
     options: Options = field(default_factory=Options)
     computed: Mapping[str, Sharding] = field(default_factory=dict)
     num_stages: int = 1
-    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""

@@ -1,12 +1,12 @@
-"""Reads the stages of a pipeline off a program whose calls have stages.
+"""The stages of a pipeline: the calls of each, and the values that cross between them, from a program with stage tags.
 
-A value that microbatches cut or leave open is *timed*: made anew for each of them; all others are made once a step. A
-timed value that depends on inputs and not on parameters (a mask, one-hot labels, dropout) is *shared*: each stage that
-reads it makes it, unless that is much work. Any other is one stage's *own*, and is sent to the stages that read it.
+A *timed* value is computed anew for each microbatch; every other value is computed once a step. A timed value that
+depends on inputs and on no parameter (a mask, one-hot labels, dropout) is computed by each stage that reads it, unless
+it takes much work. Any other timed value is the *own* value of one stage, which sends it to the stages that read it.
 
-A call of forward is as far down the pipeline as its operands at least. Of backward, what a tangent reaches is as far up
-as the gradients that it takes at most: values that forward saved have no say. What else there is in backward is where
-it is read.
+A forward call runs no earlier in the pipeline than its operands. A backward call that depends on a tangent runs no
+later in the pipeline than the gradients among its operands; saved values do not matter. Any other backward call runs
+where it is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardc.program.collective import Collective, adds_microbatches, wire_bytes_
 from shardc.program.communication import RowCount, axes_of, collective_at, is_collective, is_sent, joined_type, members
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, descendants, is_getitem, operand, reached
-from shardc.program.program import Program
+from shardc.program.program import Program, parameters_of
 from shardc.program.provenance import Phase, StageCrossing, cause_text
 
 Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
@@ -46,10 +46,9 @@ PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action compute
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A way from one stage to another.
+    """The values that one stage sends to another after a part of its work.
 
-    Values go once a microbatch, after the part ``forward`` or ``input_gradient`` of its source; those ``after`` go once
-    a step, when all microbatches are done.
+    After ``forward`` and ``input_gradient`` they go once a microbatch; ``after`` all microbatches once a step.
     """
 
     source: int
@@ -59,9 +58,10 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``parts``: its calls, in program order; one may be in ``count`` and in ``forward``. ``parameters`` that it holds.
+    """One stage of a program.
 
-    ``sums``: by the part that adds to them, reductions over microbatches, which are among no part's calls.
+    ``parts``: its calls, in program order; a call may be in ``count`` and in ``forward``. ``sums``: by the part that
+    adds to them, the reductions over microbatches, which are in no part. ``parameters``: the names of those it holds.
     """
 
     parts: Mapping[Part, tuple[fx.Node, ...]]
@@ -71,9 +71,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """All stages of a program, and the values that cross, in program order.
+    """All stages of a program, and the values of each crossing, in program order.
 
-    ``home``: by index, for each output of which every microbatch has a part, the stage that makes it.
+    ``home``: by index, for each output that microbatches cut, the stage that computes it.
     """
 
     program: Program
@@ -83,51 +83,50 @@ class Stages:
 
     @property
     def holders(self) -> dict[str, frozenset[int]]:
-        """For each parameter that is read the stages that hold it."""
-        inputs = zip(self.program.inputs, self.program.placeholders, strict=True)
-        read = [put.name for put, node in inputs if put.kind == "parameter" and node.users]
+        """The stages that hold each parameter, for all parameters that are read."""
+        read = [name for name, node in parameters_of(self.program).items() if node.users]
         return {name: frozenset(i for i, stage in enumerate(self.stages) if name in stage.parameters) for name in read}
 
 
 def has_stages(program: Program) -> bool:
-    """Whether a program is a pipeline's, and so far that its stages can be read off it."""
+    """Whether a program is one of a pipeline, lowered, so that ``stages_of`` applies."""
     return program.options.pipeline is not None and program.level in ("lowered", "localized")
 
 
 def is_cut_in_time(sharding: Sharding | None) -> bool:
-    """Whether every microbatch has a part of its own of a value."""
+    """Whether microbatches cut a value, or leave it partial."""
     return sharding is not None and any(part.name == MICROBATCH for part in sharding.used_parts)
 
 
-OF_STAGE = "_stage_"  # and its number: after the name of a collective that an earlier stage has too
+STAGE_SUFFIX = "_stage_"  # and the stage: after the name of a collective that an earlier stage runs too
 
 
 def collectives_of_stages(program: Program, count_rows: RowCount) -> Iterator[Collective]:
     """The collectives of each stage of a lowered or localized program, and the messages that it sends."""
     stages = stages_of(program)
     assert program.options.pipeline is not None
-    pipeline, named = program.options.pipeline, set[str]()
-    place = pipeline.place(program.num_stages)
+    pipeline, names = program.options.pipeline, set[str]()
+    rank_of = pipeline.place(program.num_stages)
     for i, stage in enumerate(stages.stages):
         for part, calls in stage.parts.items():
             times = pipeline.microbatches if part in TIMED else 1
-            found = [collective_at(program, node, count_rows) for node in calls if is_collective(node, count_rows)]
-            for way, nodes in stages.crossings.items():
-                if (way.source, way.part) == (i, part) and place[i] != place[way.target]:
-                    found.append(_message(program, way, nodes, pipeline))
-            for each in found:
-                name = f"{each.name}{OF_STAGE}{i}" if each.name in named else each.name
-                named.add(name)
+            sent = [collective_at(program, node, count_rows) for node in calls if is_collective(node, count_rows)]
+            for crossing, nodes in stages.crossings.items():
+                if (crossing.source, crossing.part) == (i, part) and rank_of[i] != rank_of[crossing.target]:
+                    sent.append(_message(program, crossing, nodes, pipeline))
+            for each in sent:
+                name = f"{each.name}{STAGE_SUFFIX}{i}" if each.name in names else each.name
+                names.add(name)
                 yield replace(each, name=name, stage=i, times=times)
 
 
 def sender(nodes: Mapping[str, fx.Node], name: str) -> fx.Node | None:
-    """Of ``nodes`` by name the one that sends a collective, which several stages may run; a message has none."""
-    return nodes.get(name) or nodes.get(name.rpartition(OF_STAGE)[0])
+    """The node of a collective by its name, which may end in a stage; None for a message."""
+    return nodes.get(name) or nodes.get(name.rpartition(STAGE_SUFFIX)[0])
 
 
 def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], pipeline: Pipeline) -> Collective:
-    """What one stage sends to another, all of it together."""
+    """The message that carries all values of a crossing."""
     types = [type_ for type_ in map(program.local_type, nodes) if type_ is not None]
     nbytes, joined = sum(type_.nbytes for type_ in types), joined_type(types)
     shape = types[0].shape if len(types) == 1 else joined.shape
@@ -144,70 +143,70 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
     )  # fmt: skip
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def kept(find: Callable[[Program], Found]) -> Callable[[Program], Found]:
-    """The function, with what it found of a program kept there: of one that no pass changes any more."""
+def cached_on_program(function: Callable[[Program], Result]) -> Callable[[Program], Result]:
+    """The function with its result kept in ``Program.cache``, for programs that no pass changes any more."""
 
-    @wraps(find)
-    def found(program: Program) -> Found:
-        if find not in program.known:
-            program.known[find] = find(program)
-        result: Found = program.known[find]
+    @wraps(function)
+    def cached(program: Program) -> Result:
+        if function not in program.cache:
+            program.cache[function] = function(program)
+        result: Result = program.cache[function]
         return result
 
-    return found
+    return cached
 
 
 Calls = dict[Part, tuple[fx.Node, ...]]
 
 
-@kept
+@cached_on_program
 def stages_of(program: Program) -> Stages:
     """The stages of a lowered or localized program.
 
-    Raises an OptionError for each op that needs the whole batch before its last microbatch is done.
+    Raises an OptionError for each op that needs the whole batch while microbatches still run.
     """
-    kinds = Kinds(program)
+    kinds = ValueKinds(program)
     kinds.check()
-    places = Places(kinds)
-    holders = places.holders()
-    crossings, stages = places.crossings(), []
+    assignment = StageAssignment(kinds)
+    holders = assignment.holders()
+    crossings, stages = assignment.crossings(), []
     for i in range(program.num_stages):
-        closing, taken = _closing(places, i, holders)
-        for source, node in taken:
+        closing, received = _closing(assignment, i, holders)
+        for source, node in received:
             crossings[Crossing(source, i, "after")].add(node)
         names = tuple(name for node, name in kinds.parameters.items() if i in holders[node])
-        stages.append(Stage(*_parts(places, i, closing), names))
+        stages.append(Stage(*_parts(assignment, i, closing), names))
     sent = {crossing: tuple(sorted(nodes)) for crossing, nodes in crossings.items()}
-    return Stages(program, tuple(stages), sent, places.home())
+    return Stages(program, tuple(stages), sent, assignment.home())
 
 
-class Kinds:
-    """What kind of value each node of a program is; a call is ``timed`` and ``shared``, ``timed`` and ``own``, or once.
+class ValueKinds:
+    """The values of a program by when they are computed.
 
-    ``closing``: sums over microbatches of own values; ``late``: what depends on them.
+    ``timed``: for each microbatch; ``own``: those of them that one stage computes. ``closing``: sums of own values over
+    microbatches; ``late``: all that depends on them. ``parameters``: the names of their placeholders.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        inputs = zip(program.inputs, program.placeholders, strict=True)
-        self.parameters = {node: put.name for put, node in inputs if put.kind == "parameter"}
+        self.parameters = {node: name for name, node in parameters_of(program).items()}
         self.timed = self._find_timed()
         self.own = self._find_own()
         self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
         self.late = descendants(*self.closing)
 
     def _find_timed(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
+        timed: set[fx.Node] = set()
         for node in self.program.graph.nodes:
             if node.op == "output" or adds_microbatches(node):
                 continue
             shardings = (self.program.sharding(node),) if is_getitem(node) else self.program.shardings(node)
-            if any(map(is_cut_in_time, shardings)) or not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+            if any(map(is_cut_in_time, shardings)) or not timed.isdisjoint(node.all_input_nodes):
+                timed.add(node)
+        return timed
 
     def _find_own(self) -> set[fx.Node]:
         of_parameters = descendants(*self.parameters)
@@ -215,25 +214,24 @@ class Kinds:
         return self.timed & (of_parameters | descendants(*work))
 
     def check(self) -> None:
-        """An OptionError for what needs the whole batch in the middle of a step."""
+        """Raise an OptionError for ops that need the whole batch in the middle of a step."""
         counts = {node for node in self.program.calls if adds_microbatches(node)} - self.closing
         twice = {operand(node) for node in counts} & descendants(*counts)
-        found = {
+        timed_late = self.timed & self.late
+        whole_batch = {
             node
             for node in self.program.calls
-            if (not adds_microbatches(node) and MICROBATCH in axes_of(node))
-            or node in twice
-            or node in self.timed & self.late
+            if (not adds_microbatches(node) and MICROBATCH in axes_of(node)) or node in twice or node in timed_late
         }
-        first = [node for node in sorted(found) if found.isdisjoint(node.all_input_nodes)]
-        by_place = {self._where(node): node for node in reversed(first)}  # in each place the first
-        raise_all([self._needs_all(*each) for each in reversed(by_place.items())])
+        first = [node for node in sorted(whole_batch) if whole_batch.isdisjoint(node.all_input_nodes)]
+        by_location = {self._where(node): node for node in reversed(first)}  # the first at each location
+        raise_all([self._whole_batch_error(*each) for each in reversed(by_location.items())])
 
     def _where(self, node: fx.Node) -> str:
         source = self.program.source(node)
         return ", ".join(word for word in (source.module, source.location) if word) or "the model"
 
-    def _needs_all(self, where: str, node: fx.Node) -> OptionError:
+    def _whole_batch_error(self, where: str, node: fx.Node) -> OptionError:
         sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
         what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
         return OptionError(
@@ -243,10 +241,10 @@ class Kinds:
         )  # fmt: skip
 
 
-class Places:
-    """The ``stage`` and ``part`` of each own value of a program; ``own``, these in program order."""
+class StageAssignment:
+    """The ``stage`` and the ``part`` of each own value of a program; ``own``: these values in program order."""
 
-    def __init__(self, kinds: Kinds) -> None:
+    def __init__(self, kinds: ValueKinds) -> None:
         self.kinds, self.program = kinds, kinds.program
         self.own = [node for node in self.program.graph.nodes if node in kinds.own]
         self.stage: dict[fx.Node, int] = {}
@@ -273,12 +271,12 @@ class Places:
                 self.stage[node] = min(self.stage[node], max(self._readers(node), default=last))
 
     def _is_mask(self, node: fx.Node) -> bool:
-        """Whether a call is a rank's own work that leaves a value as large as it is: done where it is read."""
+        """Whether a call is local and keeps the size of its operand, and so runs where its result is read."""
         is_local = any(member.kind in LOCAL_KINDS for member in members(node))
         return is_local and self.program.local_type(node) == self.program.local_type(operand(node))
 
     def _readers(self, node: fx.Node) -> list[int]:
-        """The stages that read a value; its own if it is among what microbatches add up."""
+        """The stages that read a value; its own stage for a sum over microbatches."""
         return [self.stage.get(user, self.stage[node]) for user in node.users]
 
     def _tag(self, node: fx.Node, default: int) -> int:
@@ -286,7 +284,7 @@ class Places:
         return default if source.stage < 0 else source.stage
 
     def _split_backward(self) -> None:
-        """Of a stage's backward, what another stage's backward needs is its input gradient."""
+        """The backward calls that another stage's backward needs are part of the input gradient."""
         sent = [node for crossing, nodes in self.crossings().items() if crossing.part != "forward" for node in nodes]
         for node in ancestors(*sent):
             if self.part.get(node) == "weight_gradient":
@@ -296,7 +294,7 @@ class Places:
                 self.part[node] = self.part[operand(node)]
 
     def crossings(self) -> dict[Crossing, set[fx.Node]]:
-        """The values that other stages read than the one that makes them, in the course of the microbatches."""
+        """The values that a stage sends to another for each microbatch."""
         found: dict[Crossing, set[fx.Node]] = defaultdict(set)
         for node in self.own:
             for user in node.users:
@@ -308,7 +306,7 @@ class Places:
         return found
 
     def holders(self) -> dict[fx.Node, set[int]]:
-        """The stages that read each parameter; the first one if none does."""
+        """The stages that read each parameter; the first stage if none does."""
         found: dict[fx.Node, set[int]] = {node: set() for node in self.kinds.parameters}
         for stage in range(self.program.num_stages):
             own = {node for node in self.own if self.stage[node] == stage}
@@ -317,49 +315,49 @@ class Places:
         return {node: stages or {0} for node, stages in found.items()}
 
     def home(self) -> dict[int, int]:
-        """The stage of each output of which every microbatch has a part."""
+        """By index, the stage of each output that microbatches cut."""
         last, ends = self.program.num_stages - 1, enumerate(self.program.results)
         return {i: self.stage.get(node, last) for i, node in ends if node is not None and node in self.kinds.timed}
 
 
 def _closing(
-    places: Places, stage: int, holders: Mapping[fx.Node, set[int]]
+    assignment: StageAssignment, stage: int, holders: Mapping[fx.Node, set[int]]
 ) -> tuple[set[fx.Node], list[tuple[int, fx.Node]]]:
-    """What a stage closes a step with, and of this what it is sent, after the stage that has it."""
-    kinds = places.kinds
+    """The calls of a stage at the end of a step, and the values it then receives, each with the stage that sends it."""
+    kinds = assignment.kinds
 
     def step(node: fx.Node) -> Iterable[fx.Node]:
         return () if node in kinds.closing else (each for each in node.all_input_nodes if each not in kinds.timed)
 
-    found = reached(_results(kinds, stage, holders), step)
-    sums = [(places.stage[operand(node)], node) for node in found & kinds.closing]
-    lacking = [(min(holders[node]), node) for node in found & set(holders) if stage not in holders[node]]
-    return found, [(source, node) for source, node in (*sums, *lacking) if source != stage]
+    needed = reached(_results(kinds, stage, holders), step)
+    sums = [(assignment.stage[operand(node)], node) for node in needed & kinds.closing]
+    parameters = [(min(holders[node]), node) for node in needed & set(holders) if stage not in holders[node]]
+    return needed, [(source, node) for source, node in (*sums, *parameters) if source != stage]
 
 
-def _results(kinds: Kinds, stage: int, holders: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
-    """What a stage returns once a step: gradients of its parameters, all else; of a rank the first stage that may."""
-    parameters, pipeline = {name: node for node, name in kinds.parameters.items()}, kinds.program.options.pipeline
+def _results(kinds: ValueKinds, stage: int, holders: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
+    """The results that a stage returns once a step; of the stages on one rank the first one that can returns each."""
+    parameters, pipeline = parameters_of(kinds.program), kinds.program.options.pipeline
     assert pipeline is not None
-    place = pipeline.place(kinds.program.num_stages)
-    here = [each for each, rank in enumerate(place) if rank == place[stage]]
+    rank_of = pipeline.place(kinds.program.num_stages)
+    here = [each for each, rank in enumerate(rank_of) if rank == rank_of[stage]]
     for node, output in zip(kinds.program.results, kinds.program.outputs, strict=True):
-        of = parameters.get(output.name) if output.kind in ("gradient", "computed") else None
-        first = min((each for each in here if of is None or each in holders[of]), default=None)
+        owner = parameters.get(output.name) if output.kind in ("gradient", "computed") else None
+        first = min((each for each in here if owner is None or each in holders[owner]), default=None)
         if node is not None and node not in kinds.timed and first == stage:
             yield node
 
 
-def _parts(places: Places, stage: int, closing: set[fx.Node]) -> tuple[Calls, Calls]:
+def _parts(assignment: StageAssignment, stage: int, closing: set[fx.Node]) -> tuple[Calls, Calls]:
     """The calls of each part of a stage's work, and the sums that each part adds to."""
-    kinds, parts = places.kinds, {part: set[fx.Node]() for part in PARTS}
-    made, lasting = set[fx.Node](), set[fx.Node]()  # for a microbatch, in a part before; once a step
-    results = {node for i, node in enumerate(kinds.program.results) if node and places.home().get(i) == stage}
+    kinds, parts = assignment.kinds, {part: set[fx.Node]() for part in PARTS}
+    done, lasting = set[fx.Node](), set[fx.Node]()  # timed calls of the parts before; calls once a step
+    results = {node for i, node in enumerate(kinds.program.results) if node and assignment.home().get(i) == stage}
     for part in SCHEDULED:
-        own = {node for node in places.own if (places.stage[node], places.part[node]) == (stage, part)}
+        own = {node for node in assignment.own if (assignment.stage[node], assignment.part[node]) == (stage, part)}
         read = reached(own | (results - kinds.own if part == "forward" else set()), _down(kinds.own - own))
-        parts[part] = (read & kinds.timed) - made
-        made |= parts[part]
+        parts[part] = (read & kinds.timed) - done
+        done |= parts[part]
         lasting |= read - kinds.timed
     counts = {node for node in lasting | closing if adds_microbatches(node)} - kinds.closing
     counted = reached(map(operand, counts), _down(set()))
@@ -370,13 +368,13 @@ def _parts(places: Places, stage: int, closing: set[fx.Node]) -> tuple[Calls, Ca
     sums = {part: set[fx.Node]() for part in PARTS}
     sums["count"] = counts
     for node in kinds.closing:
-        if places.stage[operand(node)] == stage:
-            sums[places.part[operand(node)]].add(node)
+        if assignment.stage[operand(node)] == stage:
+            sums[assignment.part[operand(node)]].add(node)
     return _in_order(parts), _in_order(sums)
 
 
 def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
-    """A step to what a node needs, but not to ``without``, and not past a sum over microbatches."""
+    """The step from a node to its operands, except ``without``, and except past a sum over microbatches."""
     return lambda node: (
         () if adds_microbatches(node) else (each for each in node.all_input_nodes if each not in without)
     )
