@@ -147,7 +147,7 @@ Result = TypeVar("Result")
 
 
 def cached_on_program(function: Callable[[Program], Result]) -> Callable[[Program], Result]:
-    """The function with its result cached_on_program in ``Program.cache``, for programs that no pass changes any more."""
+    """The function with its result kept in ``Program.cache``, for programs that no pass changes any more."""
 
     @wraps(function)
     def cached(program: Program) -> Result:
