@@ -1,4 +1,4 @@
-"""What the front door says of a compiled model, and when it cannot run it."""
+"""What a compiled model reports, and when it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is of another kind than it should be is said in four parts: axes, options, models, inputs, gradients."""
+"""Arguments of a wrong kind are errors in four parts: axes, options, models, inputs, gradients."""
 
 from __future__ import annotations
 

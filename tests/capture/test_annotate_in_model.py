@@ -1,4 +1,4 @@
-"""shardc.annotate in a model, module: and output: patterns place values and gradients, and change no number."""
+"""shardc.annotate in a model, and patterns of modules and outputs, place values and gradients and change no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Annotations: which values a pattern means, what it says of them, and what a user reads when it is wrong."""
+"""Annotations: which values a pattern matches, what it specifies, and the errors of wrong ones."""
 
 from __future__ import annotations
 

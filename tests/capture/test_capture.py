@@ -1,4 +1,4 @@
-"""A captured program, interpreted on real tensors, is the eager model: outputs, gradients and buffers."""
+"""A captured program, interpreted on real tensors, equals the eager model: outputs, gradients and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's own ops find in values is part of a program: checked in every run, compiled anew where it changes."""
+"""Decisions of torch's ops that depend on values are guards: checked in every run, compiled anew where they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward may not do is said with its line, also where torch says a key error or nothing."""
+"""Code that cannot be captured is an error with its line, also where torch raises a key error or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views by strides are captured as views by dims or as indices: they say the same of any tensor."""
+"""Views by strides are captured as views by dims or as indices, valid for any tensor."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""An annotation that changes nothing is named in the notes of the dump; strict refuses one that is on no value."""
+"""An annotation without effect has a note in the dump; strict refuses one that matches no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, with which exit code."""
+"""The command line: output, streams and exit codes."""
 
 import json
 from pathlib import Path

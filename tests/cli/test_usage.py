@@ -1,4 +1,4 @@
-"""A command line that cannot be followed says which argument, what does not fit, and what to type instead."""
+"""An invalid command line is refused with the argument, what does not fit, and what to type instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small fixed share of each conformance suite; all of it is ``python -m tests.conformance SUITE``."""
+"""The exit code of a conformance suite."""
 
 from conformance.suite import Result, exit_code
 

@@ -1,4 +1,4 @@
-"""Which stage each forward op is put on: balanced as asked, along the data, cut where little crosses."""
+"""Stages are balanced as requested, follow the data, and are cut where little crosses."""
 
 from collections.abc import Mapping
 from functools import cache

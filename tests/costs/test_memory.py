@@ -1,4 +1,4 @@
-"""The ledger of memory against the bytes that are alive while a program runs."""
+"""Announced memory equals the bytes alive while a program runs."""
 
 from __future__ import annotations
 

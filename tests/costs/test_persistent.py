@@ -1,4 +1,4 @@
-"""What lies on a rank between steps, by bytes a parameter: the ledger, the ZeRO paper's numbers, and live tensors."""
+"""Memory between steps, in bytes a parameter: announced, in the ZeRO paper's table, and alive."""
 
 import gc
 from itertools import pairwise, product

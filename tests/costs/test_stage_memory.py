@@ -1,4 +1,4 @@
-"""The ledger of memory of a pipeline's ranks against the bytes that are alive while it runs."""
+"""Announced memory of the ranks of a pipeline equals the bytes alive while it runs."""
 
 from __future__ import annotations
 

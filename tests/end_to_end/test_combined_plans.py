@@ -1,4 +1,4 @@
-"""Plans together, on eight ranks: twenty steps of training are those of one device."""
+"""Combined plans on eight ranks: twenty steps of training equal those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plans that users come for: how many collectives, of what, from how few annotations."""
+"""Well-known plans: the number and kind of collectives that a few annotations give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of experts by annotation: what a layer sends on 1-D, 2-D and 3-D meshes, and that it equals one device."""
+"""A mixture of experts by annotation: collectives of a layer on 1-D, 2-D and 3-D meshes; values of one device."""
 
 from __future__ import annotations
 

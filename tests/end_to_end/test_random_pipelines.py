@@ -1,4 +1,4 @@
-"""A random model in the stages of a random pipeline computes what it computes on one device, or is refused by name."""
+"""A random model in a random pipeline equals one device, or is refused with the name of the op."""
 
 from __future__ import annotations
 

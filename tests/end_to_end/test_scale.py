@@ -1,4 +1,4 @@
-"""The size of the mesh is a number in the program's text, nothing else."""
+"""The size of the mesh changes only numbers in the text of the program."""
 
 from __future__ import annotations
 

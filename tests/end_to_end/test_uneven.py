@@ -1,4 +1,4 @@
-"""Sizes need not divide: every value, loss and gradient is that of one device, and padding is never seen."""
+"""Sizes need not divide: every value, loss and gradient equals one device, and no op sees padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO: parameters, gradients and optimizer state lie cut between uses; the numbers are those of one device."""
+"""ZeRO: parameters, gradients and optimizer state are stored in shards; the numbers are those of one device."""
 
 from collections import Counter
 

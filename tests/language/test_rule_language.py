@@ -1,4 +1,4 @@
-"""The language of rules: dims split among factors and joined again mean what reshaping the real tensor means."""
+"""The language of rules: dims split into factors and joined again agree with reshaping the real tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule keeps its word: an op run on pieces and put together gives what the op gives on the whole."""
+"""Every rule is true: an op run on pieces and put together gives what it gives on the whole."""
 
 from __future__ import annotations
 

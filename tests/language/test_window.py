@@ -1,4 +1,4 @@
-"""Windows and their adjoint: the same on one device, on virtual ranks and on real ones, and as one would write them."""
+"""Windows and their adjoint are the same on one device, on virtual ranks and on real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dot`` is einsum: the same values, as exact as a matrix product, and one product a call."""
+"""``dot`` equals einsum, is as exact as a matrix product, and is one product a call."""
 
 import pytest
 import torch

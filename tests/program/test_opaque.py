@@ -1,4 +1,4 @@
-"""What is no op of torch runs whole on every rank, with the right loss and gradients: custom and higher-order ops."""
+"""Custom and higher-order ops run whole on every rank, with the right loss and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks send of a collective in which they differ: held against what each of them is counted to send."""
+"""A collective in which ranks send different amounts: the announced total equals what each rank is counted to send."""
 
 from collections import Counter
 

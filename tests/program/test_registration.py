@@ -1,4 +1,4 @@
-"""Rules for a user's own ops: they keep the op sharded, and what does not fit is said, at the latest at compilation."""
+"""Rules for a user's own ops keep the op sharded; a rule that does not fit is refused at compilation at the latest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark: its smallest rows run, and their figures are what they should be."""
+"""The benchmark: its smallest rows run, and their figures are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmark's time is shared out among rows, when their rounds end, and what ratios these give."""
+"""How the benchmark divides its time among rows, when rounds end, and which ratios they give."""
 
 from __future__ import annotations
 

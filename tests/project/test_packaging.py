@@ -1,4 +1,4 @@
-"""What is built holds every file of the library under its installed name, and nothing else."""
+"""The wheel and the sdist hold every file of the library under its installed name, and nothing else."""
 
 import shutil
 import subprocess

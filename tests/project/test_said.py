@@ -1,4 +1,4 @@
-"""Every error and warning of the package is one of the four-part ones, with all parts, found in its source."""
+"""Every error and warning in the source has all four parts."""
 
 from __future__ import annotations
 

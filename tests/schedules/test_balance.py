@@ -1,4 +1,4 @@
-"""Stages: the cut of a chain is exact, most even, fewest bytes, first; then several stages a rank, caps, graphs."""
+"""Balancing stages: cuts of a chain are optimal, also with several stages a rank, memory caps and graphs of units."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Schedules as data: what each says, in which order, and as text."""
+"""Schedules as data: the actions of each, their order, and their text form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The proof of a schedule, held against an interpreter that runs it with blocking messages that bear no names."""
+"""The proof of a schedule agrees with an interpreter that runs it with blocking, unnamed messages."""
 
 import random
 from collections import Counter

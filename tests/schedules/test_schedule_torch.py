@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's own parser, orders and lowering against ours; its classes are private and pinned."""
+"""Schedules against torch.distributed.pipelining's own parser, orders and lowering, whose classes are private."""
 
 from types import SimpleNamespace
 

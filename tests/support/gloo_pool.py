@@ -1,4 +1,4 @@
-"""Four gloo processes that all tests of a session share: a start costs seconds, mostly torch's import."""
+"""Four gloo processes that all tests of a session share, because starting them takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small localized programs, written by hand: what the tests of both runtimes run."""
+"""Small localized programs, written by hand, for the tests of virtual ranks and of gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on virtual ranks that look at the bytes alive of every rank after each instruction, pipelines included."""
+"""Executors on virtual ranks that measure the bytes alive on each rank after every instruction, pipelines included."""
 
 from __future__ import annotations
 

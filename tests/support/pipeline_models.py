@@ -1,4 +1,4 @@
-"""A small model with what pipelines are bad at, batches for it, and its training on the ranks of a job."""
+"""A small model with everything that is hard for pipelines, its batches, and its training on the ranks of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An op of a model's own, without a rule; in a file that is imported once: torch loses an op that is defined again."""
+"""A custom op without a rule, in a file that is imported once: torch loses an op that is defined twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Python function in, the printed program after a pass out: what the golden tests of the passes stand on."""
+"""Compile a Python function and print the program after a pass, for tests that compare printed programs."""
 
 from __future__ import annotations
 

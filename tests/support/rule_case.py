@@ -1,4 +1,4 @@
-"""Calls of ops with real arguments, each with its rule as a program binds it; read from ``rule_examples.txt``."""
+"""Calls of ops with real arguments, each with the rule that applies to it; read from ``rule_examples.txt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a JSON Schema says and what a value has of it: the two are held together by sets of (object, property)."""
+"""Compare a JSON Schema with values: which properties it has, and which of them a value uses."""
 
 from __future__ import annotations
 

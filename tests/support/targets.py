@@ -1,4 +1,4 @@
-"""Targets for the command line: each returns what a TARGET must return, or what it must not."""
+"""Targets for the command line: valid ones, and ones that are wrong in some way."""
 
 from typing import Any
 

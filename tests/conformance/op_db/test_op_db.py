@@ -1,4 +1,4 @@
-"""A small fixed share of ``python -m tests.conformance op_db``, and that its search for cuts finds what there is."""
+"""A share of PyTorch's operator samples, and the search for the cuts that an op allows."""
 
 from __future__ import annotations
 

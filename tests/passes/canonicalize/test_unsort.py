@@ -1,4 +1,4 @@
-"""Rows sorted by expert stay where they are if their order does not matter, and only then."""
+"""unsort: rows sorted by expert stay where they are if no op depends on their order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ops that look at neighbours along a cut dim: right numbers, and nothing moves but edges."""
+"""Ops that look at neighbours along a cut dim give the right numbers and exchange edges alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rematerialization: less is saved, the peak falls, and the numbers are the same to the bit, dropout masks too."""
+"""rematerialize: less is saved, the peak falls, and the numbers are the same to the bit, dropout masks too."""
 
 from __future__ import annotations
 

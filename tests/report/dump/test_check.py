@@ -1,4 +1,4 @@
-"""Budgets: what they say, what breaks them, and what ``shardc check`` prints."""
+"""Budgets: how they are read, what exceeds them, and what ``shardc check`` prints."""
 
 import json
 from collections.abc import Callable

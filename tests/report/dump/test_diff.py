@@ -1,4 +1,4 @@
-"""What lies between two dumps: which collectives are the same ones, and all that is not as it was."""
+"""diff of two dumps: matched collectives, and everything that changed."""
 
 import copy
 import json

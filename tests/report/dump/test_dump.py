@@ -1,4 +1,4 @@
-"""What dump gives: JSON that is as its schema says, parts of a dump, and what lies between two passes."""
+"""dump: JSON that matches its schema, parts of a dump, and differences between two passes."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it is there at once, says what the JSON says, and runs nothing that names say."""
+"""The HTML report in a real browser: it opens fast, agrees with the JSON, and runs no script from a name."""
 
 import json
 import re

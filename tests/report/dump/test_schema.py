@@ -1,4 +1,4 @@
-"""What commands write in JSON is as their schemas say, and the schemas say no more."""
+"""The JSON that commands write matches its schemas and uses all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
     "dump": "dump", "check": "check", "diff": "diff", "cost": "cost", "explain": "explain", "stages": "stages",
     "trace": "trace", "bench-links": "links",
 }  # fmt: skip
-OF_DUMPS = set(schema_of("dump")["$defs"])  # tests/test_dump.py holds these to what is dumped
+OF_DUMPS = set(schema_of("dump")["$defs"])  # test_dump.py compares these with dumps
 
 
 def golden(name: str) -> Any:

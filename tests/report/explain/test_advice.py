@@ -1,4 +1,4 @@
-"""What would remove a collective: a fresh compilation under the advised annotations holds each claim."""
+"""Advice on removing a collective: a fresh compilation under the advised annotations confirms each claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler chose among: the chosen way costs what is announced; what is cheaper it could not take."""
+"""Alternatives: the chosen sequence costs what is announced, and cheaper ones were impossible."""
 
 from __future__ import annotations
 

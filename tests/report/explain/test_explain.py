@@ -1,4 +1,4 @@
-"""explain: the way from annotations to a parameter, a value, a module or a collective."""
+"""explain: the chain from annotations to a parameter, a value, a module or a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be typed to explain: every name that shardc prints, and the model's own that the program does not have."""
+"""Names that explain accepts: every name that shardc prints, and every name of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: why they are there, and what would let less cross."""
+"""explain on messages between stages of a pipeline: their cause, and which stages would send less."""
 
 from __future__ import annotations
 

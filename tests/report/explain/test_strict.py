@@ -1,4 +1,4 @@
-"""strict: what moves or runs whole although no annotation asked for it is one error that lists it all."""
+"""strict: gathers and whole ops that no annotation requires are one error that lists them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs as functions of sizes: equal to what a fresh compile counts, at any point where the plan holds."""
+"""Costs as functions of sizes equal those of a fresh compilation wherever the plan is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On gloo a collective is under way while the executor computes, and buckets arrive as on virtual ranks."""
+"""On gloo a collective runs while the executor computes, and buckets arrive as on virtual ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On gloo gathers and reductions go as messages, into memory that is given; the values are those of collectives."""
+"""On gloo gathers and reductions are messages into given memory; their values equal those of the collectives."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""What no input has a part in is made once, and is never a tensor that a user holds."""
+"""Values that depend on no input are computed once, and are never a tensor that the user holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that the executor chooses: the same values, fewer passes over memory."""
+"""Kernels that the executor chooses give the same values with fewer passes over memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measured step in a trace: every op and collective of every module under the name that the prediction gives it."""
+"""Profiler ranges: every op and collective of a measured step has the name that the predicted trace gives it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Virtual ranks: pieces make up the whole, collectives equal the dense result, programs run in two parts."""
+"""Virtual ranks: pieces make up the whole, collectives equal the dense result, programs run forward and backward."""
 
 import math
 

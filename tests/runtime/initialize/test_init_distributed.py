@@ -1,4 +1,4 @@
-"""Initial parameters on real ranks: DTensors of each rank's shard, the bits of virtual ranks, taken by parallelize."""
+"""Initial parameters on real ranks: DTensors of shards, with the bits of virtual ranks, that parallelize takes."""
 
 from __future__ import annotations
 

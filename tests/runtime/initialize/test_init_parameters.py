@@ -1,4 +1,4 @@
-"""Initial parameters: the model's own initialisers, the same bits on every mesh, each rank its shards alone."""
+"""Initial parameters: the model's own initialisers give the same bits on every mesh; a rank makes its shards alone."""
 
 from __future__ import annotations
 

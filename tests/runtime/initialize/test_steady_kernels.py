@@ -1,4 +1,4 @@
-"""Kernels that initial values and draws are made by give an element the same bits, however many it is given with."""
+"""The kernels behind initial values and draws give an element the same bits, whatever the size of the tensor."""
 
 from __future__ import annotations
 

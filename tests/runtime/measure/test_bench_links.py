@@ -1,4 +1,4 @@
-"""The machine measured: what is fitted to given times, and a real measurement by two processes."""
+"""Measuring a machine: fits to given times, and a real measurement with two processes."""
 
 import json
 from pathlib import Path

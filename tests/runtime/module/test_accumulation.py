@@ -1,4 +1,4 @@
-"""Gradient accumulation: gradients are summed over ranks once, when one is read, with no word of the user."""
+"""Gradient accumulation: gradients are reduced over ranks once, when one is read, without a setting."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A parallel module sees at its next call what was done to it since the last one, as the model alone would."""
+"""A change of a parallel module takes effect at its next call, as it would on the model alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reach parameters and optimizers as autograd and torch.optim say."""
+"""Gradients reach parameters and optimizers as autograd and torch.optim define it."""
 
 import pytest
 import torch

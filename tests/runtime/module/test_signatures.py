@@ -1,4 +1,4 @@
-"""A call is compiled once for each signature: whatever forward may see makes another one, and nothing else does."""
+"""A call is compiled once for each signature; a signature holds everything that forward may see, and nothing else."""
 
 from __future__ import annotations
 

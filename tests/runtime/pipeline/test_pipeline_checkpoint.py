@@ -1,4 +1,4 @@
-"""A run in a pipeline is saved, and goes on in a pipeline of more stages, as one device does."""
+"""A checkpoint of a pipeline is resumed with more stages, and training equals that of one device."""
 
 from __future__ import annotations
 

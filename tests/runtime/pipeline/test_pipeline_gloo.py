@@ -1,4 +1,4 @@
-"""Pipelines on gloo are one device: losses, gradients, steps, evaluation, batches and outputs of all kinds."""
+"""Pipelines on gloo equal one device: losses, gradients, steps, evaluation, batches and outputs of all kinds."""
 
 from __future__ import annotations
 

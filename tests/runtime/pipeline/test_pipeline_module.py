@@ -1,4 +1,4 @@
-"""A pipeline's module on gloo ranks: each holds its stages' parameters, and what spans stages is right."""
+"""The module of a pipeline on gloo: a rank has the parameters of its stages; norms, scalers and state span all."""
 
 from __future__ import annotations
 

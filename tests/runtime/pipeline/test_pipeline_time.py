@@ -1,4 +1,4 @@
-"""A pipeline on gloo ranks takes as long as its schedule takes simulated, and idles as long."""
+"""A pipeline on gloo ranks idles as long as its schedule does in the simulator."""
 
 from __future__ import annotations
 

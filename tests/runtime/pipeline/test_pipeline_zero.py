@@ -1,4 +1,4 @@
-"""ZeRO in a pipeline: a stage gathers each parameter that it reads, once a step, reduces its gradient, and no other."""
+"""ZeRO in a pipeline: a stage gathers each parameter that it reads once a step, and reduces its gradient once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs the whole batch in the middle of a step is no pipeline's: the error names the op and the user's line."""
+"""An op that needs the whole batch in the middle of a step is refused in a pipeline, with its name and line."""
 
 from __future__ import annotations
 

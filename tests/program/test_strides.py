@@ -1,4 +1,4 @@
-"""A program says no strides: what asks how a tensor lies in memory is given what it takes."""
+"""Programs store no strides: an op that depends on them is given what it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of like calls one is run: what it makes, and whose memory that is, is what each of them makes."""
+"""Type inference runs one of several equal calls: types and aliasing hold for each of them."""
 
 from __future__ import annotations
 
