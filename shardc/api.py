@@ -272,7 +272,7 @@ def init_parameters(
     from shardc.capture.initial_values import record_initializers
     from shardc.options import check_call, check_draw, check_maker
     from shardc.passes.canonicalize.canonicalize import canonicalize
-    from shardc.passes.canonicalize.draws import name_draws
+    from shardc.passes.canonicalize.draw_random import name_draws
     from shardc.runtime.initialize.initialize import initialize as place
 
     check_maker(model, initialize)

@@ -35,9 +35,11 @@ from .along import Along, Windowed
 from .choose_ends import cheapest_ends
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
+from .normalization import NORMALIZATIONS
 from .pool import POOLS, RESAMPLINGS
-from .reductions import NORMS, REDUCTIONS, SOFTMAXES
+from .reductions import REDUCTIONS
 from .shift import SCANS, SHIFTS
+from .softmax import SOFTMAXES
 
 aten = torch.ops.aten
 
@@ -232,7 +234,7 @@ DECOMPOSITIONS: dict[Any, Decomposition] = {
     aten.embedding.default: Decomposition(_embedding, lookup_moves),
     aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
     **INDEXING,
-    **NORMS,
+    **NORMALIZATIONS,
     **REDUCTIONS,
     **SOFTMAXES,
 }

@@ -1,9 +1,12 @@
-"""A reduction over a cut dim that is no sum, maximum or minimum itself, as those: the results move, not the dim."""
+"""Reductions over a cut dim as sums, maxima and minima, so that results move between ranks and not the dim.
+
+Each op here is reduced but is no sum, maximum or minimum itself: a position, a logarithm of a sum, a norm, a variance.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,34 +22,18 @@ aten = torch.ops.aten
 
 def _reduced(emit: Emitter) -> tuple[fx.Node, list[int], bool]:
     """The operand, the dims that are reduced, and whether they stay with one element."""
-    x = emit.node.args[0]
+    x, dim = emit.node.args[0], emit.given.get("dim")
     assert isinstance(x, fx.Node)
-    return x, _dims(arguments(emit.node).get("dim"), len(emit.shape(x))), bool(emit.given.get("keepdim"))
+    ndim = len(emit.shape(x))
+    dims = [dim] if isinstance(dim, int) else dim or range(ndim)
+    return x, sorted(each % ndim for each in dims), bool(emit.given.get("keepdim"))
 
 
-def _dims(said: Any, ndim: int) -> list[int]:
-    if said is None or said == []:
-        return list(range(ndim))
-    return sorted(dim % ndim for dim in ([said] if isinstance(said, int) else said))
+def _squeezed(emit: Emitter, result: fx.Node, dims: list[int], keepdim: bool) -> fx.Node:
+    return result if keepdim else emit(aten.squeeze.dims, result, dims)
 
 
 # The position of the largest or smallest element.
-
-
-def _argmax(emit: Emitter) -> fx.Node:
-    return _extreme(emit, is_largest=True)[1]
-
-
-def _argmin(emit: Emitter) -> fx.Node:
-    return _extreme(emit, is_largest=False)[1]
-
-
-def _max(emit: Emitter) -> list[fx.Node | None]:
-    return [*_extreme(emit, is_largest=True)]
-
-
-def _min(emit: Emitter) -> list[fx.Node | None]:
-    return [*_extreme(emit, is_largest=False)]
 
 
 def _extreme(emit: Emitter, is_largest: bool) -> tuple[fx.Node, fx.Node]:
@@ -58,20 +45,20 @@ def _extreme(emit: Emitter, is_largest: bool) -> tuple[fx.Node, fx.Node]:
         is_best = emit(aten.logical_or.default, is_best, emit(aten.ne.Tensor, x, x))
     last = emit(aten.scalar_tensor.default, math.prod(emit.shape(x)), dtype=torch.int64)
     position = emit(aten.amin.default, emit(aten.where.self, is_best, _positions(emit, x, dims), last), dims, keepdim)
-    return (best if keepdim else emit(aten.squeeze.dims, best, dims)), position
+    return _squeezed(emit, best, dims, keepdim), position
 
 
 def _positions(emit: Emitter, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """The number of each element among those that are reduced together, to be broadcast."""
-    shape, found, stride = emit.shape(x), None, 1
+    shape, total, stride = emit.shape(x), None, 1
     for dim in reversed(dims):
         spread = [shape[dim] if i == dim else 1 for i in range(len(shape))]
         along = emit(aten.reshape.default, emit(aten.arange.default, shape[dim]), spread)
         along = along if stride == 1 else emit(aten.mul.Scalar, along, stride)
-        found = along if found is None else emit(aten.add.Tensor, along, found)
+        total = along if total is None else emit(aten.add.Tensor, along, total)
         stride *= shape[dim]
-    assert found is not None
-    return found
+    assert total is not None
+    return total
 
 
 # Sums of something else.
@@ -85,8 +72,7 @@ def _logsumexp(emit: Emitter) -> fx.Node:
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.type(x).dtype)
     shift = emit(aten.where.self, is_infinite, zero, largest)
     total = emit(aten.sum.dim_IntList, emit(aten.exp.default, emit(aten.sub.Tensor, x, shift)), dims, True)
-    found = emit(aten.add.Tensor, emit(aten.log.default, total), shift)
-    return found if keepdim else emit(aten.squeeze.dims, found, dims)
+    return _squeezed(emit, emit(aten.add.Tensor, emit(aten.log.default, total), shift), dims, keepdim)
 
 
 def _moments(emit: Emitter) -> tuple[fx.Node, fx.Node]:
@@ -98,19 +84,7 @@ def _moments(emit: Emitter) -> tuple[fx.Node, fx.Node]:
     shifted = emit(aten.sub.Tensor, x, mean)
     total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, shifted, shifted), dims, keepdim)
     variance = emit(aten.div.Tensor, total, max(0, count - (1 if correction is None else correction)))
-    return variance, mean if keepdim else emit(aten.squeeze.dims, mean, dims)
-
-
-def _var(emit: Emitter) -> fx.Node:
-    return _moments(emit)[0]
-
-
-def _std(emit: Emitter) -> fx.Node:
-    return emit(aten.sqrt.default, _moments(emit)[0])
-
-
-def _var_mean(emit: Emitter) -> list[fx.Node | None]:
-    return [*_moments(emit)]
+    return variance, _squeezed(emit, mean, dims, keepdim)
 
 
 def _norm(emit: Emitter) -> fx.Node:
@@ -124,22 +98,11 @@ def _norm(emit: Emitter) -> fx.Node:
     return emit(aten.sqrt.default, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, size, size), dims, keepdim))
 
 
-def _any(emit: Emitter) -> fx.Node:
-    return _truth(emit, aten.amax.default)
-
-
-def _all(emit: Emitter) -> fx.Node:
-    return _truth(emit, aten.amin.default)
-
-
 def _truth(emit: Emitter, op: Any) -> fx.Node:
     """The largest or smallest of 0 and 1."""
     x, dims, keepdim = _reduced(emit)
     numbers = emit.cast(emit(aten.ne.Scalar, x, 0), torch.uint8)
     return emit(aten.ne.Scalar, emit(op, numbers, dims, keepdim), 0)
-
-
-# What moves.
 
 
 def _moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
@@ -158,231 +121,19 @@ def _is_plain_norm(node: fx.Node) -> bool:
 
 
 TRUTHS: dict[Any, Form] = {
-    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _any),
-    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _all),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda emit: _truth(emit, aten.amax.default)),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda emit: _truth(emit, aten.amin.default)),
 }
 FORMS: dict[Any, Form] = {
-    aten.argmax.default: _argmax,
-    aten.argmin.default: _argmin,
-    aten.max.dim: _max,
-    aten.min.dim: _min,
+    aten.argmax.default: lambda emit: _extreme(emit, is_largest=True)[1],
+    aten.argmin.default: lambda emit: _extreme(emit, is_largest=False)[1],
+    aten.max.dim: lambda emit: [*_extreme(emit, is_largest=True)],
+    aten.min.dim: lambda emit: [*_extreme(emit, is_largest=False)],
     aten.logsumexp.default: _logsumexp,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var_mean.correction: _var_mean,
+    aten.var.correction: lambda emit: _moments(emit)[0],
+    aten.std.correction: lambda emit: emit(aten.sqrt.default, _moments(emit)[0]),
+    aten.var_mean.correction: lambda emit: [*_moments(emit)],
     aten.linalg_vector_norm.default: _norm,
     **TRUTHS,
 }
 REDUCTIONS = {op: Decomposition(form, _moved) for op, form in FORMS.items()}
-
-
-def _moved_of_channels(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Two sums of a number a channel, reduced."""
-    type_ = program.types(node)[0]
-    assert type_ is not None, node
-    return 4 * type_.shape[1] * type_.dtype.itemsize
-
-
-def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
-    """Result, mean and inverse deviation; of the functional form the new running mean and variance."""
-    given, types = emit.given, emit.program.types(emit.node)
-    x, stats = emit.given["input"], types[1]
-    assert stats is not None and types[0] is not None
-    wide, count = emit.cast(x, stats.dtype), _count(emit)
-    mean = emit(aten.div.Tensor, _sum(emit, wide), count)
-    shifted = emit(aten.sub.Tensor, wide, _spread(emit, mean))
-    variance = emit(aten.div.Tensor, _sum(emit, emit(aten.mul.Tensor, shifted, shifted)), count)
-    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
-    y = emit(aten.mul.Tensor, shifted, _spread(emit, inverse))
-    found = [emit.cast(_affine(emit, y, stats.dtype), types[0].dtype), mean, inverse]
-    if len(types) > 3:
-        unbiased = emit(aten.mul.Tensor, variance, count / max(1, count - 1))
-        found += [_moving(emit, "running_mean", mean), _moving(emit, "running_var", unbiased)]
-    return list(found)
-
-
-def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
-    """A running statistic moved towards its new value."""
-    old, momentum = emit.given[name], emit.given["momentum"]
-    kept = emit(aten.mul.Tensor, old, 1 - momentum)
-    return emit.cast(emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
-
-
-def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
-    """The gradients of input, weight and bias, those that are wanted."""
-    given, count = emit.given, _count(emit)
-    stats = emit.type(given["save_mean"]).dtype
-    gradient, x = (emit.cast(given[name], stats) for name in ("grad_out", "input"))
-    scale = _spread(emit, given["save_invstd"])
-    shifted = emit(aten.mul.Tensor, emit(aten.sub.Tensor, x, _spread(emit, given["save_mean"])), scale)
-    of_bias, of_weight = _sum(emit, gradient), _sum(emit, emit(aten.mul.Tensor, gradient, shifted))
-    shares = [_spread(emit, emit(aten.div.Tensor, total, count)) for total in (of_bias, of_weight)]
-    inner = emit(aten.sub.Tensor, gradient, shares[0])
-    inner = emit(aten.sub.Tensor, inner, emit(aten.mul.Tensor, shifted, shares[1]))
-    of_x = _affine(emit, emit(aten.mul.Tensor, inner, scale), stats)
-    return _wanted(emit, of_x, of_weight, of_bias)
-
-
-def _moved_of_groups(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Two sums of a number for each group of each example, reduced."""
-    x = program.value_type(program.value(arguments(node)["input"]))
-    return 4 * x.shape[0] * arguments(node)["group"] * x.dtype.itemsize
-
-
-def _group_norm(emit: Emitter) -> list[fx.Node | None]:
-    """Result, mean and inverse deviation."""
-    given, types = emit.given, emit.program.types(emit.node)
-    assert types[0] is not None and types[1] is not None
-    stats = types[1].dtype
-    x = _grouped(emit, emit.cast(given["input"], stats))
-    mean = _group_mean(emit, x)
-    shifted = emit(aten.sub.Tensor, x, mean)
-    variance = _group_mean(emit, emit(aten.mul.Tensor, shifted, shifted))
-    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
-    normal = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
-    y = _affine(emit, normal, stats)
-    kept = [emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse)]
-    return [emit.cast(y, types[0].dtype), *kept]
-
-
-def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
-    """The gradients of input, weight and bias, those that are wanted."""
-    given, stats = emit.given, emit.type(emit.given["mean"]).dtype
-    shape = list(emit.shape(given["input"]))
-    column = [shape[0], given["group"], *[1] * (len(shape) - 1)]
-    mean, inverse = (emit(aten.reshape.default, given[name], column) for name in ("mean", "rstd"))
-    gradient, x = (emit.cast(given[name], stats) for name in ("grad_out", "input"))
-    normal = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _grouped(emit, x), mean), inverse)
-    of_weight = _sum(emit, emit(aten.mul.Tensor, gradient, emit(aten.reshape.default, normal, shape)))
-    of_bias = _sum(emit, gradient)
-    inner = _grouped(emit, _affine(emit, gradient, stats))
-    share = emit(aten.mul.Tensor, normal, _group_mean(emit, emit(aten.mul.Tensor, inner, normal)))
-    inner = emit(aten.sub.Tensor, emit(aten.sub.Tensor, inner, _group_mean(emit, inner)), share)
-    of_x = emit(aten.reshape.default, emit(aten.mul.Tensor, inner, inverse), shape)
-    return _wanted(emit, of_x, of_weight, of_bias)
-
-
-def _affine(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Times the weight and plus the bias of the op, as far as it has them; a backward has no bias."""
-    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        if emit.given.get(name) is not None:
-            x = emit(op, x, _spread(emit, emit.cast(emit.given[name], dtype)))
-    return x
-
-
-def _wanted(emit: Emitter, *gradients: fx.Node) -> list[fx.Node | None]:
-    """The gradients that the op gives, in its dtypes."""
-    types = emit.program.types(emit.node)
-    pairs = zip(gradients, types, strict=True)
-    return [None if type_ is None else emit.cast(found, type_.dtype) for found, type_ in pairs]
-
-
-def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
-    """``n (g c) places`` with the groups as a dim of their own."""
-    batch, channels, *places = emit.shape(x)
-    groups = emit.given["group"]
-    return emit(aten.reshape.default, x, [batch, groups, channels // groups, *places])
-
-
-def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
-    shape = emit.shape(grouped)
-    total = emit(aten.sum.dim_IntList, grouped, list(range(2, len(shape))), True)
-    return emit(aten.div.Tensor, total, math.prod(shape[2:]))
-
-
-def _count(emit: Emitter) -> int:
-    """How many elements a channel has."""
-    shape = emit.shape(emit.given["input"])
-    return math.prod(shape) // max(1, shape[1])
-
-
-def _sum(emit: Emitter, x: fx.Node) -> fx.Node:
-    return emit(aten.sum.dim_IntList, x, [dim for dim in range(len(emit.shape(x))) if dim != 1])
-
-
-def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
-    """Numbers of channels, to be broadcast to the input."""
-    spare = len(emit.shape(emit.given["input"])) - 2
-    return emit(aten.reshape.default, channels, [1, *emit.shape(channels), *[1] * spare])
-
-
-NORMS = {
-    op: Decomposition(_batch_norm, _moved_of_channels)
-    for op in (
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit_functional.default,
-        aten._native_batch_norm_legit.no_stats,
-    )
-} | {
-    aten.native_batch_norm_backward.default: Decomposition(_batch_norm_backward, _moved_of_channels),
-    aten.native_group_norm.default: Decomposition(_group_norm, _moved_of_groups),
-    aten.native_group_norm_backward.default: Decomposition(_group_norm_backward, _moved_of_groups),
-}
-
-
-def _rows(count: int) -> Callable[[Program, fx.Node, Collection[str]], int]:
-    """``count`` all_reduces of one number a row of the softmax's dim."""
-
-    def moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-        type_ = program.type(node)
-        return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
-
-    return moved
-
-
-def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Shift ``x`` by its maximum; the shifted, its exponentials, and their sum along the dim."""
-    x, dims = emit.given["self"], [emit.given["dim"]]
-    shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
-    odds = emit(aten.exp.default, shifted)
-    return shifted, odds, emit.sum(odds, dims, keepdim=True)
-
-
-def _log_softmax(emit: Emitter) -> fx.Node:
-    shifted, odds, total = _exponentials(emit)
-    for user in [user for user in emit.node.users if user.target is aten.exp.default]:
-        _take_odds(emit.program, user, odds, total)
-    return emit(aten.sub.Tensor, shifted, emit.cast(emit(aten.log.default, total), emit.type(shifted).dtype))
-
-
-def _take_odds(program: Program, node: fx.Node, odds: fx.Node, total: fx.Node) -> None:
-    """Make ``exp(y)``, which a backward takes times a number a row, of the exponentials that are there."""
-    users = list(node.users)
-    if len(users) == 1 and users[0].target is aten.mul.Tensor:
-        emit = Emitter(program, users[0])
-        row = next((each for each in users[0].args if isinstance(each, fx.Node) and each is not node), node)
-        if emit.shape(row) == emit.shape(total):
-            with program.graph.inserting_before(users[0]):
-                share = emit.cast(emit(aten.div.Tensor, row, total), emit.type(row).dtype)
-                program.replace(users[0], emit(aten.mul.Tensor, odds, share))
-            return
-    emit = Emitter(program, node)
-    with program.graph.inserting_before(node):
-        program.replace(node, emit.cast(emit(aten.div.Tensor, odds, total), emit.type(node).dtype))
-
-
-def _softmax(emit: Emitter) -> fx.Node:
-    shifted, odds, total = _exponentials(emit)
-    return emit.cast(emit(aten.div.Tensor, odds, total), emit.type(shifted).dtype)
-
-
-def _log_softmax_backward(emit: Emitter) -> fx.Node:
-    """``g - exp(y) * sum(g)``."""
-    gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = emit(aten.sum.dim_IntList, gradient, [emit.given["dim"]], True)
-    return emit(aten.sub.Tensor, gradient, emit(aten.mul.Tensor, emit(aten.exp.default, y), total))
-
-
-def _softmax_backward(emit: Emitter) -> fx.Node:
-    """``y * (g - sum(g * y))``."""
-    gradient, y = emit.given["grad_output"], emit.given["output"]
-    total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, gradient, y), [emit.given["dim"]], True)
-    return emit(aten.mul.Tensor, y, emit(aten.sub.Tensor, gradient, total))
-
-
-SOFTMAXES = {
-    aten._log_softmax.default: Decomposition(_log_softmax, _rows(2)),
-    aten._softmax.default: Decomposition(_softmax, _rows(2)),
-    aten._log_softmax_backward_data.default: Decomposition(_log_softmax_backward, _rows(1)),
-    aten._softmax_backward_data.default: Decomposition(_softmax_backward, _rows(1)),
-}

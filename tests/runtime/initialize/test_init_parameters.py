@@ -24,7 +24,7 @@ from shardc.capture.initial_values import Initialized, record_initializers
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import DimSharding
 from shardc.passes.canonicalize.canonicalize import canonicalize
-from shardc.passes.canonicalize.draws import name_draws
+from shardc.passes.canonicalize.draw_random import name_draws
 from shardc.runtime.initialize.initialize import initialize
 
 Make = Callable[[], nn.Module]

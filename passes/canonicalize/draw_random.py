@@ -1,4 +1,8 @@
-"""What each random op draws, made of uniform numbers of a counter, element by element wherever it can be."""
+"""Random ops as draws by a counter: element by element, whatever the mesh.
+
+What an op draws depends on the seed, the step, its module and its ordinal there, and the index of the element in the
+whole value. So a shard, and a call that backward repeats, draw the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,96 @@ from shardc.program.program import Program
 from ..emitter import Emitter
 
 aten = torch.ops.aten
+
+
+def draw_random(program: Program) -> None:
+    """Replace every random op."""
+    ordinals: Counter[str] = Counter()
+    for node in list(program.calls):
+        if not _draws(node):
+            continue
+        module = program.source(node).module
+        ordinals[module] += 1
+        draw = Draw(program, node, f"{module}#{ordinals[module]}")
+        with program.graph.inserting_before(node):
+            if node.target in DISTRIBUTIONS:
+                program.replace(node, DISTRIBUTIONS[node.target](draw))
+            else:
+                _seed(program, node, draw)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op draws; attention with a dropout of zero does not."""
+    return is_random(node) and (not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0)))
+
+
+def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
+    """The same op, whole, by a generator of its own."""
+    nowhere = (torch.Generator, torch.device, torch.layout)  # a tensor is made where the program runs
+    given = [None if isinstance(value, nowhere) else value for value in arguments(node).values()]
+    if any(isinstance(value, fx.Node) for entry in given if isinstance(entry, (list, tuple)) for value in entry):
+        source = program.source(node)
+        place = f"{node.target} in {source.module or 'the model'} ({source.location})"
+        problem = "a random op of a list of tensors cannot be drawn alike on every mesh"
+        raise CaptureError(place, problem, "draw for each tensor by itself, or outside of the model")
+    node.args = (draw.random, draw.key(), str(node.target), *given)
+    node.kwargs = {}
+    node.target = seeded
+    program.forget_rule(node)
+
+
+# The program of initial values.
+
+
+_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
+_DRAWS = ("uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "normal_functional")
+_OVERWRITES = {
+    *(getattr(aten, name).default for name in (*_DRAWS, "zero", "copy")),
+    *(aten.random.to, aten.bernoulli.p, aten.fill.Scalar, aten.fill.Tensor),
+}
+
+
+def name_draws(program: Program) -> Program:
+    """The program of the values of parameters, each draw from the module path that is a parameter's name."""
+    program = program.copy()
+    for node in list(program.calls):
+        with program.graph.inserting_before(node):
+            if node.target in _OVERWRITES:
+                _forget(program, node)
+            elif node.target in _EMPTY:
+                program.replace(node, _unwritten(program, node))
+    program.remove_dead()
+    named: set[fx.Node] = set()
+    for output, result in zip(program.outputs, program.results, strict=True):
+        fresh = ancestors(result) - named if result is not None else set()
+        for each in fresh:
+            program.set_source(each, replace(program.source(each), module=output.name))
+        named |= fresh
+    return program
+
+
+def _forget(program: Program, node: fx.Node) -> None:
+    """Of the first operand the op needs only shape and dtype."""
+    type_, given = program.type(node), arguments(node)
+    if node.target in (aten.zero.default, aten.fill.Scalar):
+        value = given.get("value", 0)
+        filled = program.insert(aten.full.default, (list(type_.shape), value), type_, node, {"dtype": type_.dtype})
+        program.replace(node, filled)
+    elif node.target in (aten.copy.default, aten.fill.Tensor):
+        source: Any = given["src" if "src" in given else "value"]
+        if program.type(source).shape != type_.shape:
+            source = program.emit(aten.expand.default, source, list(type_.shape), like=node)
+        program.replace(node, Emitter(program, node).cast(source, type_.dtype))
+    else:
+        node.args = (_unwritten(program, node), *node.args[1:])
+
+
+def _unwritten(program: Program, node: fx.Node) -> fx.Node:
+    type_ = program.type(node)
+    return program.insert(unwritten, (list(type_.shape), type_.dtype), type_, node)
+
+
+# Numbers by a counter.
 
 
 Drawn = fx.Node | tuple[fx.Node, ...]  # what stands for a random op, or for each of its results
@@ -112,6 +206,9 @@ class Draw:
         return total
 
 
+# Distributions.
+
+
 _WIDE = 2**48  # more whole numbers than a fine uniform number tells apart
 
 
@@ -127,10 +224,6 @@ def _bernoulli(draw: Draw) -> Drawn:
     chance = draw.given["p"] if "p" in draw.given else draw.given["self"]
     below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
     return draw.done(draw.emit(below, draw.uniform(), chance))
-
-
-def _rand(draw: Draw) -> Drawn:
-    return draw.uniform_in(draw.dtype)
 
 
 def _uniform(draw: Draw) -> Drawn:
@@ -185,13 +278,11 @@ def _randint(draw: Draw) -> Drawn:
 
 def _random(draw: Draw) -> Drawn:
     """From 0 up to the largest that a whole number has, or that a float counts to."""
-    is_float = draw.dtype.is_floating_point
-    default = int(2 / torch.finfo(draw.dtype).eps) if is_float else _largest(draw.dtype)
+    if draw.dtype.is_floating_point:
+        default = int(2 / torch.finfo(draw.dtype).eps)
+    else:
+        default = 1 if draw.dtype == torch.bool else torch.iinfo(draw.dtype).max
     return _whole_number(draw, 0, draw.given.get("to", default + 1))
-
-
-def _largest(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _whole_number(draw: Draw, low: int, high: int) -> Drawn:
@@ -239,31 +330,24 @@ def _poisson(draw: Draw) -> Drawn:
 
 
 _Distribution = Callable[[Draw], Drawn]
-_NORMALS = ("normal_functional.default", "normal.float_float", "normal.Tensor_float", "normal.float_Tensor")
-_NAMES: dict[_Distribution, tuple[str, ...]] = {
-    _dropout: ("native_dropout.default",),
-    _bernoulli: ("bernoulli.p", "bernoulli.default", "bernoulli.Tensor"),
-    _rand: ("rand.default", "rand.generator", "rand_like.default", "rand_like.generator"),
-    _uniform: ("uniform.default",),
-    _normal: (
-        *("randn.default", "randn.generator", "randn_like.default", "randn_like.generator"),
-        *_NORMALS,
-        "normal.Tensor_Tensor",
-    ),
-    _log_normal: ("log_normal.default",),
-    _exponential: ("exponential.default",),
-    _cauchy: ("cauchy.default",),
-    _geometric: ("geometric.default",),
-    _rrelu: ("rrelu_with_noise_functional.default",),
-    _randint: (
-        *("randint.default", "randint.generator", "randint.low", "randint.low_generator"),
-        *("randint_like.default", "randint_like.low_dtype"),
-        *("randint_like.generator", "randint_like.low_generator_dtype"),
-    ),
-    _random: ("random.default", "random.to"),
-    _randperm: ("randperm.default", "randperm.generator"),
-    _multinomial: ("multinomial.default",),
-    _poisson: ("poisson.default",),
+_NAMES: dict[_Distribution, str] = {
+    _dropout: "native_dropout.default",
+    _bernoulli: "bernoulli.p bernoulli.default bernoulli.Tensor",
+    lambda draw: draw.uniform_in(draw.dtype): "rand.default rand.generator rand_like.default rand_like.generator",
+    _uniform: "uniform.default",
+    _normal: "randn.default randn.generator randn_like.default randn_like.generator normal_functional.default "
+    "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+    _log_normal: "log_normal.default",
+    _exponential: "exponential.default",
+    _cauchy: "cauchy.default",
+    _geometric: "geometric.default",
+    _rrelu: "rrelu_with_noise_functional.default",
+    _randint: "randint.default randint.generator randint.low randint.low_generator randint_like.default "
+    "randint_like.low_dtype randint_like.generator randint_like.low_generator_dtype",
+    _random: "random.default random.to",
+    _randperm: "randperm.default randperm.generator",
+    _multinomial: "multinomial.default",
+    _poisson: "poisson.default",
 }
 
 
@@ -272,92 +356,4 @@ def _op(name: str) -> Any:
     return getattr(getattr(aten, packet), overload)
 
 
-DISTRIBUTIONS: dict[Any, _Distribution] = {_op(name): draw for draw, names in _NAMES.items() for name in names}
-
-
-_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
-_DRAWS = ("uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "normal_functional")
-_OVERWRITES = {
-    *(getattr(aten, name).default for name in (*_DRAWS, "zero", "copy")),
-    *(aten.random.to, aten.bernoulli.p, aten.fill.Scalar, aten.fill.Tensor),
-}
-
-
-def name_draws(program: Program) -> Program:
-    """The program of the values of parameters, each draw from the module path that is a parameter's name."""
-    program = program.copy()
-    for node in list(program.calls):
-        with program.graph.inserting_before(node):
-            if node.target in _OVERWRITES:
-                _forget(program, node)
-            elif node.target in _EMPTY:
-                program.replace(node, _unwritten(program, node))
-    program.remove_dead()
-    named: set[fx.Node] = set()
-    for output, result in zip(program.outputs, program.results, strict=True):
-        fresh = ancestors(result) - named if result is not None else set()
-        for each in fresh:
-            program.set_source(each, replace(program.source(each), module=output.name))
-        named |= fresh
-    return program
-
-
-def _forget(program: Program, node: fx.Node) -> None:
-    """Of the first operand the op needs only shape and dtype."""
-    type_, given = program.type(node), arguments(node)
-    if node.target in (aten.zero.default, aten.fill.Scalar):
-        value = given.get("value", 0)
-        filled = program.insert(aten.full.default, (list(type_.shape), value), type_, node, {"dtype": type_.dtype})
-        program.replace(node, filled)
-    elif node.target in (aten.copy.default, aten.fill.Tensor):
-        source: Any = given["src" if "src" in given else "value"]
-        if program.type(source).shape != type_.shape:
-            source = program.emit(aten.expand.default, source, list(type_.shape), like=node)
-        program.replace(node, Emitter(program, node).cast(source, type_.dtype))
-    else:
-        node.args = (_unwritten(program, node), *node.args[1:])
-
-
-def _unwritten(program: Program, node: fx.Node) -> fx.Node:
-    type_ = program.type(node)
-    return program.insert(unwritten, (list(type_.shape), type_.dtype), type_, node)
-
-
-def draw_random(program: Program) -> None:
-    """Replace every random op."""
-    ordinals: Counter[str] = Counter()
-    for node in list(program.calls):
-        if not _draws(node):
-            continue
-        module = program.source(node).module
-        ordinals[module] += 1
-        draw = Draw(program, node, f"{module}#{ordinals[module]}")
-        with program.graph.inserting_before(node):
-            if node.target in DISTRIBUTIONS:
-                program.replace(node, DISTRIBUTIONS[node.target](draw))
-            else:
-                _seed(program, node, draw)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an op draws; attention with a dropout of zero does not."""
-    return is_random(node) and (not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0)))
-
-
-def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
-    """The same op, whole, by a generator of its own."""
-    given = [None if isinstance(value, torch.Generator) else value for value in arguments(node).values()]
-    if any(isinstance(value, fx.Node) for entry in given if isinstance(entry, (list, tuple)) for value in entry):
-        source = program.source(node)
-        place = f"{node.target} in {source.module or 'the model'} ({source.location})"
-        problem = "a random op of a list of tensors cannot be drawn alike on every mesh"
-        raise CaptureError(place, problem, "draw for each tensor by itself, or outside of the model")
-    node.args = (draw.random, draw.key(), str(node.target), *_plain(given))
-    node.kwargs = {}
-    node.target = seeded
-    program.forget_rule(node)
-
-
-def _plain(given: list[Any]) -> list[Any]:
-    """Arguments without those that say where a tensor is made: that is where the program runs."""
-    return [None if isinstance(value, (torch.device, torch.layout)) else value for value in given]
+DISTRIBUTIONS: dict[Any, _Distribution] = {_op(name): draw for draw, names in _NAMES.items() for name in names.split()}
