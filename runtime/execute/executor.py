@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,22 +30,48 @@ from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Values, run
 
 
-class Runner(Protocol):
-    """Runs the parts of one program, as ``Executor`` does; what is ``saved`` is the runner's own."""
+class Runner:
+    """Runs the parts of one program, as ``Executor`` says. By default it defers no reductions and keeps no values.
 
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]: ...
+    What is ``saved`` for backward is a runner's own.
+    """
+
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+        """Run the update part: gather the parameters that are kept until they are written."""
+        raise NotImplementedError
+
     def forward(
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Any]: ...
-    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]: ...
+    ) -> tuple[list[list[Tensor | None]], Any]:
+        """Run the forward part: the outputs, and the values that are saved for backward."""
+        raise NotImplementedError
+
+    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+        """Run the backward part: the gradients."""
+        raise NotImplementedError
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """The outputs of the program that are gradients whose reductions may run once for several backwards."""
+        return frozenset()
+
     def accumulate(
         self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[list[list[Tensor | None]], Sums]: ...
-    def close(self, sums: Sums) -> list[list[Tensor | None]]: ...
-    @property
-    def deferred(self) -> frozenset[int]: ...
-    def keeps_input(self, index: int) -> bool: ...
-    def keeps_output(self, index: int) -> bool: ...
+    ) -> tuple[list[list[Tensor | None]], Sums]:
+        """Run the backward part without the reductions of deferred gradients."""
+        raise NotImplementedError
+
+    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+        """Run the reductions of deferred gradients."""
+        raise NotImplementedError
+
+    def keeps_input(self, index: int) -> bool:
+        """Whether an input is saved for backward."""
+        return False
+
+    def keeps_output(self, index: int) -> bool:
+        """Whether an output is saved for backward."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,7 @@ class SavedEnvs:
         return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
 
 
-class Executor:
+class Executor(Runner):
     """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
 
     ``is_eager``: ops run; else they are traced for a compiler, which chooses kernels itself. An executor holds no

@@ -16,8 +16,7 @@ from shardc.program.program import Program
 
 from ..comm.comm import Comm, Traffic
 from ..comm.ranges import in_range
-from .deferred import Sums, Totals
-from .executor import Executor, SavedEnvs
+from .executor import Executor, Runner, SavedEnvs
 from .interpreter import Values
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -37,7 +36,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class InductorRunner:
+class InductorRunner(Runner):
     """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
 
     Under a profiler each part is one range: what Inductor fuses is in no module alone.
@@ -49,21 +48,6 @@ class InductorRunner:
         self._executor, self._comm = Executor(program, comm, is_eager=False), comm
         self._fwd: CompiledPart | None = None
         self._bwd: CompiledPart | None = None
-
-    @property
-    def deferred(self) -> frozenset[int]:
-        """None: the backward is compiled in one piece."""
-        return frozenset()
-
-    def accumulate(
-        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> Any:
-        """Never called, as nothing is deferred."""
-        raise NotImplementedError
-
-    def close(self, sums: Sums) -> list[list[Tensor | None]]:
-        """Never called, as nothing is deferred."""
-        raise NotImplementedError
 
     def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""

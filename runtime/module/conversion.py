@@ -68,35 +68,8 @@ class Converter(Protocol):
         """Write shards to a buffer, in place."""
 
 
-class Conversion(Protocol):
-    """Makes the tensors of a parallel module, and the converters of a program's inputs and outputs."""
-
-    comm: Comm
-
-    def gathered_parameters(self) -> GatheredParameters | None:
-        """A cache of gathered parameters; None where they are gathered in every call."""
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a parameter or buffer of the user's model, whole, as the parallel module holds it."""
-
-    def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
-        """A tensor from ``copy``, with a sharding."""
-
-    def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
-        """The sharding of a DTensor; None for a plain tensor."""
-
-    def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """The converter of a value of a program, of a global shape."""
-
-    def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
-        """ShardingError if a module holds, by kind and name, a parameter that did not come from ``copy``."""
-
-    def check_agreement(self, program: Program) -> None:
-        """ShardingError if another process is about to run another program."""
-
-
 class VirtualConversion:
-    """All ranks in this process: every tensor of the user's is plain and whole."""
+    """All ranks in this process: every tensor of the user's is plain and whole, and is cut in every call."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.comm: Comm = SimulatedComm(mesh, device)
@@ -105,11 +78,11 @@ class VirtualConversion:
         """None: a write through ``.data`` of a plain tensor cannot be detected."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy."""
+        """A copy of a parameter or buffer of the user's model, as the parallel module holds it."""
         return tensor.detach().clone()
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
-        """The same tensor: it is cut in every call."""
+        """The same tensor, which stays whole."""
         return tensor
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
@@ -117,7 +90,7 @@ class VirtualConversion:
         return None
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """A converter that cuts and joins."""
+        """The converter of a value of a program, of a global shape."""
         return VirtualConverter(sharding, shape, name, self.comm.device)
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
@@ -199,7 +172,7 @@ class DistributedConversion:
         return sharding_of(tensor.placements, tensor.shape, self.torch_comm.mesh, name)
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """A converter between DTensors and local tensors."""
+        """The converter of a value of a program, of a global shape."""
         return DistributedConverter(self.torch_comm, sharding, shape, name)
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
@@ -213,8 +186,11 @@ class DistributedConversion:
         raise_all([ShardingError(f"parameter {name!r}", what, problem, remedy) for name in plain])
 
     def check_agreement(self, program: Program) -> None:
-        """Compare the collectives of all ranks."""
+        """ShardingError if another rank is about to run another program."""
         check_agreement(self.torch_comm, program)
+
+
+Conversion = VirtualConversion | DistributedConversion
 
 
 class DistributedConverter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,33 +20,9 @@ MessageId = tuple[Crossing, int]  # the microbatch, or ALL for a message that is
 Types = Sequence[TensorType]
 
 
-class Channel(Protocol):
-    """Carries messages. From one rank to another they are received in the order in which they were sent.
-
-    ``place``: for each stage, the pipeline's rank that holds it.
-    """
-
-    place: tuple[int, ...]
-
-    def send(self, key: MessageId, message: Message) -> None:
-        """Send without waiting."""
-
-    def post(self, key: MessageId, types: Types) -> None:
-        """Be ready to receive values of these types."""
-
-    def is_there(self, key: MessageId) -> bool:
-        """Whether ``take`` would return: always where another process sends."""
-
-    def take(self, key: MessageId) -> Message:
-        """Wait for a message."""
-
-    def close(self) -> None:
-        """Wait until every message has been sent."""
-
-
 @dataclass(slots=True)
 class LocalChannel:
-    """All stages live in this process."""
+    """Messages between stages that all live in this process. ``place``: for each stage its rank in the pipeline."""
 
     messages: dict[MessageId, Message] = field(default_factory=dict)
     place: tuple[int, ...] = ()
@@ -56,10 +32,10 @@ class LocalChannel:
         self.messages[key] = message
 
     def post(self, key: MessageId, types: Types) -> None:
-        """Nothing to do."""
+        """Be ready to receive values of these types: nothing to do."""
 
     def is_there(self, key: MessageId) -> bool:
-        """Whether it was sent."""
+        """Whether a message was sent."""
         return key in self.messages
 
     def take(self, key: MessageId) -> Message:
@@ -67,15 +43,16 @@ class LocalChannel:
         return self.messages.pop(key)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Wait until every message has been sent: nothing to do."""
 
 
 class RankChannel:
     """Messages of this rank to and from other stages' ranks, over process groups of the pipeline's ranks.
 
-    Messages to later ranks and to earlier ranks go in two process groups, so that each direction has a communicator of
-    its own. ``lines``: the ranks of every pipeline of the job, in order; this rank is in one of them, at index ``at``.
-    ``place``: for each stage the index of its rank. ``sent_bytes``: bytes sent to other ranks so far.
+    From one rank to another they are received in the order in which they were sent. Messages to later ranks and to
+    earlier ranks go in two process groups, so that each direction has a communicator of its own. ``lines``: the ranks
+    of every pipeline of the job, in order; this rank is in one of them, at index ``at``. ``place``: for each stage the
+    index of its rank. ``sent_bytes``: bytes sent to other ranks so far.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -130,6 +107,9 @@ class RankChannel:
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
+
+
+Channel = LocalChannel | RankChannel
 
 
 def _tag(key: MessageId) -> int:

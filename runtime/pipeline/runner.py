@@ -16,7 +16,7 @@ from shardc.program.stages import PARTS_OF, Crossing, Part, is_cut_in_time, stag
 from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm
-from ..execute.deferred import Sums, Totals
+from ..execute.executor import Runner
 from ..execute.instruction import Env
 from ..execute.interpreter import Values
 from .channel import Channel, LocalChannel, Message, MessageId
@@ -36,7 +36,7 @@ class StepGradients:
     scale: float
 
 
-class PipelineRunner:
+class PipelineRunner(Runner):
     """A pipeline ready to run: its forward runs a whole step, and its backward scales the gradients of that step.
 
     ``comm``: the collectives of a stage's ranks. ``here``: the pipeline's ranks that this process plays, all of them by
@@ -46,8 +46,6 @@ class PipelineRunner:
     Rows of inputs and results are those of the program's positions: for each microbatch the stage's ranks. Nothing is
     kept between steps.
     """
-
-    deferred: frozenset[int] = frozenset()
 
     def __init__(
         self, program: Program, comm: Comm, here: Sequence[int] | None = None, channel: Channel | None = None
@@ -108,28 +106,6 @@ class PipelineRunner:
             if put.kind == "tangent"
         }
         return [[tangents.get(i, value) for i, value in enumerate(row)] for row in rows]
-
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
-        """Nothing: stored parameters are gathered once a step."""
-        return [[None] * len(self.program.outputs) for _ in inputs]
-
-    def accumulate(
-        self, saved: StepGradients, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[list[list[Tensor | None]], Sums]:
-        """As ``backward``: no reduction is deferred."""
-        return self.backward(saved, tangents, keep), [{} for _ in tangents]
-
-    def close(self, sums: Sums) -> list[list[Tensor | None]]:
-        """Nothing: no reduction is deferred."""
-        return [[None] * len(self.program.outputs) for _ in sums]
-
-    def keeps_input(self, index: int) -> bool:
-        """No: backward has run when the call returns."""
-        return False
-
-    def keeps_output(self, index: int) -> bool:
-        """No: backward has run when the call returns."""
-        return False
 
 
 def _scaled(rows: Sequence[Values], factor: Tensor) -> list[list[Tensor | None]]:
