@@ -1,14 +1,14 @@
-"""Budgets: what a plan may send, hold and do, as one types it after ``--fail-on``; held against a dump's JSON form.
+"""Budgets of a plan, as a user types them after ``--fail-on``, measured against the JSON form of a dump.
 
-A budget reads WHAT[@AXIS][/WHICH]... [> AMOUNT], and is broken where there is more than that:
+A budget reads WHAT[@AXIS][/WHICH]... [> AMOUNT]. It is broken where there is more than the amount:
 
-- ``all_gather>10MB``: an all_gather of which one rank sends more. Any kind will do, or ``collectives`` for every kind
-- ``all_gather>4``: more of them in a step. ``all_gather``: any at all
-- ``wire>1GB``: all that one rank sends in a step
-- ``@tp`` counts what goes over this axis; ``/backward`` that of a phase, ``/all_gather`` that of a kind
-- ``fallback``, ``note``: an op without a rule; a remark of the compiler. ``fallback>2``: more of them
+- ``all_gather>10MB``: one all_gather in which a rank sends more; so for every kind, and ``collectives`` for any kind
+- ``all_gather>4``: more of them in a step; ``all_gather``: any at all
+- ``wire>1GB``: all bytes that one rank sends in a step
+- ``@tp`` counts collectives over this axis, ``/backward`` those of a phase, ``/all_gather`` those of a kind
+- ``fallback``: an op without a rule; ``note``: a note of the compiler; ``fallback>2``: more of them
 - ``peak>8GB``, or another class of memory; ``memory>8GB``: the peak and the optimizer's state
-- ``flops>1e12``: floating-point operations of one rank; ``step>50ms``: its predicted time, for a machine that is named
+- ``flops>1e12``: floating-point operations of one rank; ``step>50ms``: its predicted time, where the machine is known
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LISTED = {"fallback": "fallbacks", "note": "notes"}
 SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops", "step")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-BYTES = {unit.lower(): count for unit, count in UNITS.items()}  # no one means bits
+BYTES = {unit.lower(): count for unit, count in UNITS.items()}  # no user means bits
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BUDGET = re.compile(r"\s*([^@/<>=\s]*)((?:\s*[@/][^@/<>=\s]*)*)\s*(?:([<>=]+)\s*(.*?)\s*)?")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)")
@@ -38,9 +38,9 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """``text`` as it was typed. ``limit`` may not be passed, nor met where ``or_equal``; ``in_bytes`` as it was given.
+    """A limit on a ``subject``. ``text`` is what the user typed; ``or_equal``: the limit itself breaks it, too.
 
-    ``axis``, ``phases`` and ``kinds``: of which collectives it is; empty for all.
+    ``in_bytes``: the limit is one of bytes. ``axis``, ``phases``, ``kinds``: the collectives it counts; empty for all.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """What a text says; a UsageError where it cannot be read."""
+        """Read a budget. Raises a UsageError where the text is none."""
         found = _BUDGET.fullmatch(text)
         if found is None or not found[1]:
             raise _error(text, repr(text), "it does not read as WHAT[@AXIS][/WHICH] > AMOUNT", "write all_gather>10MB")
@@ -70,9 +70,9 @@ class Budget:
         kinds = (*kinds, *(name for name in which if name in KINDS))
         return Budget(text, subject, "".join(axes), phases, kinds, limit, operator == ">=", in_bytes)
 
-    def is_broken(self, measure: float) -> bool:
-        """Whether there is more than it allows."""
-        return measure >= self.limit if self.or_equal else measure > self.limit
+    def is_broken(self, amount: float) -> bool:
+        """Whether a measure breaks it."""
+        return amount >= self.limit if self.or_equal else amount > self.limit
 
     @property
     def is_of_each(self) -> bool:
@@ -81,7 +81,7 @@ class Budget:
 
 
 def _amount(text: str, subject: str, operator: str | None, amount: str | None) -> tuple[float, bool]:
-    """The limit, and whether it is one of bytes."""
+    """The limit, and whether it is in bytes."""
     if operator is None:
         if subject not in ("collectives", *KINDS, *LISTED):
             amount = {"flops": "1e12", "step": "50ms"}.get(subject, "8GB")
@@ -121,23 +121,23 @@ def _error(text: str, what: str, problem: str, remedy: str) -> UsageError:
     return UsageError(f"budget {text!r}", what, problem, remedy)
 
 
-# Held against a dump.
+# Measures.
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a dump has of what a budget bounds: as a text, and the collectives or ops that break it."""
+    """The measure of a dump that a budget limits, as a text, and the collectives, ops or notes that break it."""
 
     budget: Budget
     is_broken: bool
     text: str
     collectives: tuple[Mapping[str, Any], ...] = ()
     fallbacks: tuple[Mapping[str, Any], ...] = ()
-    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def measure(budget: Budget, record: Mapping[str, Any]) -> Finding:
-    """A budget held against the JSON form of a program; a UsageError where that lacks what the budget is of."""
+    """Measure the JSON form of a program. Raises a UsageError where it lacks the table that the budget is about."""
     _check_axis(budget, record)
     if budget.subject in LISTED:
         return _of_entries(budget, _table(budget, record, LISTED[budget.subject]))
@@ -176,8 +176,8 @@ def _check_axis(budget: Budget, record: Mapping[str, Any]) -> None:
 def _of_entries(budget: Budget, entries: Sequence[Any]) -> Finding:
     is_broken = budget.is_broken(len(entries))
     ops = tuple(entries) if is_broken and budget.subject == "fallback" else ()
-    lines = tuple(entries) if is_broken and budget.subject == "note" else ()
-    return Finding(budget, is_broken, f"{len(entries) or 'none'} of them", fallbacks=ops, lines=lines)
+    notes = tuple(entries) if is_broken and budget.subject == "note" else ()
+    return Finding(budget, is_broken, f"{len(entries) or 'none'} of them", fallbacks=ops, notes=notes)
 
 
 def _of_memory(budget: Budget, memory: Mapping[str, int]) -> Finding:
@@ -211,7 +211,7 @@ def _is_of(budget: Budget, found: Mapping[str, Any]) -> bool:
 
 
 def check_text(findings: Sequence[Finding]) -> str:
-    """Broken budgets first, each with its collectives or ops; then those that hold; then how many there are."""
+    """The text form: broken budgets with their collectives or ops, then those that hold, then a count."""
     broken = [finding for finding in findings if finding.is_broken]
     holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"
@@ -219,7 +219,7 @@ def check_text(findings: Sequence[Finding]) -> str:
 
 
 def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON form, version 1: of each budget, in order, what was found, and what breaks it as in a dump."""
+    """The JSON form, version 1: for each budget its measure, and the entries of the dump that break it."""
     budgets = [
         {
             "budget": finding.budget.text,
@@ -227,7 +227,7 @@ def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
             "found": finding.text,
             "collectives": list(finding.collectives),
             "fallbacks": list(finding.fallbacks),
-            "notes": list(finding.lines),
+            "notes": list(finding.notes),
         }
         for finding in findings
     ]
@@ -237,15 +237,15 @@ def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
 def _broken(finding: Finding) -> Iterator[str]:
     yield f"broken  {finding.budget.text}: {finding.text}"
     if finding.collectives:
-        yield _indented(_collectives(finding.collectives))
+        yield _indented(_collective_table(finding.collectives))
     if finding.fallbacks:
         rows = [(each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks]
         yield _indented(table(("run whole, having no rule", "type", "module", "source"), rows))
-    yield from (f"  {line}\n" for line in finding.lines)
+    yield from (f"  {line}\n" for line in finding.notes)
 
 
-def _collectives(found: Sequence[Any]) -> str:
-    """The largest first."""
+def _collective_table(collectives: Sequence[Any]) -> str:
+    """The collectives, those first that send most."""
     header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
     rows = [
         (
@@ -258,7 +258,7 @@ def _collectives(found: Sequence[Any]) -> str:
             shortened(each["source"], ", "),
             shortened(each["cause"], "; "),
         )
-        for each in sorted(found, key=lambda each: -each["wire_bytes"] * each.get("times", 1))
+        for each in sorted(collectives, key=lambda each: -each["wire_bytes"] * each.get("times", 1))
     ]
     return table(header, rows)
 

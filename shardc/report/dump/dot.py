@@ -1,4 +1,4 @@
-"""A program drawn for graphviz."""
+"""The Graphviz form of a program: its values in boxes of stages, phases and modules."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ from shardc.program.program import Input, Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, type_text, value_names
 from shardc.program.traffic import collectives_of, fallbacks_of
-from shardc.report.dump.selection import Only
+from shardc.report.dump.selection import Selection
 
 COLLECTIVE_COLOR, FALLBACK_COLOR, MESSAGE_COLOR, SAVED_COLOR = "#f4a261", "#e76f51", "#2a9d8f", "#9aa5b1"
-MOST = 4  # types of a node, or further lines
+MOST = 4  # types, and further lines, in a node
 STYLE = """\
   node [shape=box, fontname=monospace];
   edge [arrowsize=0.6, fontname="sans-serif"];
   graph [fontname="sans-serif", color="#9aa5b1", ranksep=0.3, nodesep=0.2, labelloc=t, labeljust=l];"""
 
 
-def program_dot(program: Program, only: Only | None = None) -> str:
-    """The graph for graphviz: a box for each module in one for each phase; collectives and ops without a rule coloured.
+def program_dot(program: Program, selection: Selection | None = None) -> str:
+    """The program, or the selected values, in the language of Graphviz.
 
-    What forward saves for backward has a dashed edge, so that the two stand side by side. Of a pipeline there is a box
-    for each stage around these, and a bold edge for each value that is sent to another stage, with its bytes; a call
-    that several stages make stands in the first. ``only`` draws some values.
+    Boxes of modules stand in boxes of phases. Collectives and ops without a rule are coloured. What forward saves for
+    backward has a dashed edge that does not shift the two apart. With a pipeline there is a box around these for each
+    stage, and a bold edge with its bytes for each value that is sent to another stage; a call that several stages make
+    stands in the first. Raises an OptionError where tables are selected.
     """
-    if only is not None and only.tables:
-        what = f"--only {only.text}"
-        raise OptionError(what, "with --format dot", "a table cannot be drawn", "say a glob, or --format text or json")
-    found = _Drawing(program, only.nodes if only else frozenset(program.graph.nodes))
-    return "\n".join(["digraph program {", STYLE, *found.lines(), "}"]) + "\n"
+    if selection is not None and selection.tables:
+        what, remedy = f"--only {selection.text}", "say a glob, or --format text or json"
+        raise OptionError(what, "with --format dot", "a table cannot be drawn", remedy)
+    drawing = _Drawing(program, selection.nodes if selection else frozenset(program.graph.nodes))
+    return "\n".join(["digraph program {", STYLE, *drawing.lines(), "}"]) + "\n"
 
 
 @dataclass(frozen=True)
 class _Drawing:
+    """A drawing of the nodes ``selected``."""
+
     program: Program
-    only: frozenset[fx.Node]
+    selected: frozenset[fx.Node]
 
     def lines(self) -> Iterator[str]:
         """The boxes of stages, phases and modules, then the edges."""
@@ -65,24 +68,27 @@ class _Drawing:
 
     @cached_property
     def _nodes(self) -> list[fx.Node]:
-        """Those that are drawn; of inputs those that are read, of what a bucket makes what is read in the program."""
-        nodes = [node for node in self.program.graph.nodes if node.op != "output" and node in self.only]
-        return [node for node in nodes if (node.op != "placeholder" or node.users) and node not in self._ended]
+        """The nodes that are drawn: no unread inputs, no results of buckets that the program returns as they are."""
+        nodes = [node for node in self.program.graph.nodes if node.op != "output" and node in self.selected]
+        return [node for node in nodes if (node.op != "placeholder" or node.users) and node not in self._returned]
 
     @cached_property
-    def _ended(self) -> Mapping[fx.Node, fx.Node]:
-        """What a bucket makes that the program returns, and no more is done to: the bucket says so."""
-        made = ((node, self.program.value(node)[0]) for node in self.program.graph.nodes if is_getitem(node))
-        joined = {node: maker for node, maker in made if maker.target is bucket}
-        return {node: maker for node, maker in joined.items() if {each.op for each in node.users} == {"output"}}
+    def _returned(self) -> Mapping[fx.Node, fx.Node]:
+        """Results of buckets that the program returns as they are, each with its bucket, which lists them instead."""
+        producers = {node: self.program.value(node)[0] for node in self.program.graph.nodes if is_getitem(node)}
+        return {
+            node: producer
+            for node, producer in producers.items()
+            if producer.target is bucket and {user.op for user in node.users} == {"output"}
+        }
 
     def _module(self, node: fx.Node) -> str:
-        """The module that a node is drawn in; of a bucket the innermost that all its members are in."""
-        moved = [node, *(node.all_input_nodes if node.target is bucket else ())]
-        return _shared([self.program.source(each).module for each in moved])
+        """The module that a node is drawn in: for a bucket the innermost that has all its members."""
+        members = [node, *(node.all_input_nodes if node.target is bucket else ())]
+        return _common_module([self.program.source(each).module for each in members])
 
     def _phases(self, nodes: list[fx.Node], numbers: Iterator[int], indent: str) -> Iterator[str]:
-        """A box for each phase, unless there is but one."""
+        """A box for each phase, unless there is only one."""
         phases: dict[str, list[fx.Node]] = {}
         for node in nodes:
             phases.setdefault(self._phase(node), []).append(node)
@@ -98,7 +104,7 @@ class _Drawing:
         return "backward" if given is not None and given.kind == "tangent" else self.program.source(node).phase
 
     def _modules(self, nodes: list[fx.Node], path: str, numbers: Iterator[int], indent: str) -> Iterator[str]:
-        """The nodes of a module, and a box for each module in it, however deep, that has nodes or two modules in it."""
+        """The nodes of a module, and a box for each module inside that has nodes or several modules of its own."""
         boxes: dict[str, list[fx.Node]] = {}
         for node in nodes:
             inner = self._module(node).removeprefix(path).removeprefix(".")
@@ -107,23 +113,22 @@ class _Drawing:
             if not name:
                 yield from (f"{indent}{self._node(node)}" for node in inside)
                 continue
-            module = _shared([self._module(node) for node in inside])
+            module = _common_module([self._module(node) for node in inside])
             number = next(numbers)
             yield from _box(str(number), module, list(self._modules(inside, module, numbers, f"{indent}  ")), indent)
 
     def _node(self, node: fx.Node) -> str:
         fill = f', style=filled, fillcolor="{self._colors[node]}"' if node in self._colors else ""
         name, given = self._names[node], self._inputs.get(node)
-        op = given.kind if given else self._called.get(node.target, "getitem")
-        made = name if op in name else f"{name} = {op}"
-        title = f"{op} {name}" if given and op not in name else made
+        op = given.kind if given else self._ops.get(node.target, "getitem")
+        title = name if op in name else f"{op} {name}" if given else f"{name} = {op}"
         further = self._further.get(node, [])
         rest = [f"and {len(further) - MOST} more"] if len(further) > MOST + 1 else further[MOST:]
         label = "\n".join([title, self._type(node), *further[:MOST], *rest])
         return f"{_quoted(node.name)} [label={_quoted(label)}{fill}];"
 
     def _type(self, node: fx.Node) -> str:
-        """The type, of many the first and how many more."""
+        """The type; of many results the first type and a count."""
         count = len(self.program.types(node)) if self.program.has_many(node) else 1
         if count <= MOST:
             return type_text(self.program, node)
@@ -131,19 +136,19 @@ class _Drawing:
         return f"({first}, and {count - 1} more)"
 
     def _edges(self) -> Iterator[str]:
-        labels = dict(self._sent)  # each on one edge, whoever reads the value there
+        labels = dict(self._messages)  # each on the first edge to its stage
         drawn = set(self._nodes)
         edges = [(operand, node) for node in self._nodes for operand in node.all_input_nodes if operand in drawn]
         for operand, node in edges:
-            way, is_joined = (operand.name, self._stage.get(node, -1)), node.target is bucket
+            message, is_member = (operand.name, self._stage.get(node, -1)), node.target is bucket
             style = ""
-            if way in self._sent:
-                style = f' [style=bold, color="{MESSAGE_COLOR}"{labels.pop(way, "")}]'
-            elif self._phase(operand) != self._phase(node) or (is_joined and operand is not node.all_input_nodes[-1]):
+            if message in self._messages:
+                style = f' [style=bold, color="{MESSAGE_COLOR}"{labels.pop(message, "")}]'
+            elif self._phase(operand) != self._phase(node) or (is_member and operand is not node.all_input_nodes[-1]):
                 style = f' [style=dashed, color="{SAVED_COLOR}", constraint=false]'
             yield f"  {_quoted(operand.name)} -> {_quoted(node.name)}{style};"
 
-    # Facts about nodes, found once.
+    # Facts about nodes, each computed once.
 
     @cached_property
     def _inputs(self) -> Mapping[fx.Node, Input]:
@@ -154,26 +159,24 @@ class _Drawing:
         return value_names(self.program)
 
     @cached_property
-    def _called(self) -> Mapping[Any, str]:
+    def _ops(self) -> Mapping[Any, str]:
         return op_names(self.program)
 
     @cached_property
     def _colors(self) -> Mapping[fx.Node, str]:
-        colors = dict.fromkeys(fallbacks_of(self.program), FALLBACK_COLOR)
-        moving = (node for node in self.program.calls if node.target in COLLECTIVES or is_collective(node))
-        return colors | dict.fromkeys(moving, COLLECTIVE_COLOR)
+        collectives = (node for node in self.program.calls if node.target in COLLECTIVES or is_collective(node))
+        fallbacks = dict.fromkeys(fallbacks_of(self.program), FALLBACK_COLOR)
+        return fallbacks | dict.fromkeys(collectives, COLLECTIVE_COLOR)
 
     @cached_property
     def _further(self) -> Mapping[fx.Node, list[str]]:
-        """What a collective sends, and what of the program's results a value is."""
-        found: dict[fx.Node, list[str]] = {}
+        """Further lines of nodes: the bytes that a collective sends, and the results of the program."""
         sent = {each.name: f"sends {bytes_text(each.wire_bytes)}" for each in collectives_of(self.program)}
-        for node in self._nodes:
-            found[node] = [sent[node.name]] if node.name in sent else []
+        lines = {node: [sent[node.name]] if node.name in sent else [] for node in self._nodes}
         for output, result in zip(self.program.outputs, self.program.results, strict=True):
-            if result is not None and (shown := self._ended.get(result, result)) in found:
-                found[shown].append(f"{output.kind} {output.name}")
-        return found
+            if result is not None and (node := self._returned.get(result, result)) in lines:
+                lines[node].append(f"{output.kind} {output.name}")
+        return lines
 
     @cached_property
     def _stages(self) -> StageRecord | None:
@@ -186,18 +189,18 @@ class _Drawing:
         return {node: each[0]["stage"] for node, each in runs.items()}
 
     @cached_property
-    def _sent(self) -> Mapping[tuple[str, int], str]:
-        """What is sent of a value, by its name and the stage that reads it."""
+    def _messages(self) -> Mapping[tuple[str, int], str]:
+        """The label of each message between stages, by the value's name and the stage that reads it."""
         entries = self._stages.entries() if self._stages else []
-        ways = ((way, value) for entry in entries for way in entry["sent"] for value in way["values"])
+        messages = ((sent, value) for entry in entries for sent in entry["sent"] for value in sent["values"])
         return {
-            (value["name"], way["to"]): f', label="{bytes_text(value["bytes"])}, {way["times"]} times"'
-            for way, value in ways
+            (value["name"], sent["to"]): f', label="{bytes_text(value["bytes"])}, {sent["times"]} times"'
+            for sent, value in messages
         }
 
 
-def _shared(paths: list[str]) -> str:
-    """The innermost module that all of these are in."""
+def _common_module(paths: list[str]) -> str:
+    """The innermost module that all paths are inside."""
     columns = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
 

@@ -1,4 +1,4 @@
-"""The JSON form of a program: a contract, version 1, whose schema is ``dump.schema.json``."""
+"""The JSON form of a program: a contract, version 1. Its schema is ``schemas/dump.schema.json``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardc.costs.step import StepRecord
 from shardc.costs.time import has_machine
 from shardc.language.sharding import dtype_name
 from shardc.program.collective import Collective
-from shardc.program.program import Input, Program
+from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, rank_axes, type_text
 from shardc.program.traffic import collectives_of, fallbacks_of
-from shardc.report.dump.selection import Only
+from shardc.report.dump.selection import Selection
 
 COLLECTIVE_FIELDS = (
     "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "wire_bytes_total", "phase",
@@ -30,20 +30,21 @@ NO_SECONDS: Mapping[str, float] = {}
 
 
 def program_json(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> dict[str, Any]:
-    """The whole JSON form. ``seconds`` are there only where given, since all else is stable to the byte."""
-    form = _Form(program)
-    is_there = {"schedule": form.stages is not None, "time": has_machine(program)}
-    keys = [key for key in TABLES if is_there.get(key, True)]
-    took = {"seconds": dict(seconds)} if seconds else {}
-    return {**_heading(program), **{key: TABLES[key](form) for key in keys}, **took}
+    """The whole JSON form. It has ``seconds`` of passes only if they are given: all else is stable to the byte."""
+    tables = _Tables(program)
+    exists = {"schedule": tables.stages is not None, "time": has_machine(program)}
+    entries = {key: make(tables) for key, make in TABLES.items() if exists.get(key, True)}
+    return {**_heading(program), **entries, **({"seconds": dict(seconds)} if seconds else {})}
 
 
-def only_json(program: Program, only: Only) -> dict[str, Any]:
-    """What was asked for of the JSON form: whole tables, and of the others the entries about the values found."""
-    whole, some = _Form(program), _Form(program, only)
-    tables = {key for name in only.tables for key in WITH_TABLE.get(name, (name,))}
-    kept = {key: whole if key in tables else some for key in TABLES if key in {*tables, *some.tables}}
-    return {**_heading(program), "only": only.text, **{key: TABLES[key](form) for key, form in kept.items()}}
+def selected_json(program: Program, selection: Selection) -> dict[str, Any]:
+    """The selected tables whole, and of the others the entries about selected values."""
+    whole, part = _Tables(program), _Tables(program, selection)
+    names = {key for name in selection.tables for key in WITH_TABLE.get(name, (name,))}
+    partial_names = ABOUT_VALUES if selection.nodes or selection.collectives else ()
+    sources = {key: whole if key in names else part for key in TABLES if key in {*names, *partial_names}}
+    entries = {key: TABLES[key](tables) for key, tables in sources.items()}
+    return {**_heading(program), "only": selection.text, **entries}
 
 
 def _heading(program: Program) -> dict[str, Any]:
@@ -51,100 +52,94 @@ def _heading(program: Program) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The entries of a program's tables; ``only`` those about the values that it finds."""
+class _Tables:
+    """The tables of a program, each a list of entries; with a selection those about the selected values."""
 
     program: Program
-    only: Only | None = None
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Those that have entries about some values."""
-        return ABOUT_VALUES if self.only and (self.only.nodes or self.only.collectives) else ()
+    selection: Selection | None = None
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a node is among them."""
-        return node.op != "output" and (self.only is None or node in self.only.nodes)
+        """Whether a node has an entry."""
+        return node.op != "output" and (self.selection is None or node in self.selection.nodes)
 
     @cached_property
     def stages(self) -> StageRecord | None:
-        """Of a pipeline."""
+        """The stages of a pipeline."""
         return StageRecord(self.program) if has_stages(self.program) else None
 
     @cached_property
     def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
-        """The stages of a pipeline that run a call, and in which part."""
+        """For each call the pipeline stages that run it, and in which part."""
         return self.stages.runs if self.stages else {}
 
     @cached_property
-    def called(self) -> dict[Any, str]:
-        """What each op is called."""
+    def ops(self) -> dict[Any, str]:
+        """The name of each op."""
         return op_names(self.program)
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Those of a step, in order."""
-        return [_collective(each) for each in (self.only.collectives if self.only else collectives_of(self.program))]
+        """The collectives of a step, in order."""
+        return list(map(_collective, self.selection.collectives if self.selection else collectives_of(self.program)))
 
     def inputs(self, kind: str) -> list[dict[str, Any]]:
-        """Those of one kind; a parameter with the stages that hold it."""
-        ends = zip(self.program.inputs, self.program.placeholders, strict=True)
-        return [self._input(given, node) for given, node in ends if given.kind == kind and self.has(node)]
-
-    def _input(self, given: Input, node: fx.Node) -> dict[str, Any]:
-        is_held = given.kind == "parameter" and node in self.runs
-        stages = {"stages": [each["stage"] for each in self.runs[node]]} if is_held else {}
-        return {"name": given.name, **_value(self.program, node), **stages}
+        """The inputs of one kind; parameters with the stages that hold them."""
+        entries = []
+        for given, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            if given.kind == kind and self.has(node):
+                entries.append({"name": given.name, **_value(self.program, node)})
+                if kind == "parameter" and node in self.runs:
+                    entries[-1]["stages"] = [each["stage"] for each in self.runs[node]]
+        return entries
 
     def outputs(self) -> list[dict[str, Any]]:
-        """What the model returns."""
-        ends = zip(self.program.outputs, self.program.results, strict=True)
+        """The outputs of the model."""
+        pairs = zip(self.program.outputs, self.program.results, strict=True)
         return [
             {"name": output.name, **_value(self.program, node)}
-            for output, node in ends
+            for output, node in pairs
             if output.kind == "output" and node is not None and self.has(node)
         ]
 
     def fallbacks(self) -> list[dict[str, Any]]:
         """The ops without a rule."""
-        return [node_entry(self.program, node, self.called) for node in fallbacks_of(self.program) if self.has(node)]
+        return [node_entry(self.program, node, self.ops) for node in fallbacks_of(self.program) if self.has(node)]
 
     def flops(self) -> dict[str, Any]:
-        """Of one rank, which a localized program knows alone, and of all ranks together."""
+        """Operations of one rank and of all ranks together, which a localized program does not know."""
         program = self.program
         of_rank = self.stages.rank_flops if self.stages else flops_of(program, of_rank=True)
         return {"per_rank": of_rank, "whole": None if program.level == "localized" else flops_of(program)}
 
-    def calls(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[dict[str, Any]]:
         """Every value, with the stages that run it."""
-        values = filter(self.has, self.program.graph.nodes)
         return [
-            {**node_entry(self.program, node, self.called), **({"runs": self.runs[node]} if node in self.runs else {})}
-            for node in values
+            {**node_entry(self.program, node, self.ops), **({"runs": self.runs[node]} if node in self.runs else {})}
+            for node in filter(self.has, self.program.graph.nodes)
         ]
 
 
-TABLES: Mapping[str, Callable[[_Form], Any]] = {
-    "collectives": _Form.collectives,
-    "parameters": lambda form: form.inputs("parameter"),
-    "buffers": lambda form: form.inputs("buffer"),
-    "inputs": lambda form: form.inputs("input"),
-    "outputs": _Form.outputs,
-    "fallbacks": _Form.fallbacks,
-    "memory": lambda form: memory_of(form.program),
-    "flops": _Form.flops,
-    "stages": lambda form: form.stages.entries() if form.stages else [],
-    "schedule": lambda form: form.stages and form.stages.schedule_entry(),
-    "time": lambda form: StepRecord(form.program).entry(),
-    "notes": lambda form: list(form.program.notes),
-    "nodes": _Form.calls,
+TABLES: Mapping[str, Callable[[_Tables], Any]] = {
+    "collectives": _Tables.collectives,
+    "parameters": lambda tables: tables.inputs("parameter"),
+    "buffers": lambda tables: tables.inputs("buffer"),
+    "inputs": lambda tables: tables.inputs("input"),
+    "outputs": _Tables.outputs,
+    "fallbacks": _Tables.fallbacks,
+    "memory": lambda tables: memory_of(tables.program),
+    "flops": _Tables.flops,
+    "stages": lambda tables: tables.stages.entries() if tables.stages else [],
+    "schedule": lambda tables: tables.stages and tables.stages.schedule_entry(),
+    "time": lambda tables: StepRecord(tables.program).entry(),
+    "notes": lambda tables: list(tables.program.notes),
+    "nodes": _Tables.nodes,
 }
 WITH_TABLE = {"parameters": ("parameters", "buffers"), "stages": ("stages", "schedule")}
 ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
 
 
-def _collective(found: Collective) -> dict[str, Any]:
-    of_pipeline = {} if found.stage is None else {"stage": found.stage, "times": found.times}
-    return {"id": found.name, **{key: getattr(found, key) for key in COLLECTIVE_FIELDS}, **of_pipeline}
+def _collective(collective: Collective) -> dict[str, Any]:
+    of_stage = {} if collective.stage is None else {"stage": collective.stage, "times": collective.times}
+    return {"id": collective.name, **{key: getattr(collective, key) for key in COLLECTIVE_FIELDS}, **of_stage}
 
 
 def _value(program: Program, node: fx.Node) -> dict[str, Any]:
@@ -161,12 +156,12 @@ def _value(program: Program, node: fx.Node) -> dict[str, Any]:
     }
 
 
-def node_entry(program: Program, node: fx.Node, called: Mapping[Any, str]) -> dict[str, Any]:
-    """A value of the program; ``called`` are the names of its ops."""
+def node_entry(program: Program, node: fx.Node, ops: Mapping[Any, str]) -> dict[str, Any]:
+    """The entry of a value; ``ops`` are the names of the program's ops."""
     source = program.source(node)
     return {
         "name": node.name,
-        "op": node.op if node.op == "placeholder" else called.get(node.target, "getitem"),
+        "op": node.op if node.op == "placeholder" else ops.get(node.target, "getitem"),
         "type": type_text(program, node),
         "operands": [operand.name for operand in node.all_input_nodes],
         "phase": source.phase,

@@ -1,4 +1,4 @@
-"""What lies between two passes: the values that came, went and changed, in one listing of both programs."""
+"""``dump --diff``: the values that came, went and changed between two passes, in one listing of both programs."""
 
 from __future__ import annotations
 
@@ -17,76 +17,79 @@ from shardc.language.text import json_text
 from shardc.program.program import Program
 from shardc.program.text import call_line, input_text, op_names, remarks_of, result_text, type_text, value_names
 from shardc.report.dump.json import node_entry
-from shardc.report.dump.selection import Only
+from shardc.report.dump.selection import Selection
 
 if TYPE_CHECKING:
     from shardc.compiler import Compiled
 
-CONTEXT = 2  # lines that stayed, before and after one that did not
+CONTEXT = 2  # unchanged lines around a change
 
 
 def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str = "") -> str:
-    """How the program after one pass differs from that after another, ``propagate,insert_reshards``, as text or json.
+    """The difference of the programs after two passes, ``propagate,insert_reshards``, as text or json.
 
-    One pass alone is held against the one before it. ``only``: a glob of values and modules, as for ``dump``.
+    One pass alone is compared with the one before it. ``only``: a glob of values and modules, as for ``dump``. Raises
+    an OptionError for a pass or a format that there is not.
     """
-    names = _two(passes, list(compiled.after))
+    names = _two_passes(passes, list(compiled.after))
     before, after = (compiled.at(name) for name in names)
-    found = _Difference(names, _lines(before, _asked(before, only)), _lines(after, _asked(after, only)))
+    difference = _Difference(names, *(_lines(each, _selected_nodes(each, only)) for each in (before, after)))
     if format == "json":
-        return json_text(found.record(before, after))
+        return json_text(difference.record(before, after))
     if format == "text":
-        return found.text()
+        return difference.text()
     raise OptionError(
         f"--diff {passes}", f"with --format {format}", "a difference is a listing", "say --format text or json"
     )
 
 
-def _two(passes: str, known: Sequence[str]) -> tuple[str, str]:
-    given = passes.split(",")
-    if len(given) == 1 and passes in known[1:]:
+def _two_passes(passes: str, known: Sequence[str]) -> tuple[str, str]:
+    names = passes.split(",")
+    if len(names) == 1 and passes in known[1:]:
         return known[known.index(passes) - 1], passes
-    if len(given) != 2:
-        what = f"{len(given)} pass{'es' if len(given) != 1 else ''} of {', '.join(known)}"
+    if len(names) != 2:
+        what = f"{len(names)} pass{'es' if len(names) != 1 else ''} of {', '.join(known)}"
         raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
-    return given[0], given[1]
+    return names[0], names[1]
 
 
-def _asked(program: Program, only: str) -> frozenset[fx.Node] | None:
+def _selected_nodes(program: Program, only: str) -> frozenset[fx.Node] | None:
     """The nodes to list; None for all."""
-    found = Only.of(program, only) if only else None
-    if found is not None and found.tables:
+    if not only:
+        return None
+    selection = Selection.of(program, only)
+    if selection.tables:
         problem, remedy = "a listing has no tables", "say a glob of values or modules; shardc diff has the tables"
         raise OptionError(f"--only {only}", "with --diff", problem, remedy)
-    return None if found is None else found.nodes
+    return selection.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a program. ``name``: of its value, or "" for a result, which has another ``key``.
+    """A line of a program. ``name``: the name of its value, or "" for a result, which has another ``key``.
 
-    ``place``: its phase and module. ``plain``: its type without sharding.
+    ``place``: its phase and module. ``plain_type``: its type without sharding.
     """
 
     key: str
     name: str
     place: str
-    plain: str
+    plain_type: str
     type: str
     text: str
     remark: str = ""
 
     def is_like(self, other: Line) -> bool:
-        """Whether it says the same."""
-        return (self.plain, self.type, self.text) == (other.plain, other.type, other.text)
+        """Whether two lines agree in type, sharding and text."""
+        return (self.plain_type, self.type, self.text) == (other.plain_type, other.type, other.text)
 
 
-def _lines(program: Program, only: frozenset[fx.Node] | None) -> list[Line]:
-    return [line for node, line in _every_line(program) if only is None or node in only]
+def _lines(program: Program, selected: frozenset[fx.Node] | None) -> list[Line]:
+    return [line for node, line in _every_line(program) if selected is None or node in selected]
 
 
 def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
-    names, called, remarks = value_names(program), op_names(program), remarks_of(program)
+    names, ops, remarks = value_names(program), op_names(program), remarks_of(program)
 
     def line(node: fx.Node, place: str, text: str) -> Line:
         producer, index = program.value(node)
@@ -100,7 +103,7 @@ def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
         if node.op == "call_function":
             source = program.source(node)
             place = ", ".join(filter(None, (source.phase, source.module)))
-            yield node, line(node, place, call_line(program, node, names, called))
+            yield node, line(node, place, call_line(program, node, names, ops))
     for output, result in zip(program.outputs, program.results, strict=True):
         text = result_text(program, output, result, names)
         yield result, Line(f"{output.kind} {output.name}", "", "results", "", "", text)
@@ -108,13 +111,11 @@ def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Of the lines of two programs, which go by the names of their passes."""
+    """The difference of two programs, given as lines, and named by their passes."""
 
     passes: tuple[str, str]
     before: Sequence[Line]
     after: Sequence[Line]
-
-    # Which values.
 
     @cached_property
     def _old(self) -> Mapping[str, Line]:
@@ -126,43 +127,43 @@ class _Difference:
 
     @cached_property
     def came(self) -> list[str]:
-        """The names of values that were not there."""
+        """The names of values of the second program alone."""
         return [name for name in self._new if name not in self._old]
 
     @cached_property
     def went(self) -> list[str]:
-        """Those of values that are no more."""
+        """The names of values of the first program alone."""
         return [name for name in self._old if name not in self._new]
 
     @cached_property
     def moved(self) -> list[str]:
-        """Those of values that stand elsewhere among the others."""
+        """The names of values that stand at another place among the others."""
         aligned = {self.before[i].name for i, j in self._aligned if i is not None and j is not None}
         return [name for name in self._new if name in self._old and name not in aligned]
 
     @cached_property
     def changed(self) -> list[str]:
-        """Those of values of another type or sharding, or made of others."""
+        """The names of values whose type, sharding or operands changed."""
         both = ((name, line, self._new[name]) for name, line in self._old.items() if name in self._new)
         return [name for name, old, new in both if not old.is_like(new)]
 
     def _kind(self, name: str) -> str:
         old, new = self._old[name], self._new[name]
-        return "type" if old.plain != new.plain else "sharding" if old.type != new.type else "operands"
+        return "type" if old.plain_type != new.plain_type else "sharding" if old.type != new.type else "operands"
 
     @cached_property
     def _aligned(self) -> list[tuple[int | None, int | None]]:
-        """The places of lines before and after, in the order of both; one of them None where a line has no other."""
-        found: list[tuple[int | None, int | None]] = []
+        """Pairs of places of equal lines, in the order of both; lines of one program alone are paired with None."""
+        pairs: list[tuple[int | None, int | None]] = []
         for same, old, new in _matched([line.key for line in self.before], [line.key for line in self.after]):
-            found += zip(old, new, strict=True) if same else self._by_place(old, new)
-        return found
+            pairs += zip(old, new, strict=True) if same else self._by_place(old, new)
+        return pairs
 
     def _by_place(self, old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
-        """Lines that have no other, those of one module beside each other."""
+        """Lines of one program alone, those of one module beside each other."""
         runs, others = _runs(self.before, old), _runs(self.after, new)
         for same, its, other in _matched([place for place, _ in runs], [place for place, _ in others]):
-            for ours, theirs in zip(map(_alone, its), map(_alone, other), strict=True) if same else [(its, other)]:
+            for ours, theirs in zip(map(_single, its), map(_single, other), strict=True) if same else [(its, other)]:
                 yield from ((line, None) for run in ours for line in runs[run][1])
                 yield from ((None, line) for run in theirs for line in others[run][1])
 
@@ -179,7 +180,7 @@ class _Difference:
         return f"{' to '.join(self.passes)}, values: {counts}{f' ({how})' if how else ''}"
 
     def _listing(self) -> Iterator[tuple[str, Line]]:
-        """Every line with a blank, a minus or a plus."""
+        """Every line with a blank, a minus or a plus before it."""
         for i, j in self._aligned:
             old, new = None if i is None else self.before[i], None if j is None else self.after[j]
             if old is not None and new is not None and old.is_like(new):
@@ -189,7 +190,7 @@ class _Difference:
             yield from (("+", new),) if new else ()
 
     def _hunks(self, listed: Sequence[tuple[str, Line]]) -> Iterator[str]:
-        """The lines that changed, with those around them, under their phase and module."""
+        """The changed lines and those around them, under their phase and module."""
         kept = sorted(
             {
                 near
@@ -206,7 +207,7 @@ class _Difference:
             yield f"{sign} {line.text}{remark}"
 
     def record(self, before: Program, after: Program) -> dict[str, Any]:
-        """The JSON form, version 1: entries are those of a dump; ``changed`` ones as they were and as they are."""
+        """The JSON form, version 1, with entries as in a dump; ``changed`` has those before and after."""
         old, new = _entries(before), _entries(after)
         return {
             "version": 1,
@@ -220,20 +221,20 @@ class _Difference:
 
 
 def _matched(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[bool, range, range]]:
-    """The places of both, in order: of entries that are the same, and of those that have no other."""
+    """The places in both, in order: of entries that are equal, and of those of one alone."""
     for tag, i, end_i, j, end_j in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         yield tag == "equal", range(i, end_i), range(j, end_j)
 
 
-def _alone(index: int) -> range:
+def _single(index: int) -> range:
     return range(index, index + 1)
 
 
 def _runs(lines: Sequence[Line], chosen: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Lines that follow each other in one place, with that place."""
+    """Lines of one place that follow each other, with that place."""
     return [(place, list(run)) for place, run in groupby(chosen, lambda i: lines[i].place)]
 
 
 def _entries(program: Program) -> Mapping[str, Any]:
-    called = op_names(program)
-    return {node.name: node_entry(program, node, called) for node in program.graph.nodes if node.op != "output"}
+    ops = op_names(program)
+    return {node.name: node_entry(program, node, ops) for node in program.graph.nodes if node.op != "output"}

@@ -1,4 +1,4 @@
-"""What ``dump --only`` keeps: tables by name, and the values that a glob over their names or modules finds."""
+"""What ``dump --only`` selects: tables by name, and values by a glob over their names and modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardc.report.dump.schema import TABLES
 
 
 @dataclass(frozen=True)
-class Only:
-    """``tables`` and ``nodes`` are what was asked for as ``text``: names of tables, and globs, joined by commas.
+class Selection:
+    """The part of a program that ``text`` selects: names of tables, and globs, joined by commas.
 
-    A glob is over names of values, of inputs and outputs as the user calls them, of collectives, and over module paths:
-    a module's name finds all that is inside it. ``collectives`` are those found, and those that move a value found.
+    A glob is over the printed names of values, inputs, outputs and collectives, and over module paths: the name of a
+    module selects everything inside it. ``collectives``: those that are selected, and those that move a selected value.
     """
 
     text: str
@@ -32,70 +32,55 @@ class Only:
     collectives: tuple[Collective, ...] = ()
 
     @staticmethod
-    def of(program: Program, text: str) -> Only:
-        """What a text keeps of a program; an OptionError where it finds nothing, or has no stages to show."""
+    def of(program: Program, text: str) -> Selection:
+        """Select a part of a program. Raises an OptionError where nothing matches, or a table does not exist yet."""
         if not isinstance(text, str):
             problem, remedy = "it names tables and globs in one text", "say only='memory,blocks.0.*'"
             raise OptionError(f"only={text!r}", f"of type {type(text).__name__}", problem, remedy)
         words = [word for word in text.split(",") if word]
         tables = tuple(word for word in words if word in TABLES)
         if "stages" in tables and not has_stages(program):
-            raise _no_stages(program)
+            what = f"a program that is {program.level}, with {program.options.pipeline or 'no pipeline'}"
+            remedy = "say --pipeline, and no --after before lower_reshards"
+            raise OptionError("--only stages", what, "it has no stages yet", remedy)
         if "time" in tables and not has_machine(program):
-            raise _no_machine(program)
+            problem = "there is no machine to predict it for, or nothing is sent yet"
+            remedy = "say --links and --device, and no early --after"
+            raise OptionError("--only time", f"a program that is {program.level}", problem, remedy)
         globs = [word for word in words if word not in TABLES]
-        found = _found(program, globs) if globs else (frozenset[fx.Node](), ())
-        return Only(text, tables, *found)
+        return Selection(text, tables, *(_select(program, globs) if globs else ()))
 
 
-def _found(program: Program, globs: Sequence[str]) -> tuple[frozenset[fx.Node], tuple[Collective, ...]]:
-    known, collectives = _names(program), collectives_of(program)
-    every = {name for names in known.values() for name in names} | {each.name for each in collectives}
+def _select(program: Program, globs: Sequence[str]) -> tuple[frozenset[fx.Node], tuple[Collective, ...]]:
+    names, collectives = _names(program), collectives_of(program)
+    every = {name for of_node in names.values() for name in of_node} | {each.name for each in collectives}
     for glob in globs:
         if not any(_matches(name, glob) for name in every):
-            raise _nothing(glob, sorted(every))
+            raise OptionError(
+                f"--only {glob!r}",
+                f"a table ({', '.join(TABLES)}), or a glob over {len(every)} names of values and modules",
+                "it is no table, and finds no value and no module",
+                did_you_mean(glob, [*TABLES, *sorted(every)]) or "write '*' before or after a part of the name",
+            )
 
-    def is_asked(names: Iterable[str]) -> bool:
+    def is_selected(names: Iterable[str]) -> bool:
         return any(_matches(name, glob) for name in names for glob in globs)
 
-    nodes = frozenset(node for node, names in known.items() if is_asked(names))
+    nodes = frozenset(node for node, of_node in names.items() if is_selected(of_node))
     moved = {node.name for node in nodes}
-    ours = (each for each in collectives if is_asked([each.name]) or moved & {each.name, *each.node.split(", ")})
-    return nodes, tuple(ours)
+    related = (each for each in collectives if is_selected([each.name]) or moved & {each.name, *each.node.split(", ")})
+    return nodes, tuple(related)
 
 
 def _names(program: Program) -> dict[fx.Node, tuple[str, ...]]:
-    """What each node may be asked for by: its names, those of results that it is, its module."""
+    """The names that select each node: its own, those of the outputs that it is, its module."""
     shown = value_names(program)
     names = {node: [node.name, shown[node], program.source(node).module] for node in shown if node.op != "output"}
     for output, node in zip(program.outputs, program.results, strict=True):
         if node is not None and output.kind == "output":
             names[node].append(output.name)
-    return {node: tuple(dict.fromkeys(filter(None, its))) for node, its in names.items()}
+    return {node: tuple(dict.fromkeys(filter(None, each))) for node, each in names.items()}
 
 
 def _matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
-
-
-def _nothing(glob: str, names: Sequence[str]) -> OptionError:
-    return OptionError(
-        f"--only {glob!r}",
-        f"a table ({', '.join(TABLES)}), or a glob over {len(names)} names of values and modules",
-        "it is no table, and finds no value and no module",
-        did_you_mean(glob, [*TABLES, *names]) or "write '*' before or after a part of the name",
-    )
-
-
-def _no_stages(program: Program) -> OptionError:
-    what = f"a program that is {program.level}, with {program.options.pipeline or 'no pipeline'}"
-    return OptionError(
-        "--only stages", what, "it has no stages yet", "say --pipeline, and no --after before lower_reshards"
-    )
-
-
-def _no_machine(program: Program) -> OptionError:
-    problem = "there is no machine to predict it for, or nothing is sent yet"
-    return OptionError(
-        "--only time", f"a program that is {program.level}", problem, "say --links and --device, and no early --after"
-    )

@@ -1,4 +1,4 @@
-"""What ``shardc stages`` prints: what each stage holds, does and is sent, and how uneven that is; text and JSON."""
+"""``shardc stages``: what each stage holds, computes and receives, and how uneven stages are, as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ def stages_text(stages: ChosenStages, format: str = "text") -> str:
     record = stages_record(stages)
     if format == "json":
         return json_text(record)
-    parts = [_stages_table(record), _crossing_table(record), _shared_table(record)]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(filter(None, [_stage_table(record), _crossing_table(record), _shared_table(record)]))
 
 
 def stages_record(stages: ChosenStages) -> dict[str, Any]:
     """The JSON form, version 1.
 
-    Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward of the
-    inputs given, time as a part of all. ``activation_bytes`` are what a stage keeps of them for backward;
-    ``memory_bytes`` add to parameters, gradients and Adam's states those of the microbatches in flight under 1F1B.
-    ``balance``: the largest part over the mean. ``bound``: 1 if no split is better, else a part of the heaviest stage
-    below which none is known to be.
+    Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward on the
+    given inputs, time as a fraction of all. ``activation_bytes`` are saved for backward; ``memory_bytes`` are
+    parameters, gradients, Adam's states, and the activations of the microbatches in flight under 1F1B. ``balance``: the
+    largest part over the mean. ``bound``: 1 if no split is better, else the fraction of the heaviest stage below which
+    no split is known to be.
     """
     entries = [_entry(stages, stage) for stage in range(len(stages.masks))]
     keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
@@ -45,11 +44,10 @@ def stages_record(stages: ChosenStages) -> dict[str, Any]:
 
 def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
     loads, mask = stages.loads, stages.masks[stage]
-    runs = [(loads.units[run[0]].first, loads.units[run[-1]].last) for run in _runs(stages.units(stage))]
     all_time = sum(loads.unit_weights("time")) or 1
     return {
         "stage": stage,
-        "modules": [[first, last] for first, last in runs],
+        "modules": [[loads.units[run[0]].first, loads.units[run[-1]].last] for run in _runs(stages.units(stage))],
         "parameters": loads.weight("params", mask),
         "flops": loads.weight("flops", mask),
         "time": round(loads.weight("time", mask) / all_time, 4),
@@ -64,8 +62,8 @@ def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
 
 
 def _runs(units: Sequence[int]) -> list[list[int]]:
-    """Units after one another, together."""
-    return [[i for _, i in run] for _, run in groupby(enumerate(units), lambda pair: pair[1] - pair[0])]
+    """Units that follow each other, grouped."""
+    return [[unit for _, unit in run] for _, run in groupby(enumerate(units), lambda pair: pair[1] - pair[0])]
 
 
 def _unevenness(parts: Sequence[float]) -> float:
@@ -74,18 +72,18 @@ def _unevenness(parts: Sequence[float]) -> float:
 
 def _shared(stages: ChosenStages) -> list[dict[str, Any]]:
     """The parameters that several stages read."""
-    held = [stages.loads.parameters_of(mask) for mask in stages.masks]
+    names_of_stages = [stages.loads.parameters_of(mask) for mask in stages.masks]
     return [
         {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
         for name in stages.loads.parameters
-        if len(readers := [stage for stage, names in enumerate(held) if name in names]) > 1
+        if len(readers := [stage for stage, names in enumerate(names_of_stages) if name in names]) > 1
     ]
 
 
 # Text.
 
 
-def _stages_table(record: Mapping[str, Any]) -> str:
+def _stage_table(record: Mapping[str, Any]) -> str:
     rows = [
         (
             entry["stage"],
@@ -106,14 +104,14 @@ def _stages_table(record: Mapping[str, Any]) -> str:
 
 
 def _crossing_table(record: Mapping[str, Any]) -> str:
-    rows = [
-        (entry["stage"], sent["from"], sent["value"], sent["type"], sent["bytes"])
+    rows = (
+        (entry["stage"], each["from"], each["value"], each["type"], each["bytes"])
         for entry in record["stages"]
-        for sent in entry["received"]
-    ]
-    return table(("to stage", "from", "value", "type", "bytes"), rows) if rows else "no value crosses a cut\n"
+        for each in entry["received"]
+    )
+    return table(("to stage", "from", "value", "type", "bytes"), rows) or "no value crosses a cut\n"
 
 
 def _shared_table(record: Mapping[str, Any]) -> str:
-    rows = [(each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"]]
-    return table(("shared parameter", "parameters", "stages"), rows) if rows else ""
+    rows = ((each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"])
+    return table(("shared parameter", "parameters", "stages"), rows)
