@@ -1,4 +1,4 @@
-"""The calling convention: a call's arguments as a list of tensors, and a list of tensors as the model's output."""
+"""The calling convention: from a call's arguments to a list of tensors, and from tensors to the model's output."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from shardc.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class CallingConvention:
-    """How a captured program is called: ``inputs`` and ``outputs`` are the leaves of the call and of the result.
+    """How to call a captured program: ``inputs`` and ``outputs`` are the leaves of the call and of the result.
 
-    ``constants``: the values of the program's inputs of kind ``buffer`` that are none of the model's buffers.
+    ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model.
     """
 
     forward: Callable[..., Any]
@@ -52,16 +52,13 @@ class CallingConvention:
         return tuple(name for name, leaf in self.inputs if isinstance(leaf, TensorLeaf))
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, parallel to ``names``; a ShardingError for any leaf other than the captured one."""
+        """The tensors of a call, parallel to ``names``; raises a ShardingError for leaves unlike the captured ones."""
         values = dict(call_leaves(self.forward, args, kwargs)[0])
-        found = {name: leaf_of(value) for name, value in values.items()}
-        errors = _missing(dict(self.inputs), found) + _unexpected(dict(self.inputs), found)
-        errors += [error for name, leaf in self.inputs if name in found for error in _mismatch(name, leaf, found[name])]
-        raise_all(errors)
+        raise_all(list(_differences(dict(self.inputs), {name: leaf_of(value) for name, value in values.items()})))
         return [values[name] for name in self.names]
 
     def unflatten(self, tensors: Iterable[Any]) -> Any:
-        """The model's own output, from the tensors that the program returns for its outputs of kind ``output``."""
+        """The model's output, from the values of the program's outputs of kind ``output``."""
         rest = iter(tensors)
         leaves = (leaf.value if isinstance(leaf, Constant) else next(rest) for _, leaf in self.outputs)
         return rebuild(self.output_tree, leaves)
@@ -77,7 +74,7 @@ def call_signature(
 
 
 def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
-    """The leaves of a model's output, the tensors among them, and its tree; a lone tensor is named ``output``."""
+    """The leaves of a model's output, the tensors among them, and its tree; a single tensor is named ``output``."""
     leaves, tree = flatten(output)
     if tree == LEAF:
         leaves = [("output", output)]
@@ -92,61 +89,43 @@ def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], 
 
 
 def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, ...]:
-    """The outputs that backward starts from: ``loss``, else all of 0 dims, else all; and those named in ``further``."""
-    found = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
+    """The outputs from which backward starts: ``loss``, else all of 0 dims, else all; and those in ``further``."""
+    candidates = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
     for name in further:
-        if name not in found:
+        if name not in candidates:
             raise ShardingError(
                 f"differentiable={name!r}",
                 f"the outputs are {', '.join(name for name, _ in outputs)}",
                 "no output of this name has a gradient",
-                did_you_mean(name, found) or f"use one of {', '.join(found) or 'none'}",
+                did_you_mean(name, candidates) or f"use one of {', '.join(candidates) or 'none'}",
             )
-    scalars = [name for name, leaf in found.items() if not leaf.type.shape]
-    first = ["loss"] if "loss" in found else scalars or list(found)
-    return tuple(name for name in found if name in first or name in further)
+    scalars = [name for name, leaf in candidates.items() if not leaf.type.shape]
+    first = ["loss"] if "loss" in candidates else scalars or list(candidates)
+    return tuple(name for name in candidates if name in first or name in further)
 
 
-def _missing(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
-    return [
-        ShardingError(
-            f"input {name!r}",
-            "not given",
-            f"the program was captured with {captured[name]}",
-            f"pass it, or compile again without {name!r}",
-        )
-        for name in captured
-        if name not in found
-    ]
+def _differences(captured: Mapping[str, Leaf], leaves: Mapping[str, Leaf]) -> Iterator[ShardingError]:
+    """An error for each leaf that is missing from a call, that its program was captured without, or that differs."""
+    for name in captured:
+        if name not in leaves:
+            problem = f"the program was captured with {captured[name]}"
+            yield ShardingError(f"input {name!r}", "not given", problem, f"pass it, or compile again without {name!r}")
+    for name in leaves:
+        if name not in captured:
+            remedy = did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}"
+            problem = "the program was captured without it"
+            yield ShardingError(f"input {name!r}", f"given as {leaves[name]}", problem, remedy)
+    for name, leaf in captured.items():
+        if name in leaves and not _fits(leaf, leaves[name]):
+            problem = f"the program was captured for {leaf}"
+            remedy = "pass an input like the captured one, or compile again for this one"
+            yield ShardingError(f"input {name!r}", str(leaves[name]), problem, remedy)
 
 
-def _unexpected(captured: Mapping[str, Leaf], found: Mapping[str, Leaf]) -> list[ShardingError]:
-    return [
-        ShardingError(
-            f"input {name!r}",
-            f"given as {found[name]}",
-            "the program was captured without it",
-            did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}",
-        )
-        for name in found
-        if name not in captured
-    ]
-
-
-def _mismatch(name: str, captured: Leaf, found: Leaf) -> list[ShardingError]:
-    if isinstance(captured, TensorLeaf) and isinstance(found, TensorLeaf):
-        if captured.type == found.type:
-            return []
-    elif captured == found:
-        return []
-    return [
-        ShardingError(
-            f"input {name!r}",
-            str(found),
-            f"the program was captured for {captured}",
-            "pass an input like the captured one, or compile again for this one",
-        )
-    ]
+def _fits(captured: Leaf, leaf: Leaf) -> bool:
+    if isinstance(captured, TensorLeaf) and isinstance(leaf, TensorLeaf):
+        return captured.type == leaf.type
+    return captured == leaf
 
 
 def call_leaves(
@@ -175,7 +154,7 @@ def call_leaves(
 def rebuild_call(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with other tensors, by the names of the leaves."""
+    """The call with other tensors, by the names of the leaves."""
     bound = _bound(forward, args, kwargs)
     for name, value in bound.arguments.items():
         path = "" if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else name
@@ -185,9 +164,9 @@ def rebuild_call(
 
 
 def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """By kind (``param``, ``input``, ``module``) every name that a pattern may mean, and the one name of its value.
+    """By kind (``param``, ``input``, ``module``) every name that a pattern may match, with the first name of its value.
 
-    A tied parameter has several names, an entry ``foo`` of ``**kw`` is ``kw.foo`` too.
+    A tied parameter has several names; an entry ``foo`` of ``**kw`` is ``kw.foo`` too.
     """
     parameters, buffers, aliases = state_names(model)
     state = {name: name for name in (*parameters, *buffers)}
@@ -204,7 +183,7 @@ def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[st
 
 
 def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """The name of every tensor that has none of its own, what is wrong with it, and what to do."""
+    """For every tensor without a name of its own the name that it would have, the problem, and the remedy."""
     tensors: set[str] = set()
     for name, value in leaves:
         if isinstance(value, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in value):
@@ -229,9 +208,9 @@ def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
-    """For each argument of forward that is given: its name, the index or name that it is given by, and its default.
+    """For each argument of a call its name in forward, its position or keyword in the call, and its default.
 
-    Those of a method are found once for all objects that have it.
+    They are computed once for a method, whatever object it is bound to.
     """
     if isinstance(forward, MethodType):
         return _places_of_method(forward.__func__, count, names)
@@ -257,7 +236,7 @@ _MAX_DEPTH = 8  # of plain objects inside plain objects
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How a value nests, hashable: a leaf has no ``kind``; a container its type, its keys and its children."""
+    """The nesting of a value, hashable: of a container its type, keys and children; a leaf has no ``kind``."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -268,9 +247,10 @@ LEAF = Tree()
 
 
 def flatten(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Tree]:
-    """The leaves with their paths (``batch.ids``, ``xs.0``), and the tree that ``rebuild`` takes.
+    """The leaves with their paths (``batch.ids``, ``xs.0``), and the tree for ``rebuild``.
 
-    Whatever is no container is a leaf: tensors, numbers, None, modules.
+    All that is no container is a leaf: tensors, numbers, None, modules. Unlike ``torch.utils._pytree`` this sees into
+    dataclasses, subclasses of dict and plain objects (key-value caches) without a registration, which is global.
     """
     items = _items(value)
     if items is None:
@@ -278,14 +258,14 @@ def flatten(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Tree]:
     leaves: list[tuple[str, Any]] = []
     children: list[Tree] = []
     for key, child in items:
-        found, tree = flatten(child, f"{name}.{key}" if name else str(key))
-        leaves += found
+        child_leaves, tree = flatten(child, f"{name}.{key}" if name else str(key))
+        leaves += child_leaves
         children.append(tree)
     return leaves, Tree(type(value), tuple(key for key, _ in items), tuple(children))
 
 
 def rebuild(tree: Tree, leaves: Iterable[Any]) -> Any:
-    """The value again, from its tree and new leaves in the same order."""
+    """The value of a tree with new leaves, in the order of ``flatten``."""
     return _rebuild(tree, iter(leaves))
 
 
@@ -305,10 +285,10 @@ def _make(kind: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
         filled = kind()
         filled.update(zip(keys, children, strict=True))
         return filled
-    made = kind.__new__(kind)
+    value = kind.__new__(kind)
     for key, child in zip(keys, children, strict=True):
-        object.__setattr__(made, key, child)
-    return made
+        object.__setattr__(value, key, child)
+    return value
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
@@ -335,10 +315,9 @@ def _holds_tensor(value: Any, depth: int) -> bool:
 def _is_or_holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if isinstance(value, (tuple, list)):
-        return any(_is_or_holds_tensor(child, depth) for child in value)
-    if isinstance(value, dict):
-        return any(_is_or_holds_tensor(child, depth) for child in value.values())
+    if isinstance(value, (tuple, list, dict)):
+        children = value.values() if isinstance(value, dict) else value
+        return any(_is_or_holds_tensor(child, depth) for child in children)
     return _holds_tensor(value, depth)
 
 
@@ -355,19 +334,19 @@ def input_values(
     grad_outputs: Mapping[str, torch.Tensor],
     draw: tuple[int, int],
 ) -> Iterator[torch.Tensor]:
-    """The values of the program's inputs, whole, in order.
+    """The global values of a program's inputs, in order.
 
-    ``tensors``: the call's, in order. ``grad_outputs``: by output; ones where there is none. ``draw``: seed and step.
-    Raises a ShardingError for state on meta, and for gradients of other names or types than the outputs'.
+    ``tensors``: the call's, in order. ``grad_outputs``: by output, ones by default. ``draw``: seed and step. Raises a
+    ShardingError for state on meta, and for gradients whose names or types are not those of outputs.
     """
     _check_gradients(program, grad_outputs)
     _check_state(program, state)
-    given = iter(tensors)
+    arguments = iter(tensors)
     for put in program.inputs:
         if put.kind in ("parameter", "buffer"):
             yield state[put.name].detach()
         elif put.kind == "input":
-            yield next(given)
+            yield next(arguments)
         elif put.kind == "tangent":
             yield grad_outputs.get(put.name, torch.ones(put.type.shape, dtype=put.type.dtype))
         else:
@@ -386,7 +365,7 @@ def _check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_gradients(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
-    """A ShardingError for every gradient of an output that has none, or of another type than the output."""
+    """Raise a ShardingError for gradients of outputs that have none, or of another type than the output."""
     types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
     check_tangents(grad_outputs, list(types))
     errors: list[ShardingError] = []

@@ -1,4 +1,4 @@
-"""What a captured program depends on: the signature of a call, and fingerprints of a model and of its arguments."""
+"""The cache key of a captured program: the signature of a call, with fingerprints of its arguments and of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from shardc.capture.model import state_names
@@ -21,11 +20,10 @@ from shardc.language.sharding import TensorType
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a captured program depends on, as the key of a cache: two calls with one signature share a program.
+    """All that a captured program depends on: two calls with equal signatures share a program.
 
-    ``leaves``: every leaf of the arguments by name, a tensor as its type and ``requires_grad``, anything else as its
-    value. ``state``: that of the model, which is often one object and so is compared sooner than hashed. ``autocast``:
-    the dtype that autocast casts to, by device type.
+    ``leaves``: every leaf of the arguments by name. ``state``: ``model_state``, often the same object and so quick to
+    compare, slow to hash. ``autocast``: the dtype that autocast casts to, by device type.
     """
 
     leaves: tuple[tuple[str, Hashable], ...]
@@ -36,16 +34,16 @@ class Signature:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def differences(self, other: Signature) -> list[str]:
-        """What two signatures of a model differ in, in words."""
+        """The differences between two signatures of a model, in words."""
         mine, theirs = dict(self.leaves), dict(other.leaves)
-        found = [
+        texts = [
             f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
             for name in {**mine, **theirs}
             if mine.get(name) != theirs.get(name)
         ]
         mine, theirs = dict(self.state), dict(other.state)
-        found += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        return found or ["gradients on or off, the default dtype, or autocast"]
+        texts += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        return texts or ["gradients on or off, the default dtype, or autocast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A leaf that is no tensor. Equal when type and value are, as they were when it was made."""
+    """A leaf that is no tensor; equal to another whose value had the same fingerprint when it was created."""
 
     value: Any
     state: Hashable = field(init=False, repr=False)
@@ -91,7 +89,7 @@ def leaf_of(value: Any) -> Leaf:
 
 
 def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool, state: State) -> Signature:
-    """That of a call with these leaves, of a model of this state."""
+    """The signature of a call with these leaves, on a model of this state."""
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     described = tuple((name, leaf_of(value)) for name, value in leaves)
     return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
@@ -102,7 +100,7 @@ _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
 
 
 class Identity:
-    """Equal to another of the same object alone, which it keeps alive."""
+    """The identity of an object, which it keeps alive."""
 
     __slots__ = ("value",)
 
@@ -120,11 +118,11 @@ class Identity:
 
 
 def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
-    """Equal for two values that a model cannot tell apart.
+    """A value that is equal for two objects which a model cannot tell apart.
 
-    Numbers and strings stand for themselves with their type, containers, arrays and plain objects for what they hold,
-    functions, modules and whatever is too large or too deep for their identity. A tensor stands for its identity; one
-    of 0 dims, whose number a program may hold, for its version too. ``memo``: what is known already, by identity.
+    A number or string is its type and value; a container, array or plain object its contents; a function, a module and
+    all that is too large or too deep its identity. A tensor is its identity; a 0-dim tensor, whose number a program may
+    hold, its version too. ``memo``: the fingerprints of objects so far, by their id.
     """
     if isinstance(value, float):
         return float, repr(value)  # a nan is itself, -0.0 is not 0.0
@@ -132,26 +130,26 @@ def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int 
         return type(value), value
     memo = {} if memo is None else memo
     if id(value) not in memo:
-        memo[id(value)] = Identity(value)  # of a value that holds itself
-        memo[id(value)] = _frozen(value, memo, depth)
+        memo[id(value)] = Identity(value)  # for a value that contains itself
+        memo[id(value)] = _contents_fingerprint(value, memo, depth)
     return memo[id(value)]
 
 
-def _frozen(value: Any, memo: dict[int, Hashable], depth: int) -> Hashable:
+def _contents_fingerprint(value: Any, memo: dict[int, Hashable], depth: int) -> Hashable:
     if isinstance(value, torch.Tensor):
         return Identity(value), value._version if value.ndim == 0 and not value.is_inference() else 0
     if isinstance(value, (bytearray, array)):
         return type(value), bytes(value)
     if _is_array(value):
         return type(value), value.shape, str(value.dtype), value.tobytes()
-    held = _held(value)
-    if held is not None and len(held) <= MAX_ENTRIES and depth < MAX_DEPTH:
-        return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in held.items())
+    contents = _contents(value)
+    if contents is not None and len(contents) <= MAX_ENTRIES and depth < MAX_DEPTH:
+        return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in contents.items())
     return (type(value), value) if _is_value(value) else Identity(value)
 
 
-def _held(value: Any) -> Mapping[Hashable, Any] | None:
-    """What a container or a plain object holds; None for a value that holds nothing that can be seen."""
+def _contents(value: Any) -> Mapping[Hashable, Any] | None:
+    """The contents of a container or a plain object; None for a value that shows none."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple, deque)):
@@ -178,7 +176,7 @@ def attributes_of(value: Any) -> dict[Any, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether a value says itself what it is equal to."""
+    """Whether a value is hashable and defines its own equality."""
     try:
         hash(value)
     except TypeError:
@@ -192,14 +190,15 @@ def _is_array(value: Any) -> bool:
 
 
 State = tuple[tuple[str, Hashable], ...]
-CONTAINERS = {dict, OrderedDict, list, set}  # empty they are left out, which saves most of the time
+CONTAINERS = {dict, OrderedDict, list, set}  # left out where empty, which saves most of the time
 APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 
 
 def model_state(model: nn.Module) -> State:
-    """The ``requires_grad`` of every parameter, what every module is and holds besides tensors, by name, and its sizes.
+    """All of a model that forward may read besides values of tensors, by name.
 
-    ``training`` and hooks are among it: forward may read all. Of what has several names, which of them are one.
+    That is the shape and ``requires_grad`` of parameters, the names that are tied, and for every module its type and
+    attributes, ``training`` and hooks included.
     """
     memo: dict[int, Hashable] = {}
     parameters, buffers, aliases = state_names(model)

@@ -1,4 +1,4 @@
-"""A rule held to its word: an op run on pieces of its operands and put together gives what it gives on the whole."""
+"""Sharding rules of users' own ops: their registration, and a check that an op on pieces equals the op on the whole."""
 
 from __future__ import annotations
 
@@ -33,12 +33,203 @@ from shardc.ops.piece import neutral
 from shardc.program.node import operands
 from shardc.program.program import Program
 
+Spec = str | Callable[[OpCall], str | None]
+_GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a tensor that is not looked at"
+
+
+def register_rule(
+    op: Any,
+    spec: Spec,
+    *,
+    linear: str = "",
+    whole: str = "",
+    reduce: ReduceOp = "sum",
+    sizes: int | None = None,
+    local: Local | None = None,
+    uneven: bool = False,
+    override: bool = False,
+) -> None:
+    """Register which dims an op's tensors share, so that it stays sharded instead of running whole on every rank.
+
+    ``spec`` names a *factor* for each dim, as an einsum does, for every tensor argument in the order of the schema and
+    for every result::
+
+        shardc.register_rule(torch.ops.mine.rms_norm.default, "... d, d -> ... d", whole="d")
+        shardc.register_rule(torch.ops.mine.matmul.default, "m k, k n -> m n", linear="0 1")
+
+    A factor on results and operands may be cut with no communication. One that stands in operands alone may be cut too
+    and leaves a partial result, combined by ``reduce`` (``sum``, ``max`` or ``min``). ``whole="d"`` names factors that
+    must not be cut: they are gathered first. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut,
+    ``...`` all leading dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where
+    others have more is broadcast. ``linear`` lists operands in which the op is linear, so that an open sum may pass:
+    ``"0 1"`` in operand 0 and in operand 1, ``"01"`` in both together.
+
+    Where the rule depends on the call, ``spec`` is a function of it (``call.args``, ``call.operands``,
+    ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole. An op that
+    names sizes is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of the first result, and
+    ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local types.
+
+    A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
+    (-inf for ``max``, inf for ``min``). ``uneven=True`` says that such elements leave the result as it is; it holds by
+    itself where the op is linear in operands that have the factor.
+
+    A rule of shardc's own is replaced with ``override=True`` alone. Check a rule with
+    ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
+
+    Raises a ShardingError here where the spec does not fit the op's schema, and when a model is compiled where it does
+    not fit a call.
+    """
+    op = overload_of(op)
+    who = f"register_rule({op})"
+    if op in RULES and not override:
+        raise ShardingError(
+            who, "it has a rule", "a second one would hide it", "say override=True to put yours in its place"
+        )
+    for name, value in (("linear", linear), ("whole", whole)):
+        if not isinstance(value, str):
+            what, problem = f"{name}={value!r}", "it is text, words with blanks between them"
+            raise ShardingError(who, what, problem, f"say {name}={'0 1' if name == 'linear' else 'd'!r}")
+    if not isinstance(spec, str) and not callable(spec):
+        raise ShardingError(who, f"spec={spec!r}", "it is no text, and no function of the call", _GRAMMAR)
+    if isinstance(spec, str):
+        _check_spec(who, op, spec, linear, whole, sizes is not None or local is not None)
+    if reduce not in ("sum", "max", "min"):
+        raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
+
+    def bind(call: OpCall) -> Rule:
+        text = spec(call) if callable(spec) else spec
+        if text is None:
+            return replicated_rule(call)
+        if callable(spec):
+            _check_spec(who, op, text, linear, whole, sizes is not None or local is not None)
+        _check_call(who, text, call)
+        bound = make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
+        return replace(bound, sees_padding=not uneven and not _sees_no_padding(bound))
+
+    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload:
+    """The overload of a ``torch.library.custom_op`` or of a packet with one overload, or the overload itself."""
+    overload = getattr(op, "_opoverload", op)
+    if isinstance(overload, torch._ops.OpOverloadPacket) and len(overload.overloads()) == 1:
+        overload = getattr(overload, overload.overloads()[0])
+    if not isinstance(overload, torch._ops.OpOverload):
+        named = [f"{overload}.{name}" for name in overload.overloads()] if hasattr(overload, "overloads") else []
+        raise ShardingError(
+            f"op {op}",
+            f"of type {type(op).__name__}",
+            "a rule is for one overload of an op of torch.library",
+            f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default",
+        )
+    return overload
+
+
+def _sees_no_padding(rule: Rule) -> bool:
+    """Whether padding with zeros leaves every sum as it is: the op is linear in operands that have the factor."""
+    partial = [name for name in rule.sizes if rule.leaves_partial(name)]
+    return rule.reduce == "sum" and all(
+        any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
+    )
+
+
+def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local: bool) -> None:
+    """Check a spec before any call: its entries against the schema, its factors against each other."""
+
+    def refuse(problem: str, remedy: str) -> None:
+        raise ShardingError(who, f"spec {spec!r} for {op._schema}", problem, remedy)
+
+    if op._schema.is_mutable:
+        refuse("the op changes its operands", "make it return what it computes")
+    left, arrow, right = spec.partition("->")
+    if not arrow or "->" in right or any(side.count("(") != side.count(")") for side in (left, right)):
+        refuse("it does not read like operands -> results", _GRAMMAR)
+    for side, entries, declared in (
+        ("operand", left.split(","), [argument.type for argument in op._schema.arguments]),
+        ("result", right.split(","), [result.type for result in op._schema.returns]),
+    ):
+        tensors = [str(type_) for type_ in declared if "Tensor" in str(type_)]
+        is_list = any("List" in type_ for type_ in tensors)
+        if len(entries) != len(tensors) and not (is_list and len(entries) >= len(tensors) - 1):
+            refuse(f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')} of the schema", _GRAMMAR)
+    factors = [_factors(side) for side in (left, right)]
+    if not has_local and (alone := factors[1] - factors[0]):
+        refuse(
+            f"factor {min(alone)!r} stands in results alone, so that the op must be told one rank's size of it",
+            "give local= or sizes=, or write 1 for a dim that is never cut",
+        )
+    for name in whole.split():
+        if name not in factors[0] | factors[1]:
+            remedy = did_you_mean(name, factors[0] | factors[1]) or "name factors of the spec"
+            refuse(f"whole={whole!r} names {name!r}, which is no factor of it", remedy)
+    if not linear.replace(" ", "").isdigit() and linear:
+        refuse(f"linear={linear!r} does not list operands", "write '0 1' for two groups, '01' for one group of two")
+    outside = [i for group in parse_groups(linear) for i in group if i >= len(left.split(","))]
+    if outside:
+        refuse(f"linear={linear!r} names operand {outside[0]}", f"there are operands 0 to {len(left.split(',')) - 1}")
+
+
+def _check_call(who: str, spec: str, call: OpCall) -> None:
+    """Check a spec against a call: an entry for each tensor, a factor for each dim, and one size for each factor."""
+    left, _, right = spec.partition("->")
+    sizes: dict[str, int] = {}
+    sides = ("operand", left, call.operands), ("result", right, call.results)
+    for side, text, tensors in sides:
+        entries = text.split(",")
+        if len(entries) < len(tensors):
+            raise ShardingError(
+                who, f"spec {spec!r}", f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')}", _GRAMMAR
+            )
+        for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=False)):
+            if tensor is None or entry.strip() == "_":
+                continue
+            for factor, size in _pairs(who, spec, f"{side} {i}", entry, tensor):
+                known = sizes.setdefault(factor, size)
+                if 1 in (known, size):
+                    sizes[factor] = max(known, size)
+                elif known != size:
+                    raise ShardingError(
+                        f"{who}, {side} {i}",
+                        f"{tensor} as {entry.strip()!r}",
+                        f"factor {factor!r} is {size} here and {known} in another tensor",
+                        "give the two dims different names",
+                    )
+
+
+def _pairs(who: str, spec: str, tensor_name: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
+    """The factors that are alone in a dim, with its size."""
+    dims = parse_dims(entry.strip())
+    has_dots = ("...",) in dims
+    if len(dims) - has_dots > len(tensor.shape) or (not has_dots and len(dims) != len(tensor.shape)):
+        raise ShardingError(
+            f"{who}, {tensor_name}",
+            f"{tensor} as {entry.strip()!r}",
+            f"{_count(len(dims) - has_dots, 'entry')} for {_count(len(tensor.shape), 'dim')}",
+            "name each dim; '...' stands for any number of leading dims",
+        )
+    sizes = tensor.shape[len(tensor.shape) - len(dims) + 1 :] if has_dots and dims[0] == ("...",) else tensor.shape
+    named = dims[1:] if has_dots and dims[0] == ("...",) else () if has_dots else dims
+    yield from ((dim[0], size) for dim, size in zip(named, sizes, strict=True) if len(dim) == 1)
+
+
+def _factors(side: str) -> set[str]:
+    entries = [entry.strip() for entry in side.split(",")]
+    return {name for entry in entries if entry != "_" for dim in parse_dims(entry) for name in dim} - {"1"}
+
+
+def _count(number: int, what: str) -> str:
+    plural = what.replace("entry", "entrie") + "s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+# Checking a rule on example arguments.
+
 TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2}
 _REDUCE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
-    """Hold an op's rule to its word on example arguments: ``check_rule(torch.ops.mine.norm.default, x, weight)``.
+    """Check an op's rule on example arguments: ``check_rule(torch.ops.mine.norm.default, x, weight)``.
 
     Each factor that may be cut is cut in 2 and in 3 pieces where that divides it, and every two factors at once; the op
     runs on every piece, the results are put together as the rule says, and compared with the op on the whole. Operands
@@ -58,7 +249,7 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class WrongRule(AssertionError):
-    """A rule that does not hold; ``what`` was cut or split."""
+    """A rule that does not hold; ``what`` names the cut or split that shows it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -66,26 +257,26 @@ class WrongRule(AssertionError):
 
 
 def check(case: Case) -> None:
-    """Every factor in 2 and in 3 pieces, every two factors at once, every linear group; a WrongRule where it fails."""
+    """Check every factor in 2 and in 3 pieces, every two at once, every linear group; raises a WrongRule."""
     sizes, factors = case.rule.sizes, cuttable(case.rule)
     cuts = [{factor: count} for factor in factors for count in (2, 3)]
     cuts += [{one: 2, other: 3} for one, other in itertools.combinations(factors, 2)]
     for pieces in cuts:
         if all(sizes[factor] % count == 0 for factor, count in pieces.items()):
-            with _blaming(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
+            with _failing_as(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
                 _check_cuts(case, pieces)
     for factor in factors:
         if _may_be_padded(case.rule, factor):
-            with _blaming(f"{factor} with padding"):
+            with _failing_as(f"{factor} with padding"):
                 _check_padding(case, factor)
     for group in case.rule.linear:
         if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
-            with _blaming(f"operands {sorted(group)} as sums of two terms"):
+            with _failing_as(f"operands {sorted(group)} as sums of two terms"):
                 _check_linear(case, group)
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _failing_as(what: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, RuntimeError) as error:
@@ -94,21 +285,18 @@ def _blaming(what: str) -> Iterator[None]:
 
 def cuttable(rule: Rule) -> list[str]:
     """The factors that may be cut."""
-    held = {*rule.whole, *rule.chunks}
-    return [factor for factor, size in rule.sizes.items() if factor not in held and size > 1]
+    return [f for f, size in rule.sizes.items() if f not in rule.whole and f not in rule.chunks and size > 1]
 
 
 def _check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
     """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
     sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
-    changed = _local_arguments(case, sizes)
-    found = {
-        index: case.run(_cut_operands(case, pieces, index), changed)
-        for index in itertools.product(*map(range, pieces.values()))
-    }
+    arguments = _local_arguments(case, sizes)
+    indices = itertools.product(*map(range, pieces.values()))
+    results_at = {index: case.run(_cut_operands(case, pieces, index), arguments) for index in indices}
     for r, (whole, dims) in enumerate(zip(case.results, case.rule.results, strict=True)):
         if whole is not None and dims is not None:
-            parts = {index: part for index, results in found.items() if (part := results[r]) is not None}
+            parts = {index: part for index, results in results_at.items() if (part := results[r]) is not None}
             assert {tuple(part.shape) for part in parts.values()} == {_local_shape(dims, whole.shape, sizes)}
             if not whole.is_meta:
                 _assert_same(case, _put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
@@ -195,12 +383,12 @@ def _local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
     return entry.local(case.call, shard)
 
 
-def _assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype
+def _assert_same(case: Case, result: Tensor, expected: Tensor) -> None:
+    assert result.dtype == expected.dtype
     if "empty" not in str(case.op):
         scale = max([1.0, *expected.abs().flatten().tolist()]) if _is_number(expected) else 1
         torch.testing.assert_close(
-            found, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
+            result, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
         )
 
 
@@ -216,7 +404,7 @@ def _may_be_padded(rule: Rule, factor: str) -> bool:
 
 
 def _check_padding(case: Case, factor: str) -> None:
-    """With one more element that reads what padding does, the results that have no such factor are the same."""
+    """Check that one more element with the fill of padding leaves the results without the factor as they are."""
     tensors, sizes = list(case.tensors), dict(case.rule.sizes)
     for i, (tensor, dims) in enumerate(zip(case.tensors, case.rule.operands, strict=True)):
         if tensor is not None and dims is not None and case.rule.has(factor, dims):
@@ -224,14 +412,14 @@ def _check_padding(case: Case, factor: str) -> None:
             one = tensor.new_full([*tensor.shape[:place], 1, *tensor.shape[place + 1 :]], fill)
             tensors[i] = torch.cat([tensor, one], place)
     sizes[factor] += 1
-    for i, found in enumerate(case.run(tensors, _local_arguments(case, sizes))):
+    for i, result in enumerate(case.run(tensors, _local_arguments(case, sizes))):
         expected = case.results[i]
-        if found is not None and expected is not None and not expected.is_meta and case.rule.is_partial(factor, i):
-            _assert_same(case, found, expected)
+        if result is not None and expected is not None and not expected.is_meta and case.rule.is_partial(factor, i):
+            _assert_same(case, result, expected)
 
 
 def _check_linear(case: Case, group: frozenset[int]) -> None:
-    """Split these operands in two terms; the results of both terms add up to the result."""
+    """Check that the results on two terms of these operands add up to the result on their sum."""
     draw = torch.Generator().manual_seed(len(group))
     terms = [list(case.tensors), list(case.tensors)]
     for i in group:
@@ -246,7 +434,7 @@ def _check_linear(case: Case, group: frozenset[int]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of an op with real arguments, and its rule, bound as a program binds it."""
+    """A call of an op with real arguments, and its rule, bound as in a program."""
 
     op: Any
     args: tuple[Any, ...]
@@ -257,7 +445,7 @@ class Case:
     results: tuple[Tensor | None, ...]
 
     def run(self, tensors: Sequence[Tensor | None], changed: Mapping[int, Any] | None = None) -> list[Tensor | None]:
-        """The results for other operands, and other arguments at some positions."""
+        """The results for other operands, and with other arguments at the positions in ``changed``."""
         new = {id(old): new for old, new in zip(self.tensors, tensors, strict=True) if new is not None}
         args, kwargs = _map_tensors(lambda tensor: new[id(tensor)].clone(), (self.args, dict(self.kwargs)))
         args = list(args)
@@ -266,8 +454,8 @@ class Case:
         return _as_results(self.op(*args, **kwargs))
 
 
-def _as_results(found: Any) -> list[Tensor | None]:
-    entries = list(found) if isinstance(found, (tuple, list)) else [found]
+def _as_results(returned: Any) -> list[Tensor | None]:
+    entries = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     return [entry if isinstance(entry, Tensor) else None for entry in entries]
 
 
@@ -276,7 +464,7 @@ def _type_of(tensor: Tensor | None) -> TensorType | None:
 
 
 def without_chunks(rule: Rule) -> Rule:
-    """The rule as if dims cut in chunks of another size on each tensor were whole: test_window is theirs."""
+    """The rule with chunked factors left out, whose chunks differ in size on each tensor and are checked elsewhere."""
 
     def whole(dims: Dims | None) -> Dims | None:
         return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
@@ -296,205 +484,16 @@ def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any
         tensors[node] = tensor
         return node
 
-    whole = _map_tensors(torch.clone, (args, dict(kwargs)))
-    found = op(*whole[0], **whole[1])
+    own_args, own_kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # the op may write to them
+    returned = op(*own_args, **own_kwargs)
     args, kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # no tensor twice
     node = graph.call_function(op, *_map_tensors(placeholder, (args, kwargs)))
-    types = tuple(map(_type_of, _as_results(found)))
-    program.set_type(node, types if isinstance(found, (tuple, list)) else types[0])
+    types = tuple(map(_type_of, _as_results(returned)))
+    program.set_type(node, types if isinstance(returned, (tuple, list)) else types[0])
     bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
     values = tuple(None if operand is None else tensors[operand] for operand in operands(node))
-    return Case(op, args, kwargs, program.call(node), bound, values, tuple(_as_results(found)))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(_as_results(returned)))
 
 
 def _map_tensors(change: Callable[[Tensor], Any], argument: Any) -> Any:
     return map_aggregate(argument, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
-Spec = str | Callable[[OpCall], str | None]
-_GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a tensor that is not looked at"
-
-
-def register_rule(
-    op: Any,
-    spec: Spec,
-    *,
-    linear: str = "",
-    whole: str = "",
-    reduce: ReduceOp = "sum",
-    sizes: int | None = None,
-    local: Local | None = None,
-    uneven: bool = False,
-    override: bool = False,
-) -> None:
-    """Say which dims an op's tensors share, so that it stays sharded instead of running whole on every rank.
-
-    ``spec`` names a *factor* for each dim, as an einsum does, for every tensor argument in the order of the schema and
-    for every result::
-
-        shardc.register_rule(torch.ops.mine.rms_norm.default, "... d, d -> ... d", whole="d")
-        shardc.register_rule(torch.ops.mine.matmul.default, "m k, k n -> m n", linear="0 1")
-
-    A factor on results and operands may be cut with no communication. One that stands in operands alone may be cut too
-    and leaves a partial result, combined by ``reduce`` (``sum``, ``max`` or ``min``). ``whole="d"`` names factors that
-    must not be cut: they are gathered first. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut,
-    ``...`` all leading dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where
-    others have more is broadcast. ``linear`` lists operands in which the op is linear, so that an open sum may pass:
-    ``"0 1"`` in operand 0 and in operand 1, ``"01"`` in both together.
-
-    Where the rule depends on the call, ``spec`` is a function of it (``call.args``, ``call.operands``,
-    ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole. An op that
-    names sizes is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of the first result, and
-    ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local types.
-
-    A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
-    (-inf for ``max``, inf for ``min``). ``uneven=True`` says that such elements leave the result as it is; it holds by
-    itself where the op is linear in operands that have the factor.
-
-    A rule of shardc's own is replaced with ``override=True`` alone. Hold a rule to its word with
-    ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
-
-    Raises a ShardingError here where the spec does not fit the op's schema, and when a model is compiled where it does
-    not fit a call.
-    """
-    op = overload_of(op)
-    who = f"register_rule({op})"
-    if op in RULES and not override:
-        raise ShardingError(
-            who, "it has a rule", "a second one would hide it", "say override=True to put yours in its place"
-        )
-    for name, value in (("linear", linear), ("whole", whole)):
-        if not isinstance(value, str):
-            what, problem = f"{name}={value!r}", "it is text, words with blanks between them"
-            raise ShardingError(who, what, problem, f"say {name}={'0 1' if name == 'linear' else 'd'!r}")
-    if not isinstance(spec, str) and not callable(spec):
-        raise ShardingError(who, f"spec={spec!r}", "it is no text, and no function of the call", _GRAMMAR)
-    if isinstance(spec, str):
-        _check_spec(who, op, spec, linear, whole, sizes is not None or local is not None)
-    if reduce not in ("sum", "max", "min"):
-        raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
-
-    def bind(call: OpCall) -> Rule:
-        text = spec(call) if callable(spec) else spec
-        if text is None:
-            return replicated_rule(call)
-        if callable(spec):
-            _check_spec(who, op, text, linear, whole, sizes is not None or local is not None)
-        _check_call(who, text, call)
-        bound = make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
-        return replace(bound, sees_padding=not uneven and not _sees_no_padding(bound))
-
-    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
-
-
-def overload_of(op: Any) -> torch._ops.OpOverload:
-    """The overload that a graph calls, of what ``torch.library.custom_op`` returns, a packet of one or an overload."""
-    found = getattr(op, "_opoverload", op)
-    if isinstance(found, torch._ops.OpOverloadPacket) and len(found.overloads()) == 1:
-        found = getattr(found, found.overloads()[0])
-    if not isinstance(found, torch._ops.OpOverload):
-        named = [f"{found}.{name}" for name in found.overloads()] if hasattr(found, "overloads") else []
-        raise ShardingError(
-            f"op {op}",
-            f"of type {type(op).__name__}",
-            "a rule is for one overload of an op of torch.library",
-            f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default",
-        )
-    return found
-
-
-def _sees_no_padding(rule: Rule) -> bool:
-    """Whether zeros in place of padding leave every sum as it is, since the op is linear in what has the factor."""
-    partial = [name for name in rule.sizes if rule.leaves_partial(name)]
-    return rule.reduce == "sum" and all(
-        any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
-    )
-
-
-def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local: bool) -> None:
-    """What can be seen before any call: entries against the schema, factors against each other."""
-
-    def refuse(problem: str, remedy: str) -> None:
-        raise ShardingError(who, f"spec {spec!r} for {op._schema}", problem, remedy)
-
-    if op._schema.is_mutable:
-        refuse("the op changes its operands", "make it return what it computes")
-    left, arrow, right = spec.partition("->")
-    if not arrow or "->" in right or any(side.count("(") != side.count(")") for side in (left, right)):
-        refuse("it does not read like operands -> results", _GRAMMAR)
-    for side, entries, declared in (
-        ("operand", left.split(","), [argument.type for argument in op._schema.arguments]),
-        ("result", right.split(","), [result.type for result in op._schema.returns]),
-    ):
-        tensors = [str(type_) for type_ in declared if "Tensor" in str(type_)]
-        is_list = any("List" in type_ for type_ in tensors)
-        if len(entries) != len(tensors) and not (is_list and len(entries) >= len(tensors) - 1):
-            refuse(f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')} of the schema", _GRAMMAR)
-    factors = [_factors(side) for side in (left, right)]
-    if not has_local and (alone := factors[1] - factors[0]):
-        refuse(
-            f"factor {min(alone)!r} stands in results alone, so that the op must be told one rank's size of it",
-            "give local= or sizes=, or write 1 for a dim that is never cut",
-        )
-    for name in whole.split():
-        if name not in factors[0] | factors[1]:
-            remedy = did_you_mean(name, factors[0] | factors[1]) or "name factors of the spec"
-            refuse(f"whole={whole!r} names {name!r}, which is no factor of it", remedy)
-    if not linear.replace(" ", "").isdigit() and linear:
-        refuse(f"linear={linear!r} does not list operands", "write '0 1' for two groups, '01' for one group of two")
-    outside = [i for group in parse_groups(linear) for i in group if i >= len(left.split(","))]
-    if outside:
-        refuse(f"linear={linear!r} names operand {outside[0]}", f"there are operands 0 to {len(left.split(',')) - 1}")
-
-
-def _check_call(who: str, spec: str, call: OpCall) -> None:
-    """An entry for each tensor, a factor for each dim, and one size for each factor."""
-    left, _, right = spec.partition("->")
-    sizes: dict[str, int] = {}
-    sides = ("operand", left, call.operands), ("result", right, call.results)
-    for side, text, tensors in sides:
-        entries = text.split(",")
-        if len(entries) < len(tensors):
-            raise ShardingError(
-                who, f"spec {spec!r}", f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')}", _GRAMMAR
-            )
-        for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=False)):
-            if tensor is None or entry.strip() == "_":
-                continue
-            for factor, size in _pairs(who, spec, f"{side} {i}", entry, tensor):
-                known = sizes.setdefault(factor, size)
-                if 1 in (known, size):
-                    sizes[factor] = max(known, size)
-                elif known != size:
-                    raise ShardingError(
-                        f"{who}, {side} {i}",
-                        f"{tensor} as {entry.strip()!r}",
-                        f"factor {factor!r} is {size} here and {known} in another tensor",
-                        "give the two dims different names",
-                    )
-
-
-def _pairs(who: str, spec: str, tensor_name: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
-    """The factors that have a dim to themselves, with its size."""
-    dims = parse_dims(entry.strip())
-    has_dots = ("...",) in dims
-    if len(dims) - has_dots > len(tensor.shape) or (not has_dots and len(dims) != len(tensor.shape)):
-        raise ShardingError(
-            f"{who}, {tensor_name}",
-            f"{tensor} as {entry.strip()!r}",
-            f"{_count(len(dims) - has_dots, 'entry')} for {_count(len(tensor.shape), 'dim')}",
-            "name each dim; '...' stands for any number of leading dims",
-        )
-    sizes = tensor.shape[len(tensor.shape) - len(dims) + 1 :] if has_dots and dims[0] == ("...",) else tensor.shape
-    named = dims[1:] if has_dots and dims[0] == ("...",) else () if has_dots else dims
-    yield from ((dim[0], size) for dim, size in zip(named, sizes, strict=True) if len(dim) == 1)
-
-
-def _factors(side: str) -> set[str]:
-    entries = [entry.strip() for entry in side.split(",")]
-    return {name for entry in entries if entry != "_" for dim in parse_dims(entry) for name in dim} - {"1"}
-
-
-def _count(number: int, what: str) -> str:
-    plural = what.replace("entry", "entrie") + "s"
-    return f"{number} {what if number == 1 else plural}"
