@@ -1,4 +1,4 @@
-"""The options of compile and parallelize: what is stored where between uses, in which precision, what is recomputed."""
+"""The options of compile and parallelize: ZeRO, precision, rematerialization, pipelines; and checks of arguments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Between uses every parameter, its gradient and its optimizer state lie cut over one more mesh axis.
+    """Between uses every parameter, its gradient and its optimizer state are cut over one more mesh axis.
 
     ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more; each stage of a Pipeline
     gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which is gathered
-    again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is made;
-    stage 1 once a step, after the last backward. Source: ZeRO, Rajbhandari et al. 2020.
+    again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is
+    computed; stage 1 once a step, after the last backward. Source: ZeRO, Rajbhandari et al. 2020.
     """
 
     axis: str = "dp"
@@ -42,31 +42,24 @@ class Zero:
 
     @property
     def text(self) -> str:
-        """As one types it."""
+        """The option as Python code."""
         return f"Zero(axis={self.axis!r}, stage={self.stage})"
 
     def check(self, mesh: Mesh) -> None:
-        """An OptionError where the mesh has no such axis."""
+        """Raise an OptionError where the mesh has no such axis."""
         _check_axis(f"Zero({self.axis!r})", self.axis, mesh)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The model computes in ``compute``, gradients are reduced in ``reduce``, parameters stay as they are.
+    """The model computes in ``compute``, gradients are reduced in ``reduce``, parameters keep their dtype.
 
     Floating parameters are cast before they are gathered, once after each write, and the cast copy is kept. Floating
     inputs are cast, of the model and of each module that holds parameters of its own; buffers and outputs are not, nor
-    the parameters of a batch norm, which go with its running statistics. A
-    gradient is cast to ``reduce`` before it is reduced, and arrives in ``gradients``, by default its parameter's dtype:
-    SGD takes any, Adam of torch.optim its parameter's alone. Source: Micikevicius et al. 2018; the defaults are those
-    of FSDP2's MixedPrecisionPolicy with ``cast_forward_inputs``.
+    the parameters of a batch norm, which have the dtype of its running statistics. A gradient is cast to ``reduce``
+    before it is reduced, and arrives in ``gradients``, by default its parameter's dtype: SGD takes any, Adam of
+    torch.optim only its parameter's. Source: Micikevicius et al. 2018; the defaults are those of FSDP2's
+    MixedPrecisionPolicy with ``cast_forward_inputs``.
     """
 
     compute: torch.dtype = field(default_factory=lambda: _dtype("bfloat16"))
@@ -74,32 +67,33 @@ class Precision:
     gradients: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        given = {"compute": self.compute, "reduce": self.reduce}
-        given |= {} if self.gradients is None else {"gradients": self.gradients}
-        raise_all([_no_float(name, dtype) for name, dtype in given.items() if not is_float(dtype)])
+        dtypes: dict[str, Any] = {"compute": self.compute, "reduce": self.reduce}
+        dtypes |= {} if self.gradients is None else {"gradients": self.gradients}
+        problem, remedy = "it is no floating dtype", "say torch.bfloat16, torch.float16 or torch.float32"
+        raise_all([
+            OptionError(f"Precision({name}={dtype!r})", f"of type {type(dtype).__name__}", problem, remedy)
+            for name, dtype in dtypes.items()
+            if type(dtype).__name__ != "dtype" or not dtype.is_floating_point
+        ])  # fmt: skip
 
 
-def is_float(dtype: Any) -> bool:
-    """Whether it is a dtype of floating-point numbers."""
-    return type(dtype).__name__ == "dtype" and bool(dtype.is_floating_point)
+def _dtype(name: str) -> torch.dtype:
+    import torch
 
-
-def _no_float(name: str, dtype: Any) -> OptionError:
-    who, what = f"Precision({name}={dtype!r})", f"of type {type(dtype).__name__}"
-    return OptionError(who, what, "it is no floating dtype", "say torch.bfloat16, torch.float16 or torch.float32")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Remat:
-    """What backward reads of forward is made again there, just before it is read, from less that is saved.
+    """Backward computes some activations again, just before it reads them, from fewer that are saved.
 
     ``blocks``: a glob over module paths, ``h.*``. Of the outermost modules that it matches the first and every
-    ``every``-th after it keep nothing but what comes in; every 2nd halves both what is gained and what is done again.
-    ``budget``: the bytes that a rank may save, of a pipeline those of all microbatches that it has under way; what is
-    made again is what costs least, by a minimum cut. It lives until its last reader, so that far below the inputs of
-    all blocks the peak rises again.
-    The result of a collective is saved and never asked for twice, unless ``collectives``: less memory, more wire.
-    Sources: Chen et al. 2016; Korthikanti et al. 2022.
+    ``every``-th after it save only their inputs; every 2nd halves both the memory saved and the work repeated.
+    ``budget``: the bytes that a rank may save, of a pipeline those of all microbatches in flight; a minimum cut chooses
+    the activations that cost least to repeat. A repeated activation lives until its last reader, so that far below the
+    inputs of all blocks the peak rises again. Results of collectives are saved, never sent again, unless
+    ``collectives``: less memory, more wire. Sources: Chen et al. 2016; Korthikanti et al. 2022.
     """
 
     blocks: str = ""
@@ -113,9 +107,8 @@ class Remat:
             raise OptionError("Remat", what, problem, "say blocks='h.*', or budget= for a number of bytes")
         if bool(self.blocks) == (self.budget is not None):
             what = "both blocks and budget" if self.blocks else "neither blocks nor budget"
-            raise OptionError(
-                "Remat", what, "one of them says what is saved", "say blocks='h.*', or budget=10**9 for a gigabyte"
-            )
+            remedy = "say blocks='h.*', or budget=10**9 for a gigabyte"
+            raise OptionError("Remat", what, "one of them says what is saved", remedy)
         if type(self.every) is not int or self.every < 1:
             raise OptionError("Remat", f"every={self.every}", "it counts blocks from 1", "say 1 for all, 2 for half")
         if self.budget is not None and (type(self.budget) is not int or self.budget < 0):
@@ -133,11 +126,12 @@ class Pipeline:
     ``max_memory``: bytes that a rank has for its stages' parameters, gradients, Adam and saved values: stages are cut,
     and ``auto`` chooses, so that these are enough.
     ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
-    inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss, whose scale
-    starts the backward too, which is done before the loss is scaled: small gradients of float16 would be lost.
-    ``offload``: of the stages of a rank only the one that works is on its device, and the next one on its way there;
-    the others lie in host memory, with what is saved of their microbatches and with the sums of their gradients. There
-    parameters are stored and gradients arrive, so that an optimizer works there.
+    inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss. Its scale is
+    the gradient that backward starts from, since a pipeline runs backward before the loss is scaled; without it small
+    float16 gradients would be lost.
+    ``offload``: only the stage that a rank works on is on its device, and the next one on its way there. The others are
+    in host memory, with the saved activations of their microbatches and the sums of their gradients. Parameters are
+    stored and gradients arrive in host memory, so that the optimizer works there.
     A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
     Sources: GPipe, Huang et al. 2019; PipeDream, Narayanan et al. 2019; Zero Bubble, Qi et al. 2024.
     """
@@ -154,68 +148,79 @@ class Pipeline:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MICROBATCHES:
-            is_more = type(self.microbatches) is int and self.microbatches > MICROBATCHES
-            remedy = f"say {MICROBATCHES} or less" if is_more else "say 1 or more"
-            raise OptionError("Pipeline", f"microbatches={self.microbatches!r}", "it counts pieces of a batch", remedy)
-        for name, value, known in (("schedule", self.schedule, SCHEDULES), ("balance", self.balance, BALANCES)):
-            if value not in known:
-                remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
+        self._check_count("microbatches", "it counts pieces of a batch", MICROBATCHES)
+        for name, names in (("schedule", SCHEDULES), ("balance", BALANCES)):
+            value = getattr(self, name)
+            if value not in names:
+                remedy = did_you_mean(str(value), names) or f"say one of {', '.join(names)}"
                 raise OptionError("Pipeline", f"{name}={value!r}", f"there is no such {name}", remedy)
-        self._check_chunks()
-        self._check_kinds()
-        self._check_offload()
-
-    def _check_offload(self) -> None:
-        if not isinstance(self.offload, bool):
-            problem = "idle stages lie in host memory or do not"
-            raise OptionError("Pipeline", f"offload={self.offload!r}", problem, "say True or False")
-        if self.offload and self.chunks_a_rank == 1:
-            problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
-            raise OptionError("Pipeline", f"offload={self.offload!r}, chunks={self.chunks}", problem, remedy)
-        if self.offload and self.max_memory is not None:
-            what, problem = f"offload=True, max_memory={self.max_memory}", "it bounds what all stages of a rank hold"
-            raise OptionError("Pipeline", what, problem, "leave max_memory out, and see program.memory['peak']")
-
-    def _check_kinds(self) -> None:
-        """One OptionError for all settings that are of another kind."""
-        cuts, scale = self.cuts, self.loss_scale
-        good = {
-            "cuts": cuts is None or (isinstance(cuts, (tuple, list)) and all(isinstance(each, str) for each in cuts)),
-            "max_memory": self.max_memory is None or (type(self.max_memory) is int and self.max_memory > 0),
-            "batch": isinstance(self.batch, Mapping) and all(
-                each is None or type(each) is int for each in self.batch.values()
-            ),
-            "loss_scale": scale is None or hasattr(scale, "get_scale"),
-        }  # fmt: skip
-        raise_all([
-            OptionError("Pipeline", f"{name}={getattr(self, name)!r}", *_PIPELINE_KINDS[name])
-            for name, is_good in good.items() if not is_good
-        ])  # fmt: skip
-
-    def _check_chunks(self) -> None:
-        if self.chunks is not None and (not isinstance(self.chunks, int) or not 1 <= self.chunks <= CHUNKS):
-            is_more = isinstance(self.chunks, int) and self.chunks > CHUNKS
-            remedy = f"say {CHUNKS} or less" if is_more else "say 1 or more"
-            raise OptionError("Pipeline", f"chunks={self.chunks!r}", "it counts a rank's stages", remedy)
+        if self.chunks is not None:
+            self._check_count("chunks", "it counts a rank's stages", CHUNKS)
         if self.schedule != "auto" and not fits(self.schedule, self.chunks_a_rank, 1):
             problem = "it has one stage a rank" if self.schedule in LINEAR else "it has two stages a rank"
             others = [name for name in ORDERS if fits(name, self.chunks_a_rank, 1)]
             what = f"schedule={self.schedule!r}, chunks={self.chunks}"
             raise OptionError("Pipeline", what, problem, f"leave chunks out, or say {' or '.join(others)} for these")
+        self._check_types()
+        self._check_offload()
+
+    def _check_count(self, name: str, problem: str, most: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not 1 <= value <= most:
+            remedy = f"say {most} or less" if type(value) is int and value > most else "say 1 or more"
+            raise OptionError("Pipeline", f"{name}={value!r}", problem, remedy)
+
+    def _check_types(self) -> None:
+        """Raise one OptionError for all settings of a wrong type."""
+        dims = self.batch.values() if isinstance(self.batch, Mapping) else [""]
+        checks = {
+            "cuts": (
+                self.cuts is None
+                or (isinstance(self.cuts, (tuple, list)) and all(isinstance(each, str) for each in self.cuts)),
+                "it lists globs over the paths of modules", "say cuts=('h.4', 'h.8')",
+            ),
+            "max_memory": (
+                self.max_memory is None or (type(self.max_memory) is int and self.max_memory > 0),
+                "it is a whole number of bytes", "say max_memory=8 * 10**9 for 8 gigabytes",
+            ),
+            "batch": (
+                all(each is None or type(each) is int for each in dims),
+                "it maps the names of inputs to a dim, or to None", "say batch={'mask': 1, 'table': None}",
+            ),
+            "loss_scale": (
+                self.loss_scale is None or hasattr(self.loss_scale, "get_scale"),
+                "it is no torch.amp.GradScaler", "say loss_scale=torch.amp.GradScaler(), the one that you step",
+            ),
+        }  # fmt: skip
+        raise_all([
+            OptionError("Pipeline", f"{name}={getattr(self, name)!r}", problem, remedy)
+            for name, (is_good, problem, remedy) in checks.items() if not is_good
+        ])  # fmt: skip
+
+    def _check_offload(self) -> None:
+        what = f"offload={self.offload!r}"
+        if not isinstance(self.offload, bool):
+            problem = "idle stages are in host memory or are not"
+            raise OptionError("Pipeline", what, problem, "say True or False")
+        if self.offload and self.chunks_a_rank == 1:
+            problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
+            raise OptionError("Pipeline", f"{what}, chunks={self.chunks}", problem, remedy)
+        if self.offload and self.max_memory is not None:
+            problem = "it bounds what all stages of a rank hold"
+            remedy = "leave max_memory out, and see program.memory['peak']"
+            raise OptionError("Pipeline", f"{what}, max_memory={self.max_memory}", problem, remedy)
 
     @property
     def text(self) -> str:
-        """What of it says that there are stages and microbatches, as one types it."""
+        """The axis and the number of microbatches as Python code."""
         return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches})"
 
     def check(self, mesh: Mesh) -> None:
-        """An OptionError where the mesh has no such axis, or one of the name that microbatches go by."""
+        """Raise an OptionError where the mesh has no such axis, or one with the name of the axis of microbatches."""
         _check_axis(f"Pipeline({self.axis!r})", self.axis, mesh)
         if MICROBATCH in mesh.axis_names:
-            raise OptionError(
-                "Pipeline", f"{mesh}", f"its axis {MICROBATCH!r} is the name of an axis of ours", "name it otherwise"
-            )
+            problem = f"its axis {MICROBATCH!r} is the name of an axis of ours"
+            raise OptionError("Pipeline", f"{mesh}", problem, "name it otherwise")
 
     def num_stages(self, mesh: Mesh) -> int:
         """Stages of the model: the ranks along the axis, times the stages of each."""
@@ -227,35 +232,27 @@ class Pipeline:
         return self.chunks or (2 if self.schedule in CHUNKED else 1)
 
     def place(self, num_stages: int) -> tuple[int, ...]:
-        """Of each stage the rank along the axis; with several a rank ``auto`` places them in a V, as ``zb-v`` does."""
+        """The rank of each stage along the axis; with several a rank ``auto`` places them in a V, as ``zb-v`` does."""
         is_v = self.schedule in ("zb-v", "auto")
         return (v_place if is_v else looped_place)(num_stages, num_stages // self.chunks_a_rank)
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
-        rest = {name: size for name, size in mesh.sizes.items() if name != self.axis}
-        found = Mesh(device_ids=None, **(rest or {self.axis: 1}))
-        found.stage_axis = self.axis
-        return found
+        others = {name: size for name, size in mesh.sizes.items() if name != self.axis}
+        return self._mesh(others or {self.axis: 1})
 
     def compute_mesh(self, mesh: Mesh) -> Mesh:
-        """That of the program: a stage's ranks, at the time of each microbatch."""
-        stage = self.stage_mesh(mesh)
-        found = Mesh(device_ids=None, **{MICROBATCH: self.microbatches, **stage.sizes})
-        found.stage_axis = self.axis
-        return found
+        """The mesh of the program: an axis of microbatches, and the ranks of one stage."""
+        return self._mesh({MICROBATCH: self.microbatches, **self.stage_mesh(mesh).sizes})
 
-
-_PIPELINE_KINDS = {
-    "cuts": ("it lists globs over the paths of modules", "say cuts=('h.4', 'h.8')"),
-    "max_memory": ("it is a whole number of bytes", "say max_memory=8 * 10**9 for 8 gigabytes"),
-    "batch": ("it maps the names of inputs to a dim, or to None", "say batch={'mask': 1, 'table': None}"),
-    "loss_scale": ("it is no torch.amp.GradScaler", "say loss_scale=torch.amp.GradScaler(), the one that you step"),
-}
+    def _mesh(self, sizes: Mapping[str, int]) -> Mesh:
+        mesh = Mesh(device_ids=None, **sizes)
+        mesh.stage_axis = self.axis
+        return mesh
 
 
 def _check_axis(who: str, axis: str, mesh: Mesh) -> None:
-    """An OptionError in the name of an option where the mesh has no such axis."""
+    """Raise an OptionError in the name of an option where the mesh has no such axis."""
     try:
         mesh.axis_size(axis)
     except ShardingError as error:
@@ -266,9 +263,8 @@ def _check_axis(who: str, axis: str, mesh: Mesh) -> None:
 class Options:
     """What a program is compiled with beside mesh and annotations.
 
-    ``bucket``: of collectives that go together, the bytes that a rank has for them; 1 lets each go alone. A bucket is
-    packed for the wire, in memory of less than twice as many bytes; larger buckets are fewer. ``machine``: what times
-    are estimated for.
+    ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
+    memory of less than twice as many bytes. ``machine``: the one that times are estimated for.
     """
 
     zero: Zero | None = None
@@ -279,7 +275,7 @@ class Options:
     machine: Machine = field(default_factory=Machine)
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh that annotations speak of: with a pipeline the ranks of one stage, else all of them."""
+        """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""
         return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
 
     def compute_mesh(self, mesh: Mesh) -> Mesh:
@@ -287,36 +283,38 @@ class Options:
         return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
 
     def check(self, mesh: Mesh) -> None:
-        """An OptionError for an option that is of another type or does not fit the mesh."""
+        """Raise an OptionError for an option that has a wrong type or does not fit the mesh."""
         self.check_kinds()
         for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)
         if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
-            what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter lies on the ranks of one stage"
+            what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
 
     def check_kinds(self) -> None:
-        """An OptionError for an option that is of another type."""
-        for name, wanted in {"zero": Zero, "precision": Precision, "remat": Remat, "pipeline": Pipeline}.items():
+        """Raise an OptionError for an option that has a wrong type."""
+        for name, expected in {"zero": Zero, "precision": Precision, "remat": Remat, "pipeline": Pipeline}.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, wanted):
-                problem, remedy = f"it is no shardc.{wanted.__name__}", f"say {name}=shardc.{wanted.__name__}(...)"
+            if value is not None and not isinstance(value, expected):
+                problem, remedy = f"it is no shardc.{expected.__name__}", f"say {name}=shardc.{expected.__name__}(...)"
                 raise OptionError(f"option {name}", f"{name}={value!r}", problem, remedy)
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
             raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
 
 
+# Checks of the arguments of compile, parallelize and simulate.
+
+
 def check_model(model: Any) -> None:
-    """A ShardingError for what is no module, or one whose ops cannot be seen."""
-    who, what = "model", f"of type {type(model).__name__}"
+    """Raise a ShardingError for what is no module, or for a module whose ops cannot be captured."""
+    who, problem = "model", "shardc compiles an nn.Module"
     if isinstance(model, type):
-        remedy = f"make one: {model.__name__}(...)"
-        raise ShardingError(who, f"the class {model.__name__}", "shardc compiles an nn.Module", remedy)
+        raise ShardingError(who, f"the class {model.__name__}", problem, f"make one: {model.__name__}(...)")
     if not hasattr(model, "named_parameters"):
         remedy = "put the function in a module's forward" if callable(model) else "give an nn.Module"
-        raise ShardingError(who, what, "shardc compiles an nn.Module", remedy)
+        raise ShardingError(who, f"of type {type(model).__name__}", problem, remedy)
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         remedy = f"give the {type(inner).__name__} itself, and to parallelize compile='inductor'"
@@ -330,29 +328,27 @@ def _check_parts(model: nn.Module) -> None:
 
     scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
-        what = f"{_place('module', scripted[0])} is a ScriptModule"
+        what = f"{f'module {scripted[0]!r}' if scripted[0] else 'it'} is a ScriptModule"
         raise ShardingError("model", what, "its ops cannot be seen", "give the nn.Module that it was scripted from")
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]
     if lazy:
-        raise ShardingError(
-            f"parameter {lazy[0]!r}", f"it has no shape yet, as {len(lazy) - 1} others", "its module is lazy",
-            "call the model once, so that it is made",
-        )  # fmt: skip
+        what, remedy = f"it has no shape yet, as {len(lazy) - 1} others", "call the model once, so that it is made"
+        raise ShardingError(f"parameter {lazy[0]!r}", what, "its module is lazy", remedy)
 
 
 def check_maker(model: Any, initialize: Any = None) -> None:
-    """A ShardingError for what ``init_parameters`` can make no model of, or not give values."""
+    """Raise a ShardingError for arguments of ``init_parameters`` that make no model, or give it no values."""
     if initialize is not None and not callable(initialize):
-        raise _no_kind("initialize", initialize, "it is a function of the model", "say initialize=lambda model: ...")
+        raise _wrong_type("initialize", initialize, "it is a function of the model", "say initialize=lambda model: ...")
     if not callable(model):
         problem = "it takes a model on meta, or a function that makes one"
-        raise _no_kind("init_parameters", model, problem, "give init_parameters(lambda: Model(config), ...)")
+        raise _wrong_type("init_parameters", model, problem, "give init_parameters(lambda: Model(config), ...)")
 
 
 def check_call(args: Any, kwargs: Any, train: Any, differentiable: Any, strict: Any) -> None:
-    """A ShardingError for every argument of ``compile`` beside model, mesh and options that is of another kind."""
+    """Raise a ShardingError for all arguments of ``compile`` beside model, mesh and options that have a wrong type."""
     errors = [
-        _no_kind(name, value, "it is yes or no", f"say {name}=True or {name}=False")
+        _wrong_type(name, value, "it is yes or no", f"say {name}=True or {name}=False")
         for name, value in (("train", train), ("strict", strict))
         if not isinstance(value, bool)
     ]
@@ -360,48 +356,46 @@ def check_call(args: Any, kwargs: Any, train: Any, differentiable: Any, strict: 
         remedy = (
             "say kwargs= for arguments by name" if isinstance(args, Mapping) else "say args=(x,) for a single input"
         )
-        errors.append(_no_kind("args", args, "it holds the positional arguments of forward, in order", remedy))
+        errors.append(_wrong_type("args", args, "it holds the positional arguments of forward, in order", remedy))
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         problem = "it holds the arguments of forward that are given by name"
-        errors.append(_no_kind("kwargs", kwargs, problem, "say kwargs={'name': value}"))
+        errors.append(_wrong_type("kwargs", kwargs, problem, "say kwargs={'name': value}"))
     if isinstance(differentiable, str) or not isinstance(differentiable, (tuple, list)):
         remedy = f"say differentiable=({differentiable!r},)" if isinstance(differentiable, str) else "say ('logits',)"
-        errors.append(_no_kind("differentiable", differentiable, "it lists names of outputs", remedy))
+        errors.append(_wrong_type("differentiable", differentiable, "it lists names of outputs", remedy))
     raise_all(errors)
 
 
 def check_draw(seed: Any, step: Any) -> None:
-    """A ShardingError for a seed or a step of random numbers that is no whole number."""
-    given = {"seed": seed, "step": step}
+    """Raise a ShardingError for a seed or a step of random numbers that is no whole number."""
     raise_all([
-        _no_kind(name, value, "it is a whole number of less than 64 bits", f"say {name}=0")
-        for name, value in given.items() if not isinstance(value, int) or not -(2**63) <= value < 2**63
+        _wrong_type(name, value, "it is a whole number of less than 64 bits", f"say {name}=0")
+        for name, value in (("seed", seed), ("step", step))
+        if not isinstance(value, int) or not -(2**63) <= value < 2**63
     ])  # fmt: skip
 
 
 def check_values(inputs: Mapping[str, Any]) -> None:
-    """A ShardingError for every input that has a shape alone: a program runs on values."""
-    on_meta = {name: f"shape {list(x.shape)}, on meta" for name, x in inputs.items() if x.is_meta}
+    """Raise a ShardingError for every input on meta, which has a shape but no values."""
     problem, remedy = "a program runs on values", "give a tensor that has some"
-    raise_all([ShardingError(f"input {name!r}", what, problem, remedy) for name, what in on_meta.items()])
+    raise_all([
+        ShardingError(f"input {name!r}", f"shape {list(x.shape)}, on meta", problem, remedy)
+        for name, x in inputs.items() if x.is_meta
+    ])  # fmt: skip
 
 
 def check_tangents(grad_outputs: Any, names: list[str]) -> None:
-    """A ShardingError where the gradients of outputs are not said by name, as tensors."""
+    """Raise a ShardingError where the gradients of outputs are not tensors by name."""
     if not isinstance(grad_outputs, Mapping):
         remedy = f"say grad_outputs={{{names[0]!r}: ...}}" if names else "leave it out: no output has a gradient"
-        raise _no_kind("grad_outputs", grad_outputs, "it maps the names of outputs to their gradients", remedy)
+        raise _wrong_type("grad_outputs", grad_outputs, "it maps the names of outputs to their gradients", remedy)
     raise_all([
-        _no_kind(f"grad_outputs[{name!r}]", value, "a gradient is a tensor", "give a tensor like the output")
+        _wrong_type(f"grad_outputs[{name!r}]", value, "a gradient is a tensor", "give a tensor like the output")
         for name, value in grad_outputs.items() if not (hasattr(value, "shape") and hasattr(value, "dtype"))
     ])  # fmt: skip
 
 
-def _no_kind(name: str, value: Any, problem: str, remedy: str) -> ShardingError:
+def _wrong_type(name: str, value: Any, problem: str, remedy: str) -> ShardingError:
     text = repr(value)
     what = f"of type {type(value).__name__}" if len(text) > 60 or "\n" in text else text
     return ShardingError(name, what, problem, remedy)
-
-
-def _place(kind: str, path: str) -> str:
-    return f"{kind} {path!r}" if path else "it"

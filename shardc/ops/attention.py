@@ -1,4 +1,4 @@
-"""Fused attention: batch and heads are free, positions and channels whole."""
+"""Fused scaled dot product attention: batch and heads are free, positions and channels whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _attention_rule(call: OpCall) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, 1, 1]``, the logsumexp has 3 dims.
 
     Where keys have fewer heads than queries, those of the queries are ``(h r)``, and the keys' gradients are sums over
-    ``r``. A mask may lack leading dims. Seeds and lengths have one dim or none and are not looked at.
+    ``r``. A mask may lack leading dims. Seeds and lengths, of one dim or none, have no constraint.
     """
     large = [operand for operand in call.operands if operand is not None and len(operand.shape) == 4]
     heads = sorted({operand.shape[1] for operand in large} - {1})
@@ -44,7 +44,7 @@ FUSED = (
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 for op in FUSED:
-    rule(op, _attention_rule, is_dense=True)  # or torch 2.13 computes something else, without a word
+    rule(op, _attention_rule, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
 
 
 def is_attention(target: Any) -> bool:

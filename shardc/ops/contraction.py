@@ -1,9 +1,9 @@
-"""Contractions: ``dot``, an einsum over named factors, its type and its rule; and the aten forms it replaces."""
+"""Contractions: ``dot``, an einsum over named factors; the products of aten that it replaces; products of experts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 
 aten = torch.ops.aten
 Names = tuple[str, ...]
@@ -24,17 +24,11 @@ def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
     A factor stands once in a tensor; one that stands in both operands and not in the result is contracted, and none
     stands in one operand alone. One mm, or one bmm when operands and result share factors.
     """
-    plan = _plan(spec)
-    sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
-    left, right = _matrix(a, plan.a, plan.left, sizes), _matrix(b, plan.b, plan.right, sizes)
-    if plan.is_swapped:
-        left, right = right.mT, left.mT
-    product = left @ right
-    return product.reshape([sizes[name] for name in plan.product]).permute(plan.order)
+    return BoundDot(spec)(a, b)
 
 
 class BoundDot:
-    """``dot`` of one spec, called again and again: how operands become matrices is known from their shapes.
+    """``dot`` of one spec, which remembers how operands of the last shapes become matrices.
 
     State: the shapes, and for them the steps of each operand and of the product. ``bias``, where it ``takes_bias``, is
     added along the last dim, in the product's own kernel.
@@ -65,17 +59,17 @@ class BoundDot:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it was called, and knows its shapes."""
+        """Whether it was called, so that it has shapes."""
         return self._shapes is not None
 
     def matrix_texts(self, a: str, b: str) -> tuple[str, str]:
-        """Python expressions of what is multiplied, from those of operands of the shapes that it knows."""
+        """Python expressions of the two matrices, from those of operands of the last shapes."""
         left, right = _stepped_text(a, self._left), _stepped_text(b, self._right)
         return (f"{right}.mT", f"{left}.mT") if self.plan.is_swapped else (left, right)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the result is the product of matrices as it comes."""
+        """Whether the product of the matrices has the result's shape and order of dims."""
         return self._shape is None and self._order is None
 
     def product_text(self, left: str, right: str, *bias: str, out: str = "") -> str:
@@ -91,21 +85,21 @@ class BoundDot:
         return product if self._order is None else f"{product}.permute({tuple(self._order)})"
 
     def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The contraction and ``total``, which is of its shape."""
+        """The sum of the contraction and of ``total``, which has its shape."""
         left, right = self._matrices(a, b)
         if not self.is_matrix:
             return total + self(a, b)
         return (torch.baddbmm if self.plan.left[0] else torch.addmm)(total, left, right)
 
     def add_to(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """``total``, to which the contraction is added in place."""
+        """Add the contraction to ``total`` in place."""
         left, right = self._matrices(a, b)
         if not self.is_matrix:
             return total.add_(self(a, b))
         return (total.baddbmm_ if self.plan.left[0] else total.addmm_)(left, right)
 
     def _matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """What is multiplied."""
+        """The two matrices whose product is the contraction."""
         if self._shapes != (a.shape, b.shape):
             self._bind(a.shape, b.shape)
         left, right = _stepped(a, self._left), _stepped(b, self._right)
@@ -173,29 +167,14 @@ def _plan(spec: str) -> _Plan:
     batch = tuple(name for name in out if name in a and name in b)
     contracted = tuple(name for name in a if name in b and name not in out)
     rows, columns = (tuple(name for name in out if name in own and name not in batch) for own in (a, b))
-    is_swapped = _is_before(columns, rows, out)
+    is_swapped = bool(columns and rows) and out.index(columns[0]) < out.index(rows[0])
     product = batch + (columns + rows if is_swapped else rows + columns)
     order = tuple(product.index(name) for name in out)
     return _Plan(a, b, out, (batch, rows, contracted), (batch, contracted, columns), product, order, is_swapped)
 
 
-def _is_before(first: Names, second: Names, out: Names) -> bool:
-    return bool(first and second) and out.index(first[0]) < out.index(second[0])
-
-
-def _matrix(x: Tensor, names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, int]) -> Tensor:
-    """The tensor as ``[batch, rows, columns]``, without a batch where there are no such factors."""
-    shape = [math.prod(sizes[name] for name in group) for group in groups]
-    permuted = x.permute([names.index(name) for group in groups for name in group])
-    return permuted.reshape(shape if groups[0] else shape[1:])
-
-
-def _dot_rule(call: OpCall) -> Rule:
-    return make_rule(call.args[2], call, linear="0 1")
-
-
-def _biased_rule(product: str, ndim: int, contracted: str = "k") -> Callable[[OpCall], Rule]:
-    """A product added to a tensor: were a contracted factor cut, every shard would add it, so it is whole."""
+def _biased_rule(product: str, ndim: int, contracted: str = "k") -> Bind:
+    """A product added to a tensor; contracted factors are whole, or every shard would add the tensor."""
 
     def bind(call: OpCall) -> Rule:
         bias = " ".join(product.split("->")[1].split()[ndim - len(call.operand.shape) :])
@@ -213,7 +192,7 @@ def _trilinear_rule(call: OpCall) -> Rule:
     return make_rule(f"{', '.join(specs)} -> {kept}", call, linear="0 1 2")
 
 
-rule(dot, _dot_rule)
+rule(dot, lambda call: make_rule(call.args[2], call, linear="0 1"))
 rule(aten.mm.default, "m k, k n -> m n", linear="0 1")
 rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0 1")
 rule(aten.mv.default, "m k, k -> m", linear="0 1")
@@ -231,7 +210,7 @@ rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))
 
 @torch.library.custom_op("shardc::expert_product", mutates_args=())
 def expert_product(x: Tensor, weight: Tensor, expert: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """``x[i] @ weight[j]`` for each row ``i``, where ``experts[j]`` is ``expert[i]``; 0 where there is no such ``j``.
+    """``x[i] @ weight[j]`` for each row ``i``, where ``experts[j] == expert[i]``; 0 where there is no such ``j``.
 
     ``x``: [rows, k]. ``weight``: [experts here, k, n]. ``expert``: the number of each row's expert. ``experts``: the
     numbers of the experts here, of ``num_experts`` everywhere.
@@ -255,7 +234,7 @@ def expert_sum(x: Tensor, y: Tensor, expert: Tensor, experts: Tensor, num_expert
 
 
 def _rows_of(expert: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Each expert here that has rows, by its place, with their numbers."""
+    """The index of each expert here that has rows, and the numbers of these rows."""
     order = expert.argsort(stable=True)
     bounds = torch.stack([torch.searchsorted(expert[order], experts, right=right) for right in (False, True)]).tolist()
     for j, (start, end) in enumerate(zip(*bounds, strict=True)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from shardc.language.rule import OpCall, Rule, make_rule, pointwise_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, make_rule, pointwise_rule, rule
+from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
@@ -21,11 +20,11 @@ def _whole_rule(call: OpCall) -> Rule:
     return make_rule(f"{side(call.operands)} -> {side(call.results)}", call)
 
 
-def _loss_rule(reduction: int, sees_padding: bool = False) -> Callable[[OpCall], Rule]:
-    """``reduction``: the position of that argument, a mean by default. ``sees_padding``: zeros lose something."""
+def _loss_rule(reduction: int, sees_padding: bool = False) -> Bind:
+    """``reduction``: the position of that argument, a mean by default. ``sees_padding``: the loss of zeros is not 0."""
 
     def bind(call: OpCall) -> Rule:
-        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        how = argument(call, reduction, MEAN)
         if how == SUM:
             return make_rule(f"{', '.join(['...'] * len(call.operands))} -> ", call, sees_padding=sees_padding)
         return pointwise_rule(call) if how == NONE else _whole_rule(call)
@@ -33,46 +32,45 @@ def _loss_rule(reduction: int, sees_padding: bool = False) -> Callable[[OpCall],
     return bind
 
 
-def _loss_backward_rule(reduction: int) -> Callable[[OpCall], Rule]:
+def _loss_backward_rule(reduction: int) -> Bind:
     """The gradient of a mean divides by the number of elements that it is given."""
 
     def bind(call: OpCall) -> Rule:
-        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        how = argument(call, reduction, MEAN)
         return _whole_rule(call) if how == MEAN else pointwise_rule(call)
 
     return bind
 
 
-def _nll_names(call: OpCall, operand: int) -> tuple[str, str, str]:
-    """The specs of the log probabilities, of the target, and the names of the rows."""
+def _nll_specs(call: OpCall, operand: int) -> tuple[str, str]:
+    """The specs of the log probabilities and of the target, whose dims are the rows."""
     scores = call.operands[operand]
     assert scores is not None
     names = dim_names(len(scores.shape))
     classes = min(1, len(names) - 1)
-    rows = [*names[:classes], *names[classes + 1 :]]
-    return " ".join([*rows[:classes], "1", *rows[classes:]]), " ".join(rows), " ".join(rows)
+    return spec_with(names, classes, "1"), " ".join([*names[:classes], *names[classes + 1 :]])
 
 
 def _nll_loss_rule(call: OpCall) -> Rule:
     """Both results are sums over rows; a mean divides one by the other."""
-    scores, target, rows = _nll_names(call, 0)
+    scores, rows = _nll_specs(call, 0)
     how = call.args[3]
     result = rows if how == NONE else ""
-    return make_rule(f"{scores}, {target}, 1 -> {result}, ", call, whole=rows if how == MEAN else "", sees_padding=True)
+    return make_rule(f"{scores}, {rows}, 1 -> {result}, ", call, whole=rows if how == MEAN else "", sees_padding=True)
 
 
 def _nll_loss_backward_rule(call: OpCall) -> Rule:
     """Rows are free even for a mean: the total weight is an operand."""
-    scores, target, rows = _nll_names(call, 1)
+    scores, rows = _nll_specs(call, 1)
     grad = rows if call.args[4] == NONE else ""
-    return make_rule(f"{grad}, {scores}, {target}, 1,  -> {scores}", call)
+    return make_rule(f"{grad}, {scores}, {rows}, 1,  -> {scores}", call)
 
 
-def _margin_rule(spec: str, reduction: int) -> Callable[[OpCall], Rule]:
+def _margin_rule(spec: str, reduction: int) -> Bind:
     """Scores ``x`` are ``[rows, classes]`` or ``[classes]``; ``n`` has an entry a row, ``l`` too or is reduced."""
 
     def bind(call: OpCall) -> Rule:
-        how = call.args[reduction] if len(call.args) > reduction else MEAN
+        how = argument(call, reduction, MEAN)
         has_rows = any(operand is not None and len(operand.shape) == 2 for operand in call.operands)
         loss = "n" if how == NONE and has_rows else ""
         names = {"x": "n 1", "n": "n", "l": loss} if has_rows else {"x": "1", "n": "", "l": ""}

@@ -2,75 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, Local, OpCall, Rule, make_rule, rule
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
 
-
-def _layer_norm_dims(call: OpCall, operand: int = 0) -> tuple[str, str, str]:
-    """The specs of the input, of its statistics and of the weight; normalized dims are whole."""
-    shape = call.operands[operand].shape  # type: ignore[union-attr]
-    normalized = len(call.args[operand + 1])
-    lead = len(shape) - normalized
-    names = dim_names(len(shape))
-    return " ".join(names), " ".join([*names[:lead], *["1"] * normalized]), " ".join(names[lead:])
+# Kernels that refuse operands of any other layout; programs do not state layouts, so the executor makes them so.
+TAKE_CONTIGUOUS = frozenset({aten.native_group_norm.default, aten.native_group_norm_backward.default})
 
 
-def _layer_norm_rule(call: OpCall) -> Rule:
-    x, stat, weight = _layer_norm_dims(call)
-    return make_rule(f"{x}, {weight}, {weight} -> {x}, {stat}, {stat}", call, whole=weight)
+def _layer_norm_rule(spec: str, operand: int) -> Bind:
+    """``X`` in the spec is the input, whose normalized dims are whole, ``S`` its statistics, ``W`` the weight.
+
+    The input is the tensor ``operand``, and the argument after it is the normalized shape.
+    """
+
+    def bind(call: OpCall) -> Rule:
+        ndim, num_normalized = len(call.operands[operand].shape), len(call.args[operand + 1])  # type: ignore[union-attr]
+        names = dim_names(ndim)
+        weight = " ".join(names[ndim - num_normalized :])
+        statistics = " ".join([*names[: ndim - num_normalized], *["1"] * num_normalized])
+        bound = spec.replace("X", " ".join(names)).replace("S", statistics).replace("W", weight)
+        return make_rule(bound, call, whole=weight)
+
+    return bind
 
 
-def _layer_norm_backward_rule(call: OpCall) -> Rule:
-    x, stat, weight = _layer_norm_dims(call, operand=1)
-    return make_rule(f"{x}, {x}, {stat}, {stat}, {weight}, {weight} -> {x}, {weight}, {weight}", call, whole=weight)
+rule(aten.native_layer_norm.default, _layer_norm_rule("X, W, W -> X, S, S", operand=0))
+rule(aten.native_layer_norm_backward.default, _layer_norm_rule("X, X, S, S, W, W -> X, W, W", operand=1))
+rule(aten._fused_rms_norm.default, _layer_norm_rule("X, W -> X, S", operand=0))
+rule(aten._fused_rms_norm_backward.default, _layer_norm_rule("X, X, S, W -> X, W", operand=1))
 
 
-def _rms_norm_rule(call: OpCall) -> Rule:
-    x, stat, weight = _layer_norm_dims(call)
-    return make_rule(f"{x}, {weight} -> {x}, {stat}", call, whole=weight)
+def _group_norm_rule(spec: str, groups: int) -> Bind:
+    """``X`` in the spec is the input: groups are free, channels and places of a group are averaged.
+
+    ``groups``: the argument that counts them.
+    """
+
+    def bind(call: OpCall) -> Rule:
+        shape, count = call.operand.shape, call.args[groups]
+        places = dim_names(len(shape))[2:]
+        sizes = {"g": count, "c": shape[1] // count}
+        bound = spec.replace("X", " ".join(["n", "(g c)", *places]))
+        return make_rule(bound, call, whole=" ".join(["c", *places]), sizes=sizes)
+
+    return bind
 
 
-def _rms_norm_backward_rule(call: OpCall) -> Rule:
-    x, stat, weight = _layer_norm_dims(call, operand=1)
-    return make_rule(f"{x}, {x}, {stat}, {weight} -> {x}, {weight}", call, whole=weight)
-
-
-def _group_norm_rule(call: OpCall) -> Rule:
-    """Groups are free, the channels and places of one are averaged."""
-    x, sizes, whole = _group_norm_dims(call.operand.shape, groups=call.args[6])
-    return make_rule(f"{x}, (g c), (g c) -> {x}, n g, n g", call, whole=whole, sizes=sizes)
-
-
-def _group_norm_backward_rule(call: OpCall) -> Rule:
-    x, sizes, whole = _group_norm_dims(call.operand.shape, groups=call.args[8])
-    return make_rule(f"{x}, {x}, n g, n g, (g c) -> {x}, (g c), (g c)", call, whole=whole, sizes=sizes)
-
-
-def _group_norm_dims(shape: Sequence[int], groups: int) -> tuple[str, dict[str, int], str]:
-    """The spec of the input, sizes of factors, and those that are averaged."""
-    places = dim_names(len(shape))[2:]
-    return " ".join(["n", "(g c)", *places]), {"g": groups, "c": shape[1] // groups}, " ".join(["c", *places])
-
-
-def _local_group_norm(at: int) -> Callable[[OpCall, OpCall], dict[int, Any]]:
+def _local_group_norm(at: int) -> Local:
     """Group norm names the sizes of batch and channels, and how many groups there are; ``at``: from which position."""
 
     def local(call: OpCall, shard: OpCall) -> dict[int, Any]:
         batch, channels = shard.operand.shape[:2]
-        whole = call.operand.shape[1]
-        return {at: batch, at + 1: channels, at + 3: call.args[at + 3] * channels // max(1, whole)}
+        num_channels = call.operand.shape[1]
+        return {at: batch, at + 1: channels, at + 3: call.args[at + 3] * channels // max(1, num_channels)}
 
     return local
 
 
-def _batch_norm_rule(training: int | bool) -> Callable[[OpCall], Rule]:
+rule(
+    aten.native_group_norm.default,
+    _group_norm_rule("X, (g c), (g c) -> X, n g, n g", groups=6),
+    local=_local_group_norm(3),
+)
+rule(
+    aten.native_group_norm_backward.default,
+    _group_norm_rule("X, X, n g, n g, (g c) -> X, (g c), (g c)", groups=8),
+    local=_local_group_norm(5),
+)
+
+
+def _batch_norm_rule(training: int | bool) -> Bind:
     """Channels are free. In training the batch is averaged and whole. ``training``: a fact, or the argument's place."""
 
     def bind(call: OpCall) -> Rule:
@@ -90,20 +98,12 @@ def _batch_norm_backward_rule(call: OpCall) -> Rule:
 
 
 def _batch_norm_dims(shape: Sequence[int], is_training: bool) -> tuple[str, str]:
+    """The spec of the input, and the factors that are whole."""
     names = dim_names(len(shape))
-    names[1] = "c"
-    return " ".join(names), " ".join(name for name in names if name != "c") if is_training else ""
+    averaged = " ".join([*names[:1], *names[2:]])
+    return " ".join([*names[:1], "c", *names[2:]]), averaged if is_training else ""
 
 
-# Kernels that refuse operands of any other layout; no program says layouts, so what runs one makes them so.
-TAKE_CONTIGUOUS = frozenset({aten.native_group_norm.default, aten.native_group_norm_backward.default})
-
-rule(aten.native_layer_norm.default, _layer_norm_rule)
-rule(aten.native_layer_norm_backward.default, _layer_norm_backward_rule)
-rule(aten._fused_rms_norm.default, _rms_norm_rule)
-rule(aten._fused_rms_norm_backward.default, _rms_norm_backward_rule)
-rule(aten.native_group_norm.default, _group_norm_rule, local=_local_group_norm(3))
-rule(aten.native_group_norm_backward.default, _group_norm_backward_rule, local=_local_group_norm(5))
 rule(aten.native_batch_norm.default, _batch_norm_rule(training=5))
 rule(aten._native_batch_norm_legit_functional.default, _batch_norm_rule(training=True))  # new buffers have no batch
 rule(aten._native_batch_norm_legit_no_training.default, _batch_norm_rule(training=False))

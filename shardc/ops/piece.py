@@ -1,7 +1,8 @@
 """Pieces of a dim: slice, select, split, cat, stack, pad, and their gradients.
 
 Where a dim falls into equal aligned pieces it is ``(blk d)`` and a piece is ``d``: ``d`` may be cut, each block apart,
-which is how one fused weight for q, k and v comes to be cut in three blocks. ``blk`` itself is whole.
+which is how one fused weight for q, k and v comes to be cut in three blocks. ``blk`` itself is whole. Other pieces of a
+dim are a factor in chunks.
 """
 
 from __future__ import annotations
@@ -14,23 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.rule import Groups, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
-from shardc.ops.reduction import spec_with
+from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
 
-
-CHUNKS = "c"  # the dim of a piece, of another size on each tensor: what it is cut in are chunks of each
-ANY = {CHUNKS: 1}
+CHUNKED = "c"  # the dim of a piece, of another size on each tensor, each cut in its own chunks
 
 
-def _jointly(count: int) -> tuple[frozenset[int], ...]:
-    return (frozenset(range(count)),)
+def _piece_rule(spec: str, call: OpCall, linear: str | Groups) -> Rule:
+    return make_rule(spec, call, linear=linear, whole="blk", chunks={CHUNKED: 1})
 
 
-# One piece.
+# One piece: slice and select.
 
 
 def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, int]:
@@ -48,168 +47,164 @@ def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
     size, length = large[dim], end - start
     if (start, length, step) == (0, size, 1):
         return " ".join(names), " ".join(names)
-    is_block = step == 1 and length > 0 and size % length == 0 and start % length == 0
-    return spec_with(names, dim, f"(blk d{dim})" if is_block else CHUNKS), spec_with(
-        names, dim, f"d{dim}" if is_block else CHUNKS
-    )
+    if step == 1 and length > 0 and size % length == 0 and start % length == 0:
+        return spec_with(names, dim, f"(blk d{dim})"), spec_with(names, dim, f"d{dim}")
+    return spec_with(names, dim, CHUNKED), spec_with(names, dim, CHUNKED)
 
 
 def _slice_rule(call: OpCall) -> Rule:
     large, small = _slice_specs(call.operand.shape, call.args[1:])
-    return make_rule(f"{large} -> {small}", call, linear="0", whole="blk", chunks=ANY)
+    return _piece_rule(f"{large} -> {small}", call, "0")
 
 
 def _slice_backward_rule(call: OpCall) -> Rule:
     large, small = _slice_specs(call.result.shape, call.args[2:])
-    return make_rule(f"{small} -> {large}", call, linear="0", whole="blk", chunks=ANY)
+    return _piece_rule(f"{small} -> {large}", call, "0")
 
 
 def _slice_scatter_rule(call: OpCall) -> Rule:
     large, small = _slice_specs(call.operand.shape, call.args[2:])
-    return make_rule(f"{large}, {small} -> {large}", call, linear="01", whole="blk", chunks=ANY)
+    return _piece_rule(f"{large}, {small} -> {large}", call, "01")
 
 
 def _local_bounds(large: TensorType, local: TensorType, args: Sequence[Any], at: int) -> dict[int, Any]:
     """Start and end on a rank, for arguments whose ``dim`` is at position ``at``: they scale with the dim."""
     dim, start, end, _ = _bounds(large.shape, args[at:])
-    whole, part = large.shape[dim], local.shape[dim]
-    return {} if whole in (part, end - start) else {at + 1: start * part // whole, at + 2: end * part // whole}
+    size, local_size = large.shape[dim], local.shape[dim]
+    if size in (local_size, end - start):
+        return {}
+    return {at + 1: start * local_size // size, at + 2: end * local_size // size}
+
+
+def _local_slice(call: OpCall, shard: OpCall) -> dict[int, Any]:
+    return _local_bounds(call.operand, shard.operand, call.args, 1)
 
 
 def _local_slice_backward(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    bounds = _local_bounds(call.result, shard.result, call.args, 2)
-    return {1: list(shard.result.shape), **bounds}
+    return {1: list(shard.result.shape), **_local_bounds(call.result, shard.result, call.args, 2)}
 
 
-def _select_names(ndim: int, dim: int) -> tuple[str, str]:
+def _local_slice_scatter(call: OpCall, shard: OpCall) -> dict[int, Any]:
+    return _local_bounds(call.operand, shard.operand, call.args, 2)
+
+
+def _select_specs(ndim: int, dim: int) -> tuple[str, str]:
+    """The specs of a tensor and of one without a dim of it."""
     names = dim_names(ndim)
     return spec_with(names, dim, "1"), spec_with(names, dim, "")
 
 
 def _select_rule(call: OpCall) -> Rule:
-    large, small = _select_names(len(call.operand.shape), call.args[1])
+    large, small = _select_specs(len(call.operand.shape), call.args[1])
     return make_rule(f"{large} -> {small}", call, linear="0")
 
 
 def _select_backward_rule(call: OpCall) -> Rule:
-    large, small = _select_names(len(call.result.shape), call.args[2])
+    large, small = _select_specs(len(call.result.shape), call.args[2])
     return make_rule(f"{small} -> {large}", call, linear="0")
 
 
 def _select_scatter_rule(call: OpCall) -> Rule:
-    large, small = _select_names(len(call.operand.shape), call.args[2])
+    large, small = _select_specs(len(call.operand.shape), call.args[2])
     return make_rule(f"{large}, {small} -> {large}", call, linear="01")
 
 
-# All pieces.
+rule(aten.slice.Tensor, _slice_rule, local=_local_slice)
+rule(aten.slice_backward.default, _slice_backward_rule, local=_local_slice_backward)
+rule(aten.slice_scatter.default, _slice_scatter_rule, local=_local_slice_scatter)
+rule(aten.select.int, _select_rule)
+rule(aten.select_backward.default, _select_backward_rule, sizes=1)
+rule(aten.select_scatter.default, _select_scatter_rule)
 
 
-def _piece_specs(whole: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[str, str]:
-    """The specs of a dim and of its pieces; pieces of different sizes, or of none, leave it whole."""
-    names = dim_names(len(whole))
+# All pieces: split, cat, stack and unbind.
+
+
+def _piece_specs(large: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[str, str]:
+    """The specs of a dim and of its pieces, which are blocks if they have one size."""
+    names = dim_names(len(large))
     if len(set(sizes)) == 1 and sizes[0]:
         return spec_with(names, dim, "(blk d)"), spec_with(names, dim, "d")
-    return spec_with(names, dim, CHUNKS), spec_with(names, dim, CHUNKS)
+    return spec_with(names, dim, CHUNKED), spec_with(names, dim, CHUNKED)
+
+
+def _all_operands(call: OpCall) -> Groups:
+    return (frozenset(range(len(call.operands))),)
 
 
 def _split_rule(call: OpCall) -> Rule:
-    dim = call.args[2] if len(call.args) > 2 else 0
+    dim = argument(call, 2, 0)
     large, small = _piece_specs(call.operand.shape, dim, [result.shape[dim] for result in call.results if result])
-    return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0", whole="blk", chunks=ANY)
+    return _piece_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, "0")
 
 
 def _local_split(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    dim = call.args[2] if len(call.args) > 2 else 0
-    sizes = [result.shape[dim] for result in shard.results if result]
+    sizes = [result.shape[argument(call, 2, 0)] for result in shard.results if result]
     return {1: sizes[0] if isinstance(call.args[1], int) else sizes}
 
 
 def _cat_rule(call: OpCall) -> Rule:
-    tensors = [operand for operand in call.operands if operand]
-    dim = call.args[1] if len(call.args) > 1 else 0
+    dim, tensors = argument(call, 1, 0), [operand for operand in call.operands if operand]
     large, small = _piece_specs(call.result.shape, dim, [tensor.shape[dim] for tensor in tensors])
-    return make_rule(
-        f"{', '.join([small] * len(tensors))} -> {large}",
-        call,
-        linear=_jointly(len(tensors)),
-        whole="blk",
-        chunks=ANY,
-    )
+    return _piece_rule(f"{', '.join([small] * len(tensors))} -> {large}", call, _all_operands(call))
 
 
 def _stack_rule(call: OpCall) -> Rule:
-    count = len(call.operands)
-    large, small = _select_names(len(call.result.shape), call.args[1] if len(call.args) > 1 else 0)
-    return make_rule(f"{', '.join([small] * count)} -> {large}", call, linear=_jointly(count))
+    large, small = _select_specs(len(call.result.shape), argument(call, 1, 0))
+    return make_rule(f"{', '.join([small] * len(call.operands))} -> {large}", call, linear=_all_operands(call))
 
 
 def _unbind_rule(call: OpCall) -> Rule:
-    large, small = _select_names(len(call.operand.shape), call.args[1] if len(call.args) > 1 else 0)
+    large, small = _select_specs(len(call.operand.shape), argument(call, 1, 0))
     return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0")
+
+
+rule(aten.split.Tensor, _split_rule, local=_local_split)
+rule(aten.split_with_sizes.default, _split_rule, local=_local_split)
+rule(aten.cat.default, _cat_rule)
+rule(aten.stack.default, _stack_rule)
+rule(aten.unbind.int, _unbind_rule)
 
 
 # Ops that move elements along some dims: whole, or in chunks that need what moves over their edges.
 
 
-def _along_rule(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule:
+def _whole_along(call: OpCall, dims: Sequence[int]) -> Rule:
     ndim = len(call.operand.shape)
     whole = {dim % ndim for dim in dims} if ndim else set()
     spec = " ".join("1" if dim in whole else name for dim, name in enumerate(dim_names(ndim)))
-    return make_rule(f"{spec} -> {spec}", call, linear=linear)
+    return make_rule(f"{spec} -> {spec}", call, linear="0")
 
 
-def _moving_rule(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule:
+def _chunked_along(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule:
     names = dim_names(len(call.operand.shape))
     chunks = {names[dim]: 1 for dim in dims} if names else {}
     spec = " ".join(names)
     return make_rule(f"{spec} -> {spec}", call, linear=linear, chunks=chunks)
 
 
-def _roll_rule(call: OpCall) -> Rule:
-    dims = call.args[2] if len(call.args) > 2 and call.args[2] else range(len(call.operand.shape))
-    return _moving_rule(call, dims)
-
-
 def _pad_rule(call: OpCall) -> Rule:
-    pads = call.args[1]
-    padded = [-1 - i // 2 for i, pad in enumerate(pads) if pad]
-    value = call.args[2] if len(call.args) > 2 else 0
-    return _moving_rule(call, padded, linear="0" if value == 0 else "")
+    padded = [-1 - i // 2 for i, count in enumerate(call.args[1]) if count]
+    return _chunked_along(call, padded, linear="0" if argument(call, 2, 0) == 0 else "")
 
 
-rule(aten.slice.Tensor, _slice_rule, local=lambda call, shard: _local_bounds(call.operand, shard.operand, call.args, 1))
-rule(aten.slice_backward.default, _slice_backward_rule, local=_local_slice_backward)
-rule(
-    aten.slice_scatter.default,
-    _slice_scatter_rule,
-    local=lambda call, shard: _local_bounds(call.operand, shard.operand, call.args, 2),
-)
-rule(aten.select.int, _select_rule)
-rule(aten.select_backward.default, _select_backward_rule, sizes=1)
-rule(aten.select_scatter.default, _select_scatter_rule)
-rule(aten.split.Tensor, _split_rule, local=_local_split)
-rule(aten.split_with_sizes.default, _split_rule, local=_local_split)
-rule(aten.cat.default, _cat_rule)
-rule(aten.stack.default, _stack_rule)
-rule(aten.unbind.int, _unbind_rule)
-rule(aten.flip.default, lambda call: _moving_rule(call, call.args[1]))
-rule(aten.roll.default, _roll_rule)
-rule(aten.rot90.default, lambda call: _along_rule(call, call.args[2] if len(call.args) > 2 else (0, 1)))
-rule(aten.triu.default, lambda call: _along_rule(call, (-2, -1)))
-rule(aten.tril.default, lambda call: _along_rule(call, (-2, -1)))
+rule(aten.flip.default, lambda call: _chunked_along(call, call.args[1]))
+rule(aten.roll.default, lambda call: _chunked_along(call, argument(call, 2, ()) or range(len(call.operand.shape))))
+rule(aten.rot90.default, lambda call: _whole_along(call, argument(call, 2, (0, 1))))
+rule(aten.triu.default, lambda call: _whole_along(call, (-2, -1)))
+rule(aten.tril.default, lambda call: _whole_along(call, (-2, -1)))
 rule(aten.constant_pad_nd.default, _pad_rule)
 
 
-# Pieces of equal size, which collectives need of a dim that is cut unevenly.
+# Padding of a dim that is cut unevenly: collectives need pieces of equal size.
 
 
 def fit(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with ``dim`` of another size, cut short or longer by zeros, as a collective of equal pieces needs it."""
-    here = x.shape[dim]
-    if size < here:
+    """``x`` with ``dim`` of another size: cut short, or made longer by zeros."""
+    missing = size - x.shape[dim]
+    if missing < 0:
         return x.narrow(dim, 0, size).contiguous()
-    after = [0] * (2 * (x.ndim - dim - 1)) + [0, size - here]
-    return pad(x, after) if size > here else x
+    return pad(x, [0] * (2 * (x.ndim - dim - 1)) + [0, missing]) if missing else x
 
 
 def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill: float) -> Tensor:
@@ -227,7 +222,7 @@ def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill:
 
 
 def neutral(reduce: str, dtype: torch.dtype) -> float:
-    """What does not change a sum, a maximum or a minimum."""
+    """The number that does not change a sum, a maximum or a minimum."""
     if reduce == "sum":
         return 0
     if dtype == torch.bool:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
 
 
+def argument(call: OpCall, at: int, default: Any) -> Any:
+    """``args[at]`` of a call, or its default where it is left out."""
+    return call.args[at] if len(call.args) > at else default
+
+
 def reduced_dims(call: OpCall, at: int = 1, default: int | None = None) -> set[int]:
-    """The dims that ``args[at]`` names: one, several, or with None or nothing all."""
-    ndim = len(call.operand.shape)
-    dims = call.args[at] if len(call.args) > at else default
+    """The dims that ``args[at]`` names: one, several, or all where it is None or empty."""
+    ndim, dims = len(call.operand.shape), argument(call, at, default)
     if dims is None or dims == []:
         return set(range(ndim))
     return {dim % ndim for dim in _several(dims)} if ndim else set()
 
 
-def _reduction(
-    reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None
-) -> Callable[[OpCall], Rule]:
+def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None) -> Bind:
     """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None."""
 
     def bind(call: OpCall) -> Rule:
@@ -39,27 +42,25 @@ def _reduction(
     return bind
 
 
-def along(
-    dims: Callable[[OpCall], int | Sequence[int]], linear: str = "", in_chunks: bool = False
-) -> Callable[[OpCall], Rule]:
-    """A rule for ops that keep all dims, some of them whole; these are factors, so that one sees where they are cut.
+def along(dims: Callable[[OpCall], int | Sequence[int]], linear: str = "", in_chunks: bool = False) -> Bind:
+    """A rule for ops that keep all dims, some of which are whole: factors, so that later passes see where they are cut.
 
     ``in_chunks``: they may be cut, since decompose takes the op apart in chunks.
     """
 
     def bind(call: OpCall) -> Rule:
-        shape, given = call.operand.shape, dims(call)
-        names, whole = dim_names(len(shape)), {dim % len(shape) for dim in _several(given)} if shape else set()
+        shape, names = call.operand.shape, dim_names(len(call.operand.shape))
+        whole = {dim % len(shape) for dim in _several(dims(call))} if shape else set()
 
         def spec(tensor: TensorType | None) -> str:
             sizes = shape if tensor is None else tensor.shape
             return " ".join("1" if i in whole and sizes[i] != shape[i] else name for i, name in enumerate(names))
 
         specs = [", ".join(map(spec, tensors)) for tensors in (call.operands, call.results)]
-        held = [names[dim] for dim in whole]
+        factors = [names[dim] for dim in whole]
         if in_chunks:
-            return make_rule(" -> ".join(specs), call, linear=linear, chunks=dict.fromkeys(held, 1))
-        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(held))
+            return make_rule(" -> ".join(specs), call, linear=linear, chunks=dict.fromkeys(factors, 1))
+        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(factors))
 
     return bind
 
@@ -68,21 +69,16 @@ def _several(dims: int | Sequence[int]) -> Sequence[int]:
     return [dims] if isinstance(dims, int) else dims
 
 
-def with_name(names: Sequence[str], dim: int, name: str) -> list[str]:
-    """The names with another one for a dim."""
-    return [name if i == dim % len(names) else other for i, other in enumerate(names)]
-
-
 def spec_with(names: Sequence[str], dim: int, name: str) -> str:
-    """The names with another one for a dim, as text."""
-    return " ".join(with_name(names, dim, name))
+    """The spec of a tensor whose dims have these names, with another name for one dim."""
+    return " ".join(name if i == dim % len(names) else other for i, other in enumerate(names))
 
 
 def _dim(at: int, default: int = -1) -> Callable[[OpCall], int]:
-    return lambda call: call.args[at] if len(call.args) > at else default
+    return lambda call: argument(call, at, default)
 
 
-def _segment_rule(data: int) -> Callable[[OpCall], Rule]:
+def _segment_rule(data: int) -> Bind:
     """Segments of a dim are whole, and so are the dims before it, whose segments differ."""
 
     def bind(call: OpCall) -> Rule:
@@ -156,10 +152,8 @@ rule(aten.sort.stable, along(lambda call: call.kwargs.get("dim", -1)))
 rule(aten.topk.default, along(_dim(2)))
 rule(aten.glu.default, along(_dim(1)))
 rule(aten.glu_backward.default, along(_dim(2), linear="0"))
-
-
-rule(aten._softmax.default, along(lambda call: call.args[1]))
+rule(aten._softmax.default, along(_dim(1)))
 rule(aten._log_softmax.default, along(lambda call: call.args[1]))
 rule(aten._safe_softmax.default, along(lambda call: call.args[1]))
-rule(aten._softmax_backward_data.default, along(lambda call: call.args[2], linear="0"))
+rule(aten._softmax_backward_data.default, along(_dim(2), linear="0"))
 rule(aten._log_softmax_backward_data.default, along(lambda call: call.args[2], linear="0"))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 
 aten = torch.ops.aten
 
@@ -42,17 +41,19 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
 
 
 def _places_of_ones(shape: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """For each dim of size 1 the elements before it and which it is of those with as many, and the dim."""
+    """For each dim of size 1 its place, and the dim: the elements before it, and how many such dims with as many."""
+    count: dict[int, int] = {}
     for dim, size in enumerate(shape):
         if size == 1:
             before = math.prod(shape[:dim])
-            yield (before, sum(math.prod(shape[:i]) == before for i in range(dim) if shape[i] == 1)), dim
+            yield (before, count.get(before, 0)), dim
+            count[before] = count.get(before, 0) + 1
 
 
 class _Walk:
-    """A shape whose dims are taken apart from the major end.
+    """A shape whose dims are split into factors from the major end.
 
-    ``size`` is left of the dim where it stands, ``rest`` of all dims together.
+    ``size`` is what is left of the current dim, ``rest`` of all dims together.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class _Walk:
         return next((size for size in self.sizes if size > 1), 1)
 
     def until(self, rest: int) -> int:
-        """What to take of the dim so that ``rest`` is left of all; the whole dim where that is no part of it."""
+        """The factor of the current dim after which ``rest`` is left of all dims; the whole dim where there is none."""
         part, over = divmod(self.rest, rest)
         return part if part > 1 and not over and self.size % part == 0 else self.size
 
@@ -123,8 +124,8 @@ def _unsqueeze_rule(call: OpCall) -> Rule:
 def _squeeze_rule(call: OpCall) -> Rule:
     """A dim that the op names is whole: cut to one element a rank it would vanish."""
     ndim = len(call.operand.shape)
-    given = call.args[1] if len(call.args) > 1 else range(ndim)
-    dims = {dim % ndim for dim in ([given] if isinstance(given, int) else given)} if ndim else set()
+    named = call.args[1] if len(call.args) > 1 else range(ndim)
+    dims = {dim % ndim for dim in ([named] if isinstance(named, int) else named)} if ndim else set()
     names = ["1" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
     kept = [name for name, size in zip(names, call.operand.shape, strict=True) if name != "1" or size != 1]
     return make_rule(f"{' '.join(names)} -> {' '.join(kept)}", call, linear="0")
@@ -140,55 +141,36 @@ def _repeat_rule(call: OpCall) -> Rule:
     return make_rule(f"{' '.join(names[lead:])} -> {new} {copied}", call, whole=whole)
 
 
-def _diagonal_specs(ndim: int, dims: Sequence[int]) -> tuple[str, str]:
-    """The specs of a tensor and of its diagonal along two dims, which stands last."""
-    names, taken = dim_names(ndim), {dim % ndim for dim in dims}
-    kept = [name for dim, name in enumerate(names) if dim not in taken]
-    return " ".join("1" if dim in taken else name for dim, name in enumerate(names)), " ".join([*kept, "1"])
+def _diagonal_rule(
+    spec: str, dims: Callable[[OpCall], Sequence[int]], linear: str = "0", *, has_large_operand: bool = True
+) -> Bind:
+    """``L`` in the spec is a tensor, whose two ``dims`` are whole, ``S`` its diagonal along them, as the last dim."""
+
+    def bind(call: OpCall) -> Rule:
+        names = dim_names(len((call.operand if has_large_operand else call.result).shape))
+        whole = {dim % len(names) for dim in dims(call)}
+        large = " ".join("1" if dim in whole else name for dim, name in enumerate(names))
+        small = " ".join([*(name for dim, name in enumerate(names) if dim not in whole), "1"])
+        return make_rule(spec.replace("L", large).replace("S", small), call, linear=linear)
+
+    return bind
 
 
-def _diagonal_rule(call: OpCall) -> Rule:
-    _, dim1, dim2 = with_defaults(call.args[1:], 0, 0, 1)
-    large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
-    return make_rule(f"{large} -> {small}", call, linear="0")
-
-
-def _diagonal_backward_rule(call: OpCall) -> Rule:
-    large, small = _diagonal_specs(len(call.result.shape), call.args[3:5])
-    return make_rule(f"{small} -> {large}", call, linear="0")
-
-
-def _diagonal_scatter_rule(call: OpCall) -> Rule:
-    _, dim1, dim2 = with_defaults(call.args[2:], 0, 0, 1)
-    large, small = _diagonal_specs(len(call.operand.shape), (dim1, dim2))
-    return make_rule(f"{large}, {small} -> {large}", call, linear="01")
-
-
-def _diag_embed_rule(call: OpCall) -> Rule:
-    _, dim1, dim2 = with_defaults(call.args[1:], 0, -2, -1)
-    large, small = _diagonal_specs(len(call.result.shape), (dim1, dim2))
-    return make_rule(f"{small} -> {large}", call, linear="0")
-
-
-def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
-    """Arguments by position, with the defaults of those that are not given."""
-    return [*given, *defaults[len(given) :]]
+def _dims_after(at: int, *defaults: int) -> Callable[[OpCall], Sequence[int]]:
+    """The two dims that follow the offset, which is ``args[at]``."""
+    return lambda call: [*call.args[at + 1 : at + 3], *defaults[len(call.args[at + 1 : at + 3]) :]]
 
 
 def _unfold_rule(call: OpCall) -> Rule:
-    spec, chunks = _unfold_spec(len(call.operand.shape), call.args[1])
-    return make_rule(f"{spec} -> {spec} 1", call, linear="0", chunks=chunks)
+    names, dim = dim_names(len(call.operand.shape)), call.args[1]
+    x, chunks = " ".join(names), {names[dim]: 1} if names else {}
+    return make_rule(f"{x} -> {x} 1", call, linear="0", chunks=chunks)  # the places of a window stand last
 
 
 def _unfold_backward_rule(call: OpCall) -> Rule:
-    spec, chunks = _unfold_spec(len(call.result.shape), call.args[2])
-    return make_rule(f"{spec} 1 -> {spec}", call, linear="0", chunks=chunks)
-
-
-def _unfold_spec(ndim: int, dim: int) -> tuple[str, dict[str, int]]:
-    """The dims of a tensor, and which is in chunks of windows; the places of a window stand last."""
-    names = dim_names(ndim)
-    return " ".join(names), {names[dim]: 1} if names else {}
+    names, dim = dim_names(len(call.result.shape)), call.args[2]
+    x, chunks = " ".join(names), {names[dim]: 1} if names else {}
+    return make_rule(f"{x} 1 -> {x}", call, linear="0", chunks=chunks)
 
 
 rule(aten.view.default, _view_rule, sizes=1)
@@ -203,10 +185,10 @@ rule(aten.squeeze.default, _squeeze_rule)
 rule(aten.squeeze.dim, _squeeze_rule)
 rule(aten.squeeze.dims, _squeeze_rule)
 rule(aten.repeat.default, _repeat_rule)
-rule(aten.diagonal.default, _diagonal_rule)
-rule(aten.diagonal_backward.default, _diagonal_backward_rule, sizes=1)
-rule(aten.diagonal_scatter.default, _diagonal_scatter_rule)
-rule(aten.diag_embed.default, _diag_embed_rule)
+rule(aten.diagonal.default, _diagonal_rule("L -> S", _dims_after(1, 0, 1)))
+rule(aten.diagonal_backward.default, _diagonal_rule("S -> L", _dims_after(2), has_large_operand=False), sizes=1)
+rule(aten.diagonal_scatter.default, _diagonal_rule("L, S -> L", _dims_after(2, 0, 1), linear="01"))
+rule(aten.diag_embed.default, _diagonal_rule("S -> L", _dims_after(1, -2, -1), has_large_operand=False))
 rule(aten.unfold.default, _unfold_rule)
 rule(aten.unfold_backward.default, _unfold_backward_rule, sizes=1)
 rule(aten.view_as_real.default, "... -> ... 1", linear="0")

@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "zero over the stages": (
         lambda: compile(zero=Zero("dp"), pipeline=Pipeline("dp", 2)),
         "Zero('dp'): with Pipeline('dp')\n"
-        "  a parameter lies on the ranks of one stage\n"
+        "  a parameter is held by the ranks of one stage\n"
         "  name another axis in one of them",
     ),
     "an axis that the pipeline does not find": (
