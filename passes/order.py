@@ -81,13 +81,14 @@ def run_passes(
     after: Pass | None = None,
     until: Pass = PASSES[-1],
 ) -> Program:
-    """Run every pass, or those after one, up to and including another, and verify the program after each.
+    """Run every pass, or those after one, up to and including another, and verify each program that comes out new.
 
     ``watch`` is called with each pass's name, the program after it and the seconds it took.
     """
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
-        program = run(program)
-        verify(program)
+        before, program = program, run(program)
+        if program is not before:
+            verify(program)
         watch(run.__name__, program, time.perf_counter() - start)
     return program

@@ -74,7 +74,7 @@ def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
     said = str(P.of(pin.sharding, type_.shape, pin.open))
     with program.graph.inserting_before(program.output_node):
         return program.insert(
-            torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node, {"said": pin.text}
+            torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node, {"text": pin.text}
         )
 
 

@@ -32,7 +32,7 @@ def annotated_values(program: Program) -> list[Pin]:
 def _annotated_value(program: Program, node: fx.Node) -> Pin:
     given, shape, source = arguments(node), program.type(node).shape, program.source(node)
     place = source.module or "the model"
-    who = f"module {place!r}" if given["said"] else f"annotate in {place} ({source.location})"
+    who = f"module {place!r}" if given["text"] else f"annotate in {place} ({source.location})"
     try:
         spec = P.parse(given["spec"], given["priority"])
     except ShardingError as error:

@@ -178,8 +178,8 @@ def _caller() -> str:
     return f"annotate ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-def _annotated(x: torch.Tensor, spec: P, said: str = "") -> torch.Tensor:
-    return annotate_op()(x, str(spec), spec.priority, said=said) if _CAPTURING.get() else x
+def _annotated(x: torch.Tensor, spec: P, text: str = "") -> torch.Tensor:
+    return annotate_op()(x, str(spec), spec.priority, text=text) if _CAPTURING.get() else x
 
 
 def annotate_output(output: Any, entry: Match) -> Any:
@@ -319,7 +319,7 @@ def ambiguous(pattern: str, values: Sequence[tuple[str, str]]) -> ShardingError:
 
 def unused_annotations(captured: Program, matched: Matched, asked: Collection[Pin]) -> Iterator[ShardingError]:
     """An error for each, of which a program has a note, and which ``strict`` raises; ``asked``: what was resolved."""
-    used = {arguments(node)["said"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in asked}
+    used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in asked}
     modules = {entry.text: entry.name for entry in matched.entries if entry.kind == "module"}
     for text in matched.texts:
         if text in used:

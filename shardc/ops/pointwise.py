@@ -1,18 +1,19 @@
 """Pointwise ops: those that a partial sum may pass, and those that torch does not tag as pointwise.
 
-Every op that torch tags as pointwise has ``pointwise_rule`` without an entry here.
+Every op that torch tags as pointwise has ``pointwise_rule`` without an entry here. Here are also ops that make tensors,
+and the op of ``shardc.annotate``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shardc.language.rule import OpCall, Rule, pointwise_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, pointwise_rule, rule
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-def pointwise(linear: str = "") -> Callable[[OpCall], Rule]:
+def _pointwise(linear: str = "") -> Bind:
     """A pointwise rule whose groups of operands are linear."""
     return lambda call: pointwise_rule(call, linear)
 
@@ -32,41 +33,11 @@ def _masked_fill_rule(call: OpCall) -> Rule:
     return pointwise_rule(call, linear="0" if call.args[2] == 0 else "")
 
 
-# A sum of sums: a partial passes when both sides are partial.
-rule(aten.add.Tensor, pointwise("01"))
-rule(aten.sub.Tensor, pointwise("01"))
-rule(aten.where.self, pointwise("12"))
-
-# Linear in each side apart.
-rule(aten.mul.Tensor, pointwise("0 1"))
-rule(aten.mul.Scalar, pointwise("0"))
-rule(aten.div.Tensor, pointwise("0"))
-rule(aten.div.Scalar, pointwise("0"))
-rule(aten.neg.default, pointwise("0"))
-rule(aten.masked_fill.Scalar, _masked_fill_rule)
-rule(aten.masked_fill.Tensor, pointwise())
-rule(aten.complex.default, pointwise())
-
-# Copies.
-rule(aten.clone.default, pointwise("0"))
-rule(aten.detach.default, pointwise("0"))
-rule(aten.alias.default, pointwise("0"))
-rule(aten.lift_fresh_copy.default, pointwise("0"))
-rule(aten._conj.default, pointwise("0"))
-rule(aten._neg_view.default, pointwise("0"))
-rule(aten.copy.default, lambda call: pointwise_rule(call, linear="1"))
-
-
 def _cast_rule(call: OpCall) -> Rule:
-    """A sum of rounded numbers is not the rounded sum; of numbers made wider it is the sum made wider."""
-    before, after = call.operands[0], call.result
-    assert before is not None
-    is_wider = before.dtype.is_floating_point and torch.promote_types(before.dtype, after.dtype) == after.dtype
+    """A cast to a wider dtype is linear; to a narrower one it rounds."""
+    src, dst = call.operand.dtype, call.result.dtype
+    is_wider = src.is_floating_point and torch.promote_types(src, dst) == dst
     return pointwise_rule(call, linear="0" if is_wider else "")
-
-
-rule(aten._to_copy.default, _cast_rule)
-rule(torch.ops.prims.convert_element_type.default, _cast_rule)
 
 
 def _division_rule(call: OpCall) -> Rule:
@@ -75,27 +46,57 @@ def _division_rule(call: OpCall) -> Rule:
     return replace(pointwise_rule(call), is_even=by_tensor and not call.result.dtype.is_floating_point)
 
 
+# A sum of sums: a partial passes when both sides are partial.
+for op in (aten.add.Tensor, aten.sub.Tensor):
+    rule(op, _pointwise("01"))
+rule(aten.where.self, _pointwise("12"))
+
+# Linear in each side apart.
+rule(aten.mul.Tensor, _pointwise("0 1"))
+for op in (aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default):
+    rule(op, _pointwise("0"))
+rule(aten.masked_fill.Scalar, _masked_fill_rule)
+
+# Copies and casts.
+for op in (
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten._conj.default,
+    aten._neg_view.default,
+):
+    rule(op, _pointwise("0"))
+rule(aten.copy.default, _pointwise("1"))
+for op in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+    rule(op, _cast_rule)
+
 for op in (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor):
     rule(op, _division_rule)
 
 # Gradients of pointwise ops are linear in the incoming gradient.
-rule(aten.gelu_backward.default, pointwise("0"))
-rule(aten.silu_backward.default, pointwise("0"))
-rule(aten.tanh_backward.default, pointwise("0"))
-rule(aten.sigmoid_backward.default, pointwise("0"))
-rule(aten.softplus_backward.default, pointwise("0"))
-rule(aten.threshold_backward.default, pointwise("0"))
-rule(aten.leaky_relu_backward.default, pointwise("0"))
-rule(aten.elu_backward.default, pointwise("0"))
-rule(aten.hardtanh_backward.default, pointwise("0"))
-rule(aten.hardswish_backward.default, pointwise("0"))
-rule(aten.hardsigmoid_backward.default, pointwise("0"))
-rule(aten.mish_backward.default, pointwise("0"))
-rule(aten.log_sigmoid_backward.default, pointwise("0"))
-rule(aten.rrelu_with_noise_backward.default, pointwise("0"))
-
-# Pointwise, though torch does not say so.
 for op in (
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.softplus_backward.default,
+    aten.threshold_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.mish_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.rrelu_with_noise_backward.default,
+):
+    rule(op, _pointwise("0"))
+
+# Pointwise, though torch does not tag them; of the last ones only the operand's shape matters.
+for op in (
+    aten.masked_fill.Tensor,
+    aten.complex.default,
     aten.hardswish.default,
     aten.log_sigmoid_forward.default,
     aten._prelu_kernel.default,
@@ -103,20 +104,21 @@ for op in (
     aten.polar.default,
     aten.rsub.Tensor,
     aten.rsub.Scalar,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
 ):
-    rule(op, pointwise())
+    rule(op, _pointwise())
+rule(aten.zeros_like.default, _pointwise("0"))
 
-# Values of the operand do not matter, its shape does.
-rule(aten.zeros_like.default, pointwise("0"))
-rule(aten.ones_like.default, pointwise())
-rule(aten.full_like.default, pointwise())
-rule(aten.empty_like.default, pointwise())
-rule(aten.fill.Scalar, pointwise())
-rule(aten.fill.Tensor, pointwise())
+
+# Ops that make tensors.
 
 
 def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory before anything wrote to it: what reads it has no value."""
+    """A tensor of unwritten memory, on meta: it has no values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -125,7 +127,7 @@ for op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.
 for op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
     rule(op, "_ -> ...", sizes=1)
 
-# Where an element stands decides its value.
+# The value of an element depends on its position.
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default):
     rule(op, "-> 1")
 for op in (aten.eye.default, aten.eye.m):
@@ -138,26 +140,26 @@ rule(aten.scalar_tensor.default, "-> ")
 
 @lru_cache(maxsize=1)
 def annotate_op() -> Any:
-    """``torch.ops.shardc.annotate(x, spec, priority=0, said="")``: a copy of x; its backward annotates the gradient.
+    """``torch.ops.shardc.annotate(x, spec, priority=0, text="")``: a copy of x; its backward annotates the gradient.
 
-    ``said``: the annotation as the user wrote it, where that is no call of ``annotate``.
+    ``text``: the annotation as the user wrote it, where that is no call of ``annotate``.
     """
 
-    def copy(x: torch.Tensor, spec: str, priority: int = 0, *, said: str = "") -> torch.Tensor:
+    def copy(x: torch.Tensor, spec: str, priority: int = 0, *, text: str = "") -> torch.Tensor:
         return x.clone()
 
     def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, str], output: torch.Tensor) -> None:
-        (_, ctx.spec, ctx.priority), ctx.said = inputs, keyword_only_inputs["said"]
+        (_, ctx.spec, ctx.priority), ctx.text = inputs, keyword_only_inputs["text"]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return op(gradient, ctx.spec, ctx.priority, said=ctx.said), None, None
+        return op(gradient, ctx.spec, ctx.priority, text=ctx.text), None, None
 
-    schema = "(Tensor x, str spec, int priority=0, *, str said='') -> Tensor"
+    schema = "(Tensor x, str spec, int priority=0, *, str text='') -> Tensor"
     op = torch.library.custom_op("shardc::annotate", copy, mutates_args=(), schema=schema)
-    op.register_fake(lambda x, spec, priority=0, *, said="": torch.empty_like(x))
+    op.register_fake(lambda x, spec, priority=0, *, text="": torch.empty_like(x))
     op.register_autograd(backward, setup_context=keep)
     return op
 
 
 annotate_op()
-rule(torch.ops.shardc.annotate.default, pointwise())  # not linear: the user's sharding closes every open sum
+rule(torch.ops.shardc.annotate.default, _pointwise())  # not linear: the user's sharding closes every open sum

@@ -14,7 +14,7 @@ from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
 
-SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "said")  # the same all over a program, or said elsewhere
+SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "text")  # the same all over a program, or said elsewhere
 
 
 def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:

@@ -12,7 +12,8 @@ import pytest
 pytestmark = pytest.mark.xdist_group("said")  # who shares what is made once
 ROOT = Path(__file__).parents[2]
 SAID = {  # and how many parts each takes
-    "ShardingError": 4, "OptionError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2, "said": 4,
+    "ShardingError": 4, "OptionError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2,
+    "error_text": 4,
 }  # fmt: skip
 OUR_OWN = {
     "AssertionError",  # an invariant
