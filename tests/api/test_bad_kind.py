@@ -409,7 +409,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a batch on no job": (
         lambda: shardc.shard_batch(X, MESH, P("dp")),  # type: ignore[arg-type]
         "shard_batch: the mesh Mesh(dp=2, tp=4)\n"
-        "  ranks that hold pieces are those of a job\n"
+        "  only the ranks of a job hold shards\n"
         "  give the DeviceMesh of init_device_mesh",
     ),
     "a number to initialise": (
