@@ -34,8 +34,9 @@ def parallel_module(
     backend: str = "eager",
     pipeline: Pipeline | None = None,
 ) -> ParallelModule:
-    """The module for a mesh: virtual ranks for a Mesh, torch.distributed for a DeviceMesh or where ``runtime`` says so.
+    """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
+    ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
     ``backend`` runs the program: ``eager`` or ``inductor``.
     """
     for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):

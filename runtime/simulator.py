@@ -1,4 +1,4 @@
-"""Run a program in this process: on every virtual rank of its mesh, or whole on one device."""
+"""Runs a program in this process: on all virtual ranks of its mesh, or whole on one device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .pipeline.runner import PipelineRunner
 
 @torch.no_grad()
 def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
-    """Run a localized program on all virtual ranks, from whole tensors to whole tensors.
+    """Run a localized program on all virtual ranks, with whole tensors in and out.
 
     ``inputs`` are parallel to the program's inputs, results to its outputs, None where there is none. Replicas must
-    agree bit for bit. ``comm`` counts what each rank sends.
+    agree bit for bit: else an AssertionError names the value. ``comm`` counts what each rank sends.
     """
     assert program.level == "localized" and program.mesh is not None, program.level
     pieces = cut_inputs(program, inputs)
@@ -39,12 +39,12 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
 
 
 def _stage_mesh(mesh: Mesh) -> Mesh:
-    """The ranks of one stage of a pipeline: all axes of its program but that of microbatches."""
+    """The mesh of one stage of a pipeline: all axes of the program's mesh but that of microbatches."""
     return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name != MICROBATCH})
 
 
 def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[list[Tensor | None]]:
-    """Run a pipeline by its schedule, as ``parallelize`` does; ``comm``: that of a stage's ranks."""
+    """Run a pipeline by its schedule, as ``parallelize`` does, with the ``comm`` of one stage's ranks."""
     runner = PipelineRunner(program, comm)
     outputs, saved = runner.forward(pieces)
     is_tangent = [put.kind == "tangent" for put in program.inputs]
@@ -56,7 +56,7 @@ def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[
 
 @torch.no_grad()
 def interpret(program: Program, inputs: Values) -> list[Tensor | None]:
-    """Run a program of any level before localized on one device; reshards and collectives are identities."""
+    """Run a program of any level below localized on one device; reshards and collectives are identities."""
     assert program.level != "localized", program.level
     executor = Executor(program, device=_device(inputs))
     outputs, saved = executor.forward([inputs])
@@ -79,7 +79,7 @@ def _piece(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
 
 
 def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | None]:
-    """Whole outputs from each rank's pieces; None where the ranks have none."""
+    """Whole outputs from all ranks' pieces; None for an output that no rank has."""
     whole: list[Tensor | None] = []
     for node, output, column in zip(program.results, program.outputs, zip(*pieces, strict=True), strict=True):
         present = [piece for piece in column if piece is not None]
@@ -93,9 +93,9 @@ def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | No
 
 
 def _device(inputs: Values) -> torch.device:
-    """Where to compute: where most of the inputs are."""
-    found = Counter(value.device for value in inputs if value is not None)
-    return found.most_common(1)[0][0] if found else torch.device("cpu")
+    """The device of most inputs."""
+    devices = Counter(value.device for value in inputs if value is not None)
+    return devices.most_common(1)[0][0] if devices else torch.device("cpu")
 
 
 def _merged(outputs: Values, gradients: Values) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""Start local processes of one torch.distributed job: fresh interpreters, gloo over loopback, one thread each."""
+"""Starts the local processes of one torch.distributed job: fresh interpreters, gloo over loopback, one thread each."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .network import loopback, private_loopback
 def launch(
     fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None, private_network: bool = False
 ) -> list[Any]:
-    """Run ``fn(*args)`` on every rank of a job of ``nprocs`` local processes; its results, by rank.
+    """Run ``fn(*args)`` on every rank of a new job of ``nprocs`` local processes; returns the results by rank.
 
-    ``fn`` and ``args`` must be picklable. RuntimeError with the traceback of the rank that failed first; TimeoutError
-    after ``timeout`` seconds. No process outlives the call. ``private_network``: no other process shares their loopback
-    interface, where the system allows it.
+    ``fn`` and ``args`` must be picklable. Raises RuntimeError with the traceback of the rank that failed first, and
+    TimeoutError after ``timeout`` seconds. No process outlives the call. ``private_network``: the job has a loopback
+    interface of its own if the system allows it.
     """
     with Workers(nprocs, private_network) as workers:
         return workers.run(fn, *args, timeout=timeout)
 
 
 class Workers:
-    """The processes of one job, waiting for functions to run. Started once, used often.
+    """The processes of one job, which run one function after the other.
 
-    After a failure they are all stopped, since the others may hang in a collective.
+    After a failure all are stopped, since others may hang in a collective.
     """
 
     def __init__(self, nprocs: int, private_network: bool = False) -> None:
@@ -60,7 +60,7 @@ class Workers:
             self._connections.append(ours)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Run ``fn(*args)`` on every rank; its results, by rank."""
+        """Run ``fn(*args)`` on every rank; returns the results by rank."""
         request = pickle.dumps((fn, args))
         for connection in self._connections:
             connection.send_bytes(request)
@@ -72,11 +72,11 @@ class Workers:
 
     @property
     def is_alive(self) -> bool:
-        """Whether they can run anything more."""
+        """Whether all processes can run another function."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Let every process leave its job and end."""
+        """Let every process leave the job and end."""
         for connection in self._connections:
             connection.send_bytes(pickle.dumps(None))
         for process in self._processes:
@@ -127,7 +127,7 @@ class Workers:
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
-    """A worker's life: join the job, run what is asked for, leave."""
+    """The main function of a worker: join the job, run functions until told to stop, leave."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     store = FileStore(f"{directory}/store", nprocs)
@@ -157,7 +157,7 @@ def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
 
 
 def leave(exit_code: int = 0) -> None:
-    """End this process, after its job, without the interpreter's clean-up: gloo's threads crash in it now and then."""
+    """End this process after its job without the interpreter's clean-up, in which gloo's threads sometimes crash."""
     if exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The two parts of a program as code that Inductor makes, in the executor's place."""
+"""Runs the forward and the backward part of a program as code compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Compiled = Callable[..., Sequence[Tensor]]
 Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
 
 
-# Random bits wrap modulo 2**64; what Inductor propagates as an index does not. The passes are those that torch
-# recommends: without them every collective starts after all else.
+# Random bits wrap modulo 2**64, but indices that Inductor propagates do not. The overlap passes are those that torch
+# recommends; without them every collective starts after all computation.
 OPTIONS: dict[str, Any] = {
     "constant_and_index_propagation": False,
     "reorder_for_compute_comm_overlap": True,
@@ -37,11 +37,10 @@ OPTIONS: dict[str, Any] = {
 
 
 class InductorRunner(Runner):
-    """Runs a program like its executor. Each part is traced from the executor and compiled at its first run.
+    """Runs a program as its executor does; each part is traced from the executor and compiled at its first run.
 
-    Under a profiler each part is one range: what Inductor fuses is in no module alone.
-
-    State: ``_fwd`` and ``_bwd``, the compiled parts. The update part is collectives alone and runs as it is.
+    Under a profiler each part is one range, since fused kernels belong to no single module. The update part consists of
+    collectives only and runs uncompiled. State: ``_fwd`` and ``_bwd``, the compiled parts.
     """
 
     def __init__(self, program: Program, comm: Comm) -> None:
@@ -65,56 +64,56 @@ class InductorRunner(Runner):
         self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
     ) -> tuple[list[list[Tensor | None]], SavedEnvs]:
         """Run the forward part, as the executor does."""
-        given = [_contiguous(inputs), computed or ()]
+        tables = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
-            self._fwd = CompiledPart(self._traced_forward, given, self._comm)
+            self._fwd = CompiledPart(self._traced_forward, tables, self._comm)
         with in_range("forward/(model)/inductor"):
-            outputs, envs = self._fwd(given)
+            outputs, envs = self._fwd(tables)
         return outputs, SavedEnvs(tuple(envs))
 
     def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
         """Run the backward part, as the executor does."""
-        given = [saved.take(keep), _contiguous(tangents)]
+        tables = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
-            self._bwd = CompiledPart(self._traced_backward, given, self._comm)
+            self._bwd = CompiledPart(self._traced_backward, tables, self._comm)
         with in_range("backward/(model)/inductor"):
-            (gradients,) = self._bwd(given)
+            (gradients,) = self._bwd(tables)
         return gradients
 
-    def _traced_forward(self, given: Sequence[Table]) -> Sequence[Table]:
-        inputs, computed = given
+    def _traced_forward(self, tables: Sequence[Table]) -> Sequence[Table]:
+        inputs, computed = tables
         outputs, saved = self._executor.forward(inputs, computed or None)
         return outputs, saved.envs
 
-    def _traced_backward(self, given: Sequence[Table]) -> Sequence[Table]:
-        saved, tangents = given
+    def _traced_backward(self, tables: Sequence[Table]) -> Sequence[Table]:
+        saved, tangents = tables
         return (self._executor.backward(SavedEnvs(tuple(list(env) for env in saved)), tangents),)
 
 
 class CompiledPart:
-    """One part: tables in, tables out.
+    """One compiled part, with tables in and out.
 
-    State: where in the flat arguments tensors stand, how long the rows of arguments and results are, and what a run
-    sends.
+    State: ``_places``: the indices of tensors among the flat arguments; ``_lengths`` and ``_result_lengths``: those of
+    the rows of arguments and results; ``_sent``: the traffic of a run.
     """
 
     def __init__(self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Comm) -> None:
         self._run, self._comm = run, comm
-        given = _flat(example)
-        assert all(value is None or isinstance(value, Tensor) for value in given), list(map(type, given))
-        self._places = [i for i, value in enumerate(given) if value is not None]
-        self._count, self._lengths = len(given), _lengths(example)
+        flat = _flat(example)
+        assert all(value is None or isinstance(value, Tensor) for value in flat), list(map(type, flat))
+        self._places = [i for i, value in enumerate(flat) if value is not None]
+        self._count, self._lengths = len(flat), _lengths(example)
         before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
         self._exchange(before)
-        graph = make_fx(self._run_flat, tracing_mode="fake")(*(given[i] for i in self._places))
+        graph = make_fx(self._run_flat, tracing_mode="fake")(*(flat[i] for i in self._places))
         self._exchange(before)
         self._sent = before
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
         self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=OPTIONS)
 
-    def __call__(self, given: Sequence[Table]) -> list[list[list[Any]]]:
-        """Run it."""
-        flat = _flat(given)
+    def __call__(self, tables: Sequence[Table]) -> list[list[list[Any]]]:
+        """Run the part."""
+        flat = _flat(tables)
         results = self._compiled(*[flat[i] for i in self._places])
         for traffic, sent in zip(self._comm.traffic, self._sent, strict=True):
             traffic.calls.update(sent.calls)
@@ -130,14 +129,14 @@ class CompiledPart:
         return _flat(results)
 
     def _exchange(self, others: Sequence[Traffic]) -> None:
-        """Count with other counters, and keep there what was counted: tracing sends nothing."""
+        """Swap the traffic counters with others, since tracing sends nothing."""
         for traffic, other in zip(self._comm.traffic, others, strict=True):
             traffic.calls, other.calls = other.calls, traffic.calls
             traffic.bytes, other.bytes = other.bytes, traffic.bytes
 
 
 def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
-    """The layout that the parts are traced for."""
+    """The rows with contiguous tensors, for which the parts are traced."""
     return [[None if value is None else value.contiguous() for value in values] for values in rows]
 
 

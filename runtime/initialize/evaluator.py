@@ -1,8 +1,8 @@
-"""Values of a program by region, on demand: a rank makes its shard of an initial parameter and no more.
+"""Evaluates a region of a program's value: a rank computes its shard of an initial parameter, and no more.
 
-An elementwise op needs the same region of its operands, a view another one; a draw of a counter needs indices alone.
-Any other op is run on whole operands, and what it returns is cut. So an element has the same bits in every region that
-it is part of.
+An elementwise op needs the same region of its operands, and a view needs another region. A random draw needs only the
+indices. Any other op runs on whole operands, and its result is cut. So an element has the same bits in every region
+that contains it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from shardc.program.program import Program
 
 from ..comm.shards import region as piece_bounds
 
-Region = tuple[Tensor, ...]  # int64, one for each dim
+Region = tuple[Tensor, ...]  # for each dim the int64 indices of the elements
 
 
 def whole_region(shape: Sequence[int], device: torch.device) -> Region:
-    """All of a value."""
+    """The region of a whole value."""
     return tuple(torch.arange(size, device=device) for size in shape)
 
 
 def piece_region(sharding: Sharding, shape: tuple[int, ...], position: int, device: torch.device) -> Region:
-    """What the rank at a position holds of a value."""
+    """The region of a value that the rank at a position holds."""
     bounds = iter(piece_bounds(sharding, shape, position))
-    found: list[Tensor] = []
+    region: list[Tensor] = []
     for dim, size in zip(sharding.dims, shape, strict=True):
         subs = [sub for sub, _ in dim.subdims(size)]
         starts = [next(bounds) for _ in subs]
-        found.append(join_index([torch.arange(a, a + n, device=device) for a, n in starts], subs))
-    return tuple(found)
+        region.append(join_index([torch.arange(a, a + n, device=device) for a, n in starts], subs))
+    return tuple(region)
 
 
 def take(value: Tensor, region: Region) -> Tensor:
-    """The region of a value, contiguous."""
+    """A region of a value, contiguous."""
     for dim, index in enumerate(region):
         if not is_all(index, value.shape[dim]):
             value = value.index_select(dim, index)
@@ -51,34 +51,34 @@ def take(value: Tensor, region: Region) -> Tensor:
 
 
 def is_all(index: Tensor, size: int) -> bool:
-    """Whether indices that do not repeat are all of a dim, in order."""
+    """Whether indices, which do not repeat, are all those of a dim in order."""
     return len(index) == size and bool((index == torch.arange(size, device=index.device)).all())
 
 
 def broadcast_region(region: Region, shape: Sequence[int]) -> Region:
-    """What a region of the result needs of an operand of ``shape``, which is broadcast."""
+    """The region of a broadcast operand of ``shape`` that a region of the result needs."""
     last = region[len(region) - len(shape) :]
     pairs = zip(last, shape, strict=True)
     return tuple(index.new_zeros(min(len(index), 1)) if size == 1 else index for index, size in pairs)
 
 
 def reshape_region(region: Region, shape: Sequence[int], source: Sequence[int]) -> Region | None:
-    """What a region of a value of ``shape`` is in the one of shape ``source`` that it is a view of.
+    """The region of a value of shape ``source`` that a region of its view of ``shape`` is.
 
-    None where it is no region there: rows of a matrix are, as a run of its elements, only when they are whole rows.
+    None if it is not a region there: a run of a matrix's elements is one only if it consists of whole rows.
     """
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for (start, stop), sizes in _groups(shape, source):
         joined = join_index(region[start:stop], shape[start:stop]).to(region[0].device if region else "cpu")
         split = split_index(joined, sizes)
         if split is None:
             return None
-        found += split
-    return tuple(found)
+        result += split
+    return tuple(result)
 
 
 def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The indices in one dim that is made of several, of all combinations, the last fastest."""
+    """The indices in one dim that several dims are flattened to, for all combinations, the last dim fastest."""
     if not indices:
         return torch.zeros(1, dtype=torch.int64)
     pairs = list(zip(indices, sizes, strict=True))
@@ -86,7 +86,7 @@ def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def split_index(index: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
-    """The indices in several dims whose combinations these are; None where there are none such."""
+    """The indices in several dims whose combinations these are; None if there are no such indices."""
     if not sizes:
         return []
     if len(sizes) == 1:
@@ -103,8 +103,8 @@ def split_index(index: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
 
 
 def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int, int], Sequence[int]]]:
-    """Runs of dims of ``shape``, each with the dims of ``source`` that it is a view of: as short as they can be."""
-    found: list[tuple[tuple[int, int], Sequence[int]]] = []
+    """The shortest runs of dims of ``shape``, each with the dims of ``source`` of which it is a view."""
+    result: list[tuple[tuple[int, int], Sequence[int]]] = []
     i = j = 0
     while i < len(shape) or j < len(source):
         start, first = i, j
@@ -114,14 +114,14 @@ def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int
                 left, i = left * shape[i], i + 1
             else:
                 right, j = right * source[j], j + 1
-        found.append(((start, i), source[first:j]))
-    return found
+        result.append(((start, i), source[first:j]))
+    return result
 
 
 aten = torch.ops.aten
-CHUNK = {"cpu": 2**18}  # elements that are made at a time, by the kind of device; as many as its caches hold
-# Elementwise ops whose kernels give the same bits for an element however many it is given with: tests hold them to it.
-# Of others, pow and sigmoid among them, the last few elements go through other code.
+CHUNK = {"cpu": 2**18}  # elements that are computed at a time, by device type; as many as fit into its caches
+# Elementwise ops whose kernels compute the same bits for an element whatever the number of elements, which tests check.
+# Kernels of others, such as pow and sigmoid, compute the last few elements by different code.
 STEADY = {
     getattr(packet, overload)
     for packet in (
@@ -139,14 +139,14 @@ STEADY = {
 
 
 class Unwritten(Exception):
-    """A value is asked for that nothing wrote."""
+    """A value is needed that no initializer writes."""
 
 
 class Evaluator:
     """Evaluates nodes of a canonical program whose inputs are a seed and constants.
 
-    State: ``_memo`` of one chunk and ``_whole`` of one value, by node; ``whole``, the ops that were run whole for the
-    latest value and returned as many elements as it has.
+    State: ``_memo``, the regions of one chunk by node; ``_whole``, the whole values of nodes for one result; ``whole``,
+    the names of ops that ran whole for the latest result and returned at least as many elements.
     """
 
     def __init__(self, program: Program, random: Tensor, constants: Mapping[str, Tensor], device: torch.device) -> None:
@@ -175,7 +175,7 @@ class Evaluator:
         return result
 
     def at(self, node: fx.Node, region: Region) -> Tensor:
-        """The same of a node that a value needs."""
+        """A region of a node's value, computed once for each chunk."""
         key = node, *map(id, region)
         if key not in self._memo:
             self._memo[key] = region, self._compute(node, region)
@@ -186,12 +186,12 @@ class Evaluator:
         return self.program.value_type(self.program.value(node)).shape
 
     def _compute(self, node: fx.Node, region: Region) -> Tensor:
-        found = None
+        result = None
         if node.target in REGIONAL:
-            found = REGIONAL[node.target](self, node, region)
+            result = REGIONAL[node.target](self, node, region)
         elif node.target in STEADY:
-            found = self._elementwise(node, region)
-        return take(self._all(node), region) if found is None else found.contiguous()
+            result = self._elementwise(node, region)
+        return take(self._all(node), region) if result is None else result.contiguous()
 
     def _elementwise(self, node: fx.Node, region: Region) -> Tensor:
         def part(each: fx.Node) -> Tensor:
@@ -202,7 +202,7 @@ class Evaluator:
         return result
 
     def _all(self, node: fx.Node) -> Any:
-        """A node's value whole, or the tuple of its values."""
+        """The whole value of a node, or the tuple of its values."""
         if node not in self._whole:
             self._whole[node] = self._run(node)
             if isinstance(self._whole[node], Tensor) and node.all_input_nodes:
@@ -231,7 +231,7 @@ def _name(node: fx.Node) -> str:
     return str(getattr(several.target, "__name__", several.target))
 
 
-# Ops that know which region of their operands they need; None where it is no region.
+# Ops for which the needed region of their operands is known; they return None if it is no region.
 
 
 def _uniform(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
@@ -251,13 +251,12 @@ def _full(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 def _reshape(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor | None:
     source = operand(node)
-    found = reshape_region(region, evaluator.shape(node), evaluator.shape(source))
-    return None if found is None else evaluator.at(source, found).reshape([len(index) for index in region])
+    needed = reshape_region(region, evaluator.shape(node), evaluator.shape(source))
+    return None if needed is None else evaluator.at(source, needed).reshape([len(index) for index in region])
 
 
 def _permute(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    given: list[int] = arguments(node)["dims"]
-    dims = [dim % len(region) for dim in given]
+    dims = [dim % len(region) for dim in arguments(node)["dims"]]
     source = tuple(region[dims.index(dim)] for dim in range(len(dims)))
     return evaluator.at(operand(node), source).permute(dims)
 
@@ -269,10 +268,10 @@ def _expand(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _select(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    source, given = operand(node), arguments(node)
+    source, args = operand(node), arguments(node)
     shape = evaluator.shape(source)
-    dim = given["dim"] % len(shape)
-    at = torch.tensor([given["index"] % shape[dim]], device=evaluator.device)
+    dim = args["dim"] % len(shape)
+    at = torch.tensor([args["index"] % shape[dim]], device=evaluator.device)
     return evaluator.at(source, (*region[:dim], at, *region[dim:])).squeeze(dim)
 
 
@@ -282,9 +281,9 @@ def _slice(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _select_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    given, shape = arguments(node), evaluator.shape(node)
-    dim = given["dim"] % len(shape)
-    at = given["index"] % shape[dim]
+    args, shape = arguments(node), evaluator.shape(node)
+    dim = args["dim"] % len(shape)
+    at = args["index"] % shape[dim]
     return _scattered(evaluator, node, region, dim, at, at + 1, 1)
 
 
@@ -294,15 +293,15 @@ def _slice_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tenso
 
 def _bounds(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     """``dim, start, end, step`` of a slice, as numbers within the dim."""
-    given = arguments(node)
-    dim = given["dim"] % len(shape)
-    return (dim, *slice(given["start"], given["end"], given["step"]).indices(shape[dim]))
+    args = arguments(node)
+    dim = args["dim"] % len(shape)
+    return (dim, *slice(args["start"], args["end"], args["step"]).indices(shape[dim]))
 
 
 def _scattered(
     evaluator: Evaluator, node: fx.Node, region: Region, dim: int, start: int, end: int, step: int
 ) -> Tensor:
-    """What was there, with a slice of a dim written over; neither is asked for where the region has none of it."""
+    """A value with a slice of a dim overwritten; neither of the two is evaluated if the region has none of it."""
     index = region[dim]
     is_new = (index >= start) & (index < end) & ((index - start) % step == 0)
     source = operand(node, 1)
@@ -322,13 +321,13 @@ def _scattered(
 
 
 def _cat(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    given = arguments(node)
-    dim = given["dim"] % len(region)
+    args = arguments(node)
+    dim = args["dim"] % len(region)
     result = torch.empty(
         [len(each) for each in region], dtype=evaluator.program.type(node).dtype, device=evaluator.device
     )
     start = 0
-    for part in given["tensors"]:
+    for part in args["tensors"]:
         size = evaluator.shape(part)[dim] if len(evaluator.shape(part)) == len(region) else 0
         is_here = (region[dim] >= start) & (region[dim] < start + size)
         if is_here.any():

@@ -1,4 +1,4 @@
-"""Initial values: each rank makes its shards of a model's parameters and buffers, and puts them in the model."""
+"""Initial values: each rank computes its shards of a model's parameters and buffers and puts them into the model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from .evaluator import Evaluator, Unwritten, piece_region
 
 
 def initialize(
-    found: Initialized, mesh: Any, shardings: Callable[[str, tuple[int, ...]], Sharding], seed: int
+    initialized: Initialized, mesh: Any, shardings: Callable[[str, tuple[int, ...]], Sharding], seed: int
 ) -> nn.Module:
     """Give a model on meta its values: plain whole tensors on a Mesh, DTensors of this rank's shards on a DeviceMesh.
 
-    ``found.program`` is canonical. ``shardings`` says how the parameter or buffer of a name and shape is cut. Warns of
-    those cut ones that every rank had to make whole; a ShardingError names those that no initialiser writes.
+    ``initialized.program`` is canonical. ``shardings`` returns the sharding of the parameter or buffer of a name and
+    shape. Warns of cut values that every rank had to compute whole; a ShardingError names those that no initializer
+    writes.
     """
     conversion = conversion_on(mesh, "cpu")
     device = conversion.comm.device
-    evaluator = Evaluator(found.program, torch.tensor([seed, 0], device=device), found.constants, device)
+    evaluator = Evaluator(initialized.program, torch.tensor([seed, 0], device=device), initialized.constants, device)
     tensors: dict[str, Tensor] = {}
     unwritten: list[str] = []
     whole: dict[str, set[str]] = {}
-    for output, node in zip(found.program.outputs, found.program.results, strict=True):
+    for output, node in zip(initialized.program.outputs, initialized.program.results, strict=True):
         assert node is not None, output
-        shape = found.program.value_type(found.program.value(node)).shape
+        shape = initialized.program.value_type(initialized.program.value(node)).shape
         sharding = shardings(output.name, shape).storable(shape)
         try:
             tensors[output.name] = _placed(evaluator, conversion, node, sharding, shape, output.name)
@@ -45,22 +46,22 @@ def initialize(
             whole[output.name] = evaluator.whole
     _check_written(unwritten)
     _report_whole(whole)
-    _install(found.model, tensors)
-    return found.model
+    _install(initialized.model, tensors)
+    return initialized.model
 
 
 def _placed(
     evaluator: Evaluator, conversion: Conversion, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
 ) -> Tensor:
-    """The value as the model holds it; ranks in this process that hold the same piece make it once."""
-    made: dict[Any, Tensor] = {}
+    """The value as the model holds it; ranks in this process that hold the same piece compute it once."""
+    shared: dict[Any, Tensor] = {}
     pieces: list[Tensor] = []
     for position in conversion.comm.positions:
         where = region(sharding, shape, position)
-        if where not in made:
+        if where not in shared:
             piece = evaluator.value(node, piece_region(sharding, shape, position, evaluator.device))
-            made[where] = pad(piece, sharding, shape, position)
-        pieces.append(made[where])
+            shared[where] = pad(piece, sharding, shape, position)
+        pieces.append(shared[where])
     return conversion.converter(sharding, shape, name).to_tensor(pieces, is_plain=False)
 
 
@@ -84,10 +85,8 @@ def _check_written(unwritten: list[str]) -> None:
 
 def _report_whole(whole: Mapping[str, set[str]]) -> None:
     if whole:
-        who, what = (
-            f"initial value of {', '.join(whole)}",
-            f"{', '.join(sorted(set().union(*whole.values())))} makes it",
-        )
+        who = f"initial value of {', '.join(whole)}"
+        what = f"{', '.join(sorted(set().union(*whole.values())))} makes it"
         problem = "it is made whole on every rank before it is cut, in memory for all of it"
         remedy = "draw each element by itself, as normal_ and uniform_ do, or say initialize="
         warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)

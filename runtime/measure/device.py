@@ -1,4 +1,4 @@
-"""What a rank is given to compute when its device is measured: products, attention, all else, an optimizer's step."""
+"""The work by which a device is measured: matrix products, attention, elementwise ops, an optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardc.language.sharding import dtype_name
 from .fit import Computed
 
 PRODUCTS = ((1024, 256, 256), (1024, 256, 1024), (1024, 1024, 256), (256, 1024, 1024), (1024, 256, 4096))  # m, k, n
-LARGE = ((4096, 4096, 4096), (8192, 1024, 4096))  # on a device that is idle in smaller ones
-ROWS, WIDTH = 2048, 1024  # of what is not contracted
+LARGE = ((4096, 4096, 4096), (8192, 1024, 4096))  # for accelerators, which smaller products do not fill
+ROWS, WIDTH = 2048, 1024  # of elementwise ops
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Calls, with how many operations and bytes they are; see ``Computed``. ``repeat``: how often in a row."""
+    """Calls and their operations and bytes, as in ``Computed``; ``repeat``: how often they run in a row."""
 
     name: str
     rate: str
@@ -31,12 +31,12 @@ class Work:
     repeat: int = 4
 
     def computed(self, seconds: tuple[float, ...]) -> Computed:
-        """With how long it took."""
+        """The measurement of this work."""
         return Computed(self.name, self.rate, self.flops, self.nbytes, seconds, self.dtype)
 
 
 def works(device: torch.device) -> Iterator[Work]:
-    """All of it, for a device."""
+    """All work for a device."""
     yield from _products(device)
     yield from _attention(device)
     yield from _others(device)
@@ -66,7 +66,7 @@ def _attention(device: torch.device) -> Iterator[Work]:
 
 
 def _others(device: torch.device) -> Iterator[Work]:
-    """Each makes a result of its own, as a program's ops do."""
+    """Ops that read and write memory; each has a new result, like a program's ops."""
     x, y = (torch.randn(ROWS, WIDTH, device=device) for _ in range(2))
     weight, nbytes = torch.ones(WIDTH, device=device), x.nbytes
     yield Work("add", "memory", lambda: x + y, nbytes=3 * nbytes)

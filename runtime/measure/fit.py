@@ -1,4 +1,4 @@
-"""A machine fitted to what was measured: of each link latency and bandwidth by least squares, of a device rates."""
+"""Fits a machine to measurements: latency and bandwidth of each link by least squares, and rates of a device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median
 from shardc.language.collective_kind import CollectiveKind, num_steps
 from shardc.language.machine import Device, Link
 
-LEAST = 1e-9  # seconds: nothing takes no time
+LEAST = 1e-9  # seconds, the shortest time of anything
 ITERATIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collectives of one kind over an axis of so many ranks, each of which sends so many bytes; seconds of each."""
+    """Measured collectives of one kind over an axis, of which each rank sends ``wire_bytes``; ``seconds`` by round."""
 
     axis: str
     kind: CollectiveKind
@@ -26,9 +26,10 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Calls that do so many operations on so many bytes, together; seconds of each time they were run.
+    """Measured calls of so many operations on so many bytes in all; ``seconds`` by round.
 
-    ``rate``: what they tell: ``flops`` of a ``dtype``, ``attention``, ``memory``, ``update``, or the shortest ``call``.
+    ``rate``: the rate that they measure: ``flops`` of a ``dtype``, ``attention``, ``memory``, ``update``, or the
+    shortest ``call``.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A computation and a collective over an axis, each alone and then both at once; seconds of each time."""
+    """A computation and a collective over an axis, each alone and both at once; seconds by round."""
 
     axis: str
     computing: tuple[float, ...]
@@ -50,7 +51,7 @@ class Beside:
 
 
 def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
-    """The latency and the bandwidth of one axis that come nearest to the medians, and those of each kind by itself."""
+    """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind."""
     kinds = dict.fromkeys(each.kind for each in sent)
     by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
     shares = [_overlap(each) for each in beside]
@@ -58,10 +59,10 @@ def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
 
 
 def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
-    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` is nearest to the seconds, in proportion.
+    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` fits the seconds best, in proportion.
 
-    The squared differences are of equations divided by what the fit before gave, so that a short collective counts as
-    much as a long one; divided by what was measured, one that took too long would count for less.
+    Each equation is divided by the time that the previous iteration fitted, so that a short collective counts as much
+    as a long one. Divided by the measured time, a collective that took too long would count for less.
     """
     rows = [(num_steps(each.kind, each.num_ranks), each.wire_bytes, _median(each.seconds)) for each in sent]
     scales = [seconds for *_, seconds in rows]
@@ -72,7 +73,11 @@ def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
 
 
 def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """The ``x, y`` for which ``a x + b y`` is nearest to ``t`` in all rows ``(a, b, t)``, neither of them negative."""
+    """The nonnegative ``x, y`` for which ``a x + b y`` is nearest to ``t`` over all rows ``(a, b, t)``.
+
+    In Python floats, which give the same bits on every rank; those of ``torch.linalg.lstsq`` depend on how memory is
+    aligned.
+    """
     aa, ab, bb, at, bt = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = aa * bb - ab * ab
     x, y = (at * bb - bt * ab) / determinant, (aa * bt - ab * at) / determinant
@@ -81,35 +86,35 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     return (x, y) if y > 0 else (at / aa, LEAST / max(row[1] for row in rows))
 
 
-def _overlap(found: Beside) -> float:
-    """For which part of the collective's time the computation went on."""
-    computing, sending, both = map(_median, (found.computing, found.sending, found.both))
+def _overlap(pair: Beside) -> float:
+    """The part of the collective's time during which the computation went on."""
+    computing, sending, both = map(_median, (pair.computing, pair.sending, pair.both))
     return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))
 
 
 def fitted_device(computed: Sequence[Computed], name: str) -> Device:
-    """Its rates: of each kind what all calls of it do, by the time that all take."""
+    """A device whose rates are the work of all calls of a kind divided by the time of all."""
     dtypes = dict.fromkeys(each.dtype for each in computed if each.rate == "flops")
     flops = {dtype: _rate(each for each in computed if (each.rate, each.dtype) == ("flops", dtype)) for dtype in dtypes}
-    found: Mapping[str, list[Computed]] = {
+    by_rate: Mapping[str, list[Computed]] = {
         rate: [each for each in computed if each.rate == rate] for rate in ("attention", "memory", "update", "call")
     }
     return Device(
         flops,
-        memory=_rate(found["memory"]),
-        call=min(_median(each.seconds) for each in found["call"]),
-        attention=_rate(found["attention"]) / flops["float32"],
-        update=_rate(found["update"]),
+        memory=_rate(by_rate["memory"]),
+        call=min(_median(each.seconds) for each in by_rate["call"]),
+        attention=_rate(by_rate["attention"]) / flops["float32"],
+        update=_rate(by_rate["update"]),
         name=name,
     )
 
 
-def _rate(found: Iterable[Computed]) -> float:
-    """Operations a second, or bytes where there are none: of all calls of a round, which take as long as a step's.
+def _rate(computed: Iterable[Computed]) -> float:
+    """Operations a second, or bytes if there are none, by the median time of a round of all calls.
 
-    A short call is either held up by others or is not, and its median tells of neither.
+    The median of a single short call would not show how often other load delays it.
     """
-    calls = list(found)
+    calls = list(computed)
     rounds = list(map(sum, zip(*(each.seconds for each in calls), strict=True)))
     return sum(each.flops or each.nbytes for each in calls) / _median(rounds)
 

@@ -1,4 +1,4 @@
-"""The machine measured from within a job: collectives over each axis, what a rank computes, and both at once."""
+"""Measures the machine from within a job: collectives over each axis, computation, and both at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .device import works
 from .fit import Beside, Sent, fitted_device, fitted_link
 
 ROUNDS = 7
-UNNAMED = "ranks"  # the axis of a mesh that no one named: its link is that of every axis
+UNNAMED = "ranks"  # the axis of an unnamed mesh; its link stands for every axis
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**22)  # float32 elements of the larger of operand and result
 Shape = Callable[[int, int], tuple[int, ...]]
 KINDS: dict[CollectiveKind, tuple[tuple[Any, ...], Shape]] = {  # arguments after the axes; shapes by elements and ranks
@@ -35,7 +35,7 @@ KINDS: dict[CollectiveKind, tuple[tuple[Any, ...], Shape]] = {  # arguments afte
 
 
 def bench_links(mesh: Mesh, rounds: int = ROUNDS) -> Machine:
-    """The machine that the ranks of this job see, the same on all of them; every rank must call it."""
+    """Measure the machine of this job; the result is the same on all ranks, and all must call it."""
     bench = Bench(TorchComm(make_device_mesh(mesh, "cuda" if torch.cuda.is_available() else "cpu")))
     for _ in range(rounds):
         bench.round()
@@ -44,7 +44,7 @@ def bench_links(mesh: Mesh, rounds: int = ROUNDS) -> Machine:
 
 @dataclass(slots=True)
 class Case:
-    """Something that is timed, ``repeat`` times in a row; ``seconds`` of one by round."""
+    """A function that is timed ``repeat`` times in a row, and the ``seconds`` of one call by round."""
 
     run: Callable[[], object]
     repeat: int = 1
@@ -52,10 +52,10 @@ class Case:
 
 
 class Bench:
-    """What is measured, in rounds, so that a change of the machine's speed meets all of it.
+    """All measurements, taken in rounds, so that a change of the machine's speed affects all of them.
 
-    All ranks begin at once, since those of one host share its memory and its processors; they compute without a pause,
-    as in a step.
+    All ranks begin at once, since those of one host share its memory and its processors. They compute without a pause,
+    as in a training step.
     """
 
     def __init__(self, comm: TorchComm) -> None:
@@ -76,11 +76,11 @@ class Bench:
             self._time(case)
 
     def machine(self) -> Machine:
-        """Fitted to what the slowest rank saw in each round: of all that is computed, and of each collective."""
+        """The machine fitted to the slowest rank of each round, for computation as a whole and for each collective."""
         rows: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(rows, [case.seconds for case in self._cases])
         count = len(self.computing)
-        rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # of each, what each rank took
+        rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # seconds of each rank
         latest = zip(*(max(ranks, key=sum) for ranks in rounds), strict=True)
         computed = [work.computed(seconds) for work, seconds in zip(self.works, latest, strict=True)]
         slowest = iter(
@@ -102,7 +102,7 @@ class Bench:
         return [*self.computing, *(case for _, case in self.sent), *both]
 
     def _collectives(self, axis: str) -> Iterator[tuple[Sent, Case]]:
-        """Those over one axis, of all kinds and sizes."""
+        """Collectives over one axis, of all kinds and sizes."""
         count = self.comm.mesh.axis_size(axis)
         for kind, (args, shape) in KINDS.items() if count > 1 else ():
             for numel in SIZES:
@@ -112,11 +112,11 @@ class Bench:
                 yield sent, Case(partial(self._send, kind, x, axis, args))
 
     def _send(self, kind: CollectiveKind, x: Tensor, axis: str, args: tuple[Any, ...]) -> object:
-        """As a program does: the operand is read by no one else."""
+        """Run a collective as a program does, on an operand that nobody else reads."""
         return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
 
     def _both(self, axis: str) -> tuple[Case, Case, Case]:
-        """Matrix products, an all_reduce that takes about as long, and both: the last two repeated alike."""
+        """Matrix products, an all_reduce that takes about as long, and both at once."""
         a, x = torch.ones(512, 512, device=self.comm.device), torch.ones(2**21, device=self.comm.device)
 
         def compute() -> list[Tensor]:
