@@ -27,6 +27,7 @@ from shardc.schedules.schedule import (
     Schedule,
     edge_of,
     edges_into,
+    operands,
 )
 from shardc.schedules.simulate import peak_bytes
 
@@ -167,23 +168,14 @@ def _graph(schedule: Schedule, contracted: dict[Action, Rendezvous]) -> nx.DiGra
 
 def _dependencies(schedule: Schedule) -> Iterator[tuple[Action, Action]]:
     """Pairs of a maker and its reader, with the messages between them where these are inserted."""
-    makers: dict[tuple[int, str, int], Action] = {
-        (action.stage, action.phase, action.microbatch): action
-        for _, action in schedule.walk()
-        if action.makes_messages
-    }
+    computations = [action for _, action in schedule.walk() if action.kind in COMPUTE]
+    makers = {(each.stage, each.phase, each.microbatch): each for each in computations if each.makes_messages}
     entering = edges_into(schedule.edges)
     crossing = set(schedule.crossing()) if schedule.has_messages else set()
-    for _, action in schedule.walk():
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind == "W":
-            yield makers[stage, "B", microbatch], action
-        if action.kind in ("I", "B"):
-            yield makers[stage, "F", microbatch], action
-        for edge in entering.get((stage, action.phase), ()) if action.makes_messages else ():
-            maker = makers[edge.source, edge.phase, microbatch]
-            messages = [edge.send(microbatch), edge.receive(microbatch)] if edge in crossing else []
-            yield from pairwise((maker, *messages, action))
+    for action in computations:
+        for result, edge in operands(action, entering):
+            ends = [edge.send(action.microbatch), edge.receive(action.microbatch)] if edge and edge in crossing else []
+            yield from pairwise((makers[result], *ends, action))
 
 
 def _ranks(schedule: Schedule, node: Hashable) -> str:

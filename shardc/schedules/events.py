@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from shardc.language.errors import ShardingError
 from shardc.schedules.costs import Costs, costs_for
-from shardc.schedules.schedule import Action, Edge, EdgesByStage, Schedule, edges_from, edges_into
+from shardc.schedules.schedule import Action, Edge, EdgesByStage, Result, Schedule, edges_from, edges_into, operands
 
 ROUNDING = 1e-9  # relative error of sums of seconds that are added in another order
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
@@ -92,9 +92,6 @@ class Channels:
         return self.free[channel]
 
 
-Result = tuple[int, str, int]  # of a stage, an action kind and a microbatch; "B" is that of a B or an I
-
-
 @dataclass(slots=True)
 class _State:
     """The progress of every rank.
@@ -127,22 +124,12 @@ class _State:
             return
         action = self.schedule.actions[rank][self.at[rank]]
         start = self.free[rank]
-        for result, edge in self._operands(action):
+        for result, edge in operands(action, self.entering):
             if result not in self.ends:
                 self.waiting.setdefault(result, []).append(rank)
                 return
             start = max(start, self.ends[result] if edge is None else self.arrivals[edge, action.microbatch])
         heapq.heappush(self.queue, (start + self.costs.seconds(action), rank, start))
-
-    def _operands(self, action: Action) -> Iterator[tuple[Result, Edge | None]]:
-        """The results that an action reads, each with the edge over which it arrives."""
-        if action.kind == "W":
-            yield (action.stage, "I", action.microbatch), None
-            return
-        for edge in self.entering.get((action.stage, action.phase), ()):
-            yield (edge.source, edge.phase, action.microbatch), edge
-        if action.phase == "B":
-            yield (action.stage, "F", action.microbatch), None
 
     def finish(self, end: float, rank: int, start: float) -> Computation:
         """Send the results of the rank's current computation and enqueue those that have waited for them."""
@@ -152,10 +139,9 @@ class _State:
         if action.makes_messages:
             for edge in self.leaving.get((action.stage, action.phase), ()):
                 self.arrivals[edge, action.microbatch] = self.channels.arrival(edge, end)
-            for kind in (action.phase, "I") if action.kind == "I" else (action.phase,):
-                result = action.stage, kind, action.microbatch
-                self.ends[result] = end
-                ready += self.waiting.pop(result, ())
+            result = action.stage, action.phase, action.microbatch
+            self.ends[result] = end
+            ready += self.waiting.pop(result, ())
         for other in ready:
             self.enqueue(other)
         return Computation(rank, action, start, end)

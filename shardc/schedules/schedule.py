@@ -108,6 +108,21 @@ def edges_into(edges: Iterable[Edge]) -> EdgesByStage:
     return entering
 
 
+Result = tuple[int, ActionPhase, int]  # of a stage and a phase, for a microbatch
+
+
+def operands(action: Action, entering: EdgesByStage) -> Iterator[tuple[Result, Edge | None]]:
+    """The results that a computation reads, each with the edge over which it arrives; none for its own stage's."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "W":
+        yield (stage, "B", microbatch), None
+        return
+    if action.phase == "B":
+        yield (stage, "F", microbatch), None
+    for edge in entering.get((stage, action.phase), ()):
+        yield (edge.source, edge.phase, microbatch), edge
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of every pipeline rank in order, and the rank of each stage.

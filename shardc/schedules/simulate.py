@@ -18,6 +18,7 @@ from shardc.schedules.schedule import (
     edge_of,
     edges_from,
     edges_into,
+    operands,
 )
 from shardc.schedules.timeline import Task, Timeline, peak_live, timeline
 
@@ -132,11 +133,12 @@ class _Tasks:
 
     def _reads(self, action: Action) -> tuple[Hashable, ...]:
         """The values that a computation reads; nothing reads them after it."""
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind == "W":
-            return (Saved("I", stage, microbatch),)
-        messages = [Message(edge, microbatch) for edge in self.entering.get((stage, action.phase), ())]
-        return (*messages, *([Saved("F", stage, microbatch)] if action.phase == "B" else []))
+        return tuple(
+            Message(edge, action.microbatch)
+            if edge
+            else Saved("I" if action.kind == "W" else "F", action.stage, action.microbatch)
+            for _, edge in operands(action, self.entering)
+        )
 
     def _makes(self, action: Action) -> dict[Hashable, int]:
         """The bytes of each value that a computation makes for messages and for backward."""
