@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,11 +47,10 @@ class StageRecord:
     @cached_property
     def flops(self) -> list[int]:
         """For each stage the floating-point operations of a step on one rank."""
-
-        def part_flops(part: Part, calls: Iterable[fx.Node]) -> int:
-            return self.times(part) * sum(flops_of_call(self.program, node) for node in calls)
-
-        return [sum(part_flops(*each) for each in stage.parts.items()) for stage in self.stages.stages]
+        return [
+            sum(self.times(part) * flops_of_call(self.program, node) for part, calls in parts for node in calls)
+            for parts in (stage.parts.items() for stage in self.stages.stages)
+        ]
 
     @property
     def rank_flops(self) -> int:
@@ -80,7 +79,9 @@ class StageRecord:
             "modules": list(self.modules[index]),
             "parameters": list(stage.parameters),
             "elements": sum(self.program.global_type(self._parameters[name]).numel for name in stage.parameters),
-            "parameter_bytes": sum(self._nbytes(self._parameters[name]) for name in stage.parameters),
+            "parameter_bytes": sum(
+                nbytes(self.program.local_type(self._parameters[name])) for name in stage.parameters
+            ),
             "flops": self.flops[index],
             "calls": {part: len(calls) for part, calls in stage.parts.items()},
             "sent": [self._sent(*each) for each in self.stages.crossings.items() if each[0].source == index],
@@ -90,13 +91,14 @@ class StageRecord:
     def _sent(self, way: Crossing, nodes: Iterable[fx.Node]) -> dict[str, Any]:
         place, pipeline = self.schedule.place, self.program.options.pipeline
         assert pipeline is not None
-        values = [
-            {"name": node.name, "type": str(self.program.local_type(node)), "bytes": self._nbytes(node)}
-            for node in nodes
-        ]
-        is_far = place[way.source] != place[way.target]
-        return {"to": way.target, "after": way.part, "times": self.times(way.part),
-                "over": pipeline.axis if is_far else None, "values": values}  # fmt: skip
+        types = [(node.name, self.program.local_type(node)) for node in nodes]
+        return {
+            "to": way.target,
+            "after": way.part,
+            "times": self.times(way.part),
+            "over": pipeline.axis if place[way.source] != place[way.target] else None,
+            "values": [{"name": name, "type": str(type_), "bytes": nbytes(type_)} for name, type_ in types],
+        }
 
     def schedule_entry(self) -> dict[str, Any]:
         """The JSON form of the schedule: ``place``, the rank of each stage; ``rows``, one CSV line for each rank."""
@@ -125,10 +127,11 @@ class StageRecord:
         """A table of stages, one of the values that cross between them, and the schedule as a picture."""
         schedule, pipeline = self.schedule, self.program.options.pipeline
         assert pipeline is not None
+        stages, ranks = f"{schedule.num_stages} stage", f"{schedule.num_ranks} rank"
+        microbatches = f"{schedule.num_microbatches} microbatch{'es' * (schedule.num_microbatches != 1)}"
         title = (
-            f"{_counted(schedule.num_stages, 'stage')} on {_counted(schedule.num_ranks, 'rank')} "
-            f"along {pipeline.axis}, {_counted(schedule.num_microbatches, 'microbatch')} by {schedule.name}, "
-            f"times estimated"
+            f"{stages}{'s' * (schedule.num_stages != 1)} on {ranks}{'s' * (schedule.num_ranks != 1)} "
+            f"along {pipeline.axis}, {microbatches} by {schedule.name}, times estimated"
         )
         return f"{title}\n{self._stage_table()}\n{self._crossing_table()}\n{timeline_text(self.timeline)}"
 
@@ -153,9 +156,6 @@ class StageRecord:
         header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
         return table(header, rows) if rows else "no value crosses between stages\n"
 
-    def _nbytes(self, node: fx.Node) -> int:
-        return nbytes(self.program.local_type(node))
-
     @cached_property
     def _parameters(self) -> dict[str, fx.Node]:
         return parameters_of(self.program)
@@ -163,21 +163,15 @@ class StageRecord:
     @cached_property
     def modules(self) -> list[tuple[str, str]]:
         """For each stage the largest module that begins in it and the largest that ends in it."""
-        paths = [list(self._paths(i, stage)) for i, stage in enumerate(self.stages.stages)]
-        above = [{prefix for path in its for prefix in prefixes(path)} for its in paths]
-        return [(_largest(its[:1], above[:i]), _largest(its[-1:], above[i + 1 :])) for i, its in enumerate(paths)]
-
-    def _paths(self, index: int, stage: Stage) -> Iterator[str]:
-        sources = map(self.program.source, stage.parts["forward"])
-        return (source.module for source in sources if source.stage == index)
+        paths: list[list[str]] = []
+        for i, stage in enumerate(self.stages.stages):
+            sources = map(self.program.source, stage.parts["forward"])
+            paths.append([source.module for source in sources if source.stage == i])
+        above = [{prefix for path in stage_paths for prefix in prefixes(path)} for stage_paths in paths]
+        return [(_largest(each[:1], above[:i]), _largest(each[-1:], above[i + 1 :])) for i, each in enumerate(paths)]
 
 
 def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
     """The shortest prefix of a path that no other stage has."""
     above = prefixes(paths[0]) if paths else []
     return next((each for each in above if not any(each in other for other in others)), paths[0] if paths else "")
-
-
-def _counted(count: int, name: str) -> str:
-    ending = "" if count == 1 else "es" if name.endswith("ch") else "s"
-    return f"{count} {name}{ending}"
