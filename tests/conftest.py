@@ -1,4 +1,4 @@
-"""What every test stands on: one thread a process, hypothesis without chance or clock, and shared gloo processes."""
+"""Settings for every test: one thread a process, deterministic hypothesis, shared gloo processes, golden files."""
 
 import gc
 import os
@@ -19,9 +19,9 @@ settings.load_profile("shardc")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """All users of the gloo processes run in one worker of pytest-xdist (with ``--dist loadgroup``).
+    """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist.
 
-    It reads the marks and writes the group into each test's name, where pytest 9.2 no longer reads it.
+    xdist writes the group into each test's name, where pytest 9.2 no longer reads it.
     """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
@@ -33,44 +33,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The mark was there when xdist read marks: else every worker would start gloo processes of its own."""
+    """Check that the group is in the name: else every worker would start gloo processes of its own."""
     if getattr(item.config.option, "loadgroup", False) and "gloo" in getattr(item, "fixturenames", ()):
         assert "gloo" in item.nodeid.rpartition("@")[2], item.nodeid
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last of the group its processes end: idle they take half a processor, for threads that wake often."""
+    """End the gloo processes after the last test of their group: idle, their threads take half a processor."""
     if nextitem is not None and _group(item) == "gloo" and _group(nextitem) != "gloo":
         POOL.close()
 
 
 def _group(item: pytest.Item) -> str:
-    """The group that stands in a test's name; nothing without ``--dist loadgroup``."""
+    """The group in the name of a test; empty without ``--dist loadgroup``."""
     return item.nodeid.rpartition("@")[2] if getattr(item.config.option, "loadgroup", False) else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--write-golden``."""
+    """Add ``--write-golden``."""
     parser.addoption("--write-golden", action="store_true", help="write what is printed now to tests/golden")
 
 
 @pytest.fixture
-def as_read(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Holds a text against the file of a name in tests/golden; with ``--write-golden`` writes it there first."""
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a file of tests/golden; with ``--write-golden`` write it there first."""
 
-    def held(name: str, text: str) -> None:
+    def compare(name: str, text: str) -> None:
         path = Path(__file__).parent / "golden" / name
         if request.config.getoption("--write-golden"):
             path.write_text(text)
         assert text == path.read_text()
 
-    return held
+    return compare
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: a look for garbage at all of torch takes a quarter of a compile.
+    """Exempt every object of the imports from garbage collection, and collect the oldest generation rarely.
 
-    Looks at all else come seldom: after each compile, as it would be, they take a tenth of the time of all tests.
+    A collection over all of torch takes a quarter of a compilation; over everything else, a tenth of all test time.
     """
     gc.collect()
     gc.freeze()

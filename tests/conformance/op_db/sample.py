@@ -8,18 +8,14 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from shardc.runtime.comm.shards import same_bits
-
-# The database seeds torch before it draws; a model that does so is refused, and what is drawn here is shardc's own.
-common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}
 UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # as torch has them
@@ -58,9 +54,16 @@ class _Call(nn.Module):
         return tuple(self.call(*xs))
 
 
+@cache
 def variants() -> dict[str, Any]:
-    """Every variant that takes float32, by name."""
-    ops = [op for op in op_db if op.supports_dtype(torch.float32, "cpu")]
+    """Every variant that takes float32, by name. The database takes seconds to import.
+
+    It seeds torch before it draws; a model that does so is refused, and what is drawn here is shardc's own.
+    """
+    from torch.testing._internal import common_methods_invocations as database
+
+    database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    ops = [op for op in database.op_db if op.supports_dtype(torch.float32, "cpu")]
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in ops}
 
 

@@ -152,12 +152,12 @@ def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -
 
 
 def test_check_prints_what_breaks_each_budget_and_what_holds(
-    capsys: pytest.CaptureFixture[str], as_read: Callable[..., None]
+    capsys: pytest.CaptureFixture[str], golden: Callable[..., None]
 ) -> None:
     budgets = ["fallback", "all_gather@dp>100B", "wire>1MB", "note", "collectives>20"]
     command = ["check", "targets:weighed", "--mesh", "dp=2,tp=2", *(f"--fail-on={each}" for each in budgets)]
     assert main([*command, "--max-memory", "8GB"]) == 1
-    as_read("check.txt", capsys.readouterr().out)
+    golden("check.txt", capsys.readouterr().out)
 
 
 def test_check_takes_a_dump_in_place_of_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

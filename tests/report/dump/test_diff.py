@@ -159,7 +159,7 @@ def test_collectives_are_matched_once(plain: dict[str, Any]) -> None:
 
 
 def test_the_command_compares_files_and_ends_as_diff_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: dict[str, Any], as_read: Callable[..., None]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: dict[str, Any], golden: Callable[..., None]
 ) -> None:
     paths = [tmp_path / name for name in ("plain.json", "zero.json")]
     for path, record in zip(paths, (plain, dumped(zero=Zero("dp", 3))), strict=True):
@@ -168,7 +168,7 @@ def test_the_command_compares_files_and_ends_as_diff_does(
     assert capsys.readouterr().out == "no difference\n"
     for format_, ending in (("text", "txt"), ("json", "json")):
         assert main(["diff", *map(str, paths), "--format", format_]) == 1
-        as_read(f"diff.{ending}", capsys.readouterr().out)
+        golden(f"diff.{ending}", capsys.readouterr().out)
 
 
 def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,13 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.mark.parametrize("format_", ["text", "json", "dot"])
-def test_the_dump_of_two_layers_cut_as_megatron_is_golden(format_: str, as_read: Callable[..., None]) -> None:
+def test_the_dump_of_two_layers_cut_as_megatron_is_golden(format_: str, golden: Callable[..., None]) -> None:
     model, args, kwargs, annotations = mlp()
     dumped = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump(format=format_)
-    as_read(f"mlp.{format_.replace('text', 'txt')}", dumped)
+    golden(f"mlp.{format_.replace('text', 'txt')}", dumped)
 
 
-def test_the_report_of_two_layers_is_golden(as_read: Callable[..., None]) -> None:
+def test_the_report_of_two_layers_is_golden(golden: Callable[..., None]) -> None:
     """But for its styles and scripts, which a browser reads in test_report.py."""
     model, args, kwargs, annotations = mlp()
     page = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs).dump("html")
@@ -40,24 +40,24 @@ def test_the_report_of_two_layers_is_golden(as_read: Callable[..., None]) -> Non
     bare = re.sub(r"sha256-[^']*", "sha256-...", bare)
     data = re.search(r'(?<=id="data">).*?(?=</script>)', bare)
     assert data is not None
-    as_read("mlp.html", bare.replace(data[0], f"\n{json_text(json.loads(data[0]))}"))
+    golden("mlp.html", bare.replace(data[0], f"\n{json_text(json.loads(data[0]))}"))
 
 
 @pytest.mark.parametrize(
     ("option", "name"), [("--diff=insert_reshards", "diff_passes.txt"), ("--format=dot", "pipeline.dot")]
 )
 def test_the_diff_of_a_pass_and_a_drawn_pipeline_are_golden(
-    option: str, name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    option: str, name: str, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mesh = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=2"] if name == "pipeline.dot" else ["--mesh", "dp=2,tp=2"]
     assert main(["dump", "targets:for_mesh", *mesh, option]) == 0
-    as_read(name, capsys.readouterr().out)
+    golden(name, capsys.readouterr().out)
 
 
-def test_the_dump_of_a_convolution_over_a_cut_height_is_golden(as_read: Callable[..., None]) -> None:
+def test_the_dump_of_a_convolution_over_a_cut_height_is_golden(golden: Callable[..., None]) -> None:
     model, args, kwargs, annotations = convolution()
     dumped = compile(model, Mesh(x=4), annotations, args=args, kwargs=kwargs).dump()
-    as_read("convolution.txt", dumped)
+    golden("convolution.txt", dumped)
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -73,11 +73,11 @@ def test_the_dump_announces_what_the_localized_program_does(cast: bool) -> None:
 
 @pytest.mark.parametrize("format_", ["text", "json"])
 def test_the_pipeline_of_a_tied_gpt_is_golden(
-    format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    format_: str, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline = ["--mesh", "pp=2", "--pipeline", "pp,microbatches=4", "--only", "stages"]
     assert main(["dump", "gpt:gpt_tied", *pipeline, "--format", format_]) == 0
-    as_read(f"pipeline.{format_.replace('text', 'txt')}", capsys.readouterr().out)
+    golden(f"pipeline.{format_.replace('text', 'txt')}", capsys.readouterr().out)
 
 
 def test_the_gradient_of_a_tied_weight_is_sent_once_a_step() -> None:
@@ -126,11 +126,11 @@ def test_a_pipeline_announces_lowered_what_it_does_localized() -> None:
 
 @pytest.mark.parametrize("format_", ["text", "json"])
 def test_the_stages_of_a_tied_gpt_are_golden(
-    format_: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    format_: str, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["stages", "gpt:gpt_tied", "--stages", "3", "--by", "flops", "--format", format_]
     assert main(command) == 0
-    as_read(f"stages.{format_.replace('text', 'txt')}", capsys.readouterr().out)
+    golden(f"stages.{format_.replace('text', 'txt')}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_the_stages_of_a_tied_gpt_are_golden(
     [(["trace"], "mlp.trace.json"), (["dump", "--only", "time,notes"], "mlp.time.txt")],
 )
 def test_the_predicted_step_is_golden(
-    command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    command: list[str], name: str, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     links = ["--mesh", "dp=2,tp=2", "--links", "dp=nvlink,tp=ethernet", "--device", "cpu"]
     assert main([command[0], "targets:mlp", *links, *command[1:]]) == 0
-    as_read(name, capsys.readouterr().out)
+    golden(name, capsys.readouterr().out)
 
 
-def test_explanations_are_golden(as_read: Callable[..., None]) -> None:
+def test_explanations_are_golden(golden: Callable[..., None]) -> None:
     """A parameter, a value, a module, a collective, a bucket, and one of them as JSON."""
     model, args, kwargs, annotations = mlp()
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
@@ -153,4 +153,4 @@ def test_explanations_are_golden(as_read: Callable[..., None]) -> None:
     as_json = json.dumps(compiled.explain("all_reduce_tp").record(), indent=1) + "\n"
     texts = {"explain.txt": "\n".join(compiled.explain(name).text() for name in names), "explain.json": as_json}
     for name, text in texts.items():
-        as_read(name, text)
+        golden(name, text)

@@ -280,10 +280,10 @@ def test_what_is_left_open_on_the_command_line_is_as_if_it_were_dropped(pattern:
     assert figures_of(opened.program) == figures_of(dropped.program)
 
 
-def test_the_advice_on_a_collective_is_golden(as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_advice_on_a_collective_is_golden(golden: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", "gpt:gpt", "--mesh", "tp=2", "--annotate", "*.mlp.up.bias=-", "all_gather_tp"]
     assert main(command) == 0
-    as_read("advice.txt", capsys.readouterr().out)
+    golden("advice.txt", capsys.readouterr().out)
     assert main([*command, "--no-advice", "--format", "json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["advice"], record["alternatives"][0]["way"]) == (None, "all_gather")

@@ -307,10 +307,10 @@ PIPELINE = ["cost", "targets:for_mesh", "--mesh", "dp=2,pp=2", "--pipeline", "pp
     ],
 )
 def test_the_output_of_cost_is_golden(
-    command: list[str], name: str, as_read: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    command: list[str], name: str, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command) == 0
-    as_read(name, capsys.readouterr().out)
+    golden(name, capsys.readouterr().out)
 
 
 def test_outside_of_its_region_a_plan_has_no_number_unless_it_is_compiled_anew(

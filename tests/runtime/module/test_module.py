@@ -13,7 +13,6 @@ from gloo_pool import ByPath
 from one_device import assert_same, assert_same_state
 from parallel_models import FSDP, MEGATRON, MLP, OPTIMIZERS, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
 from torch import nn
-from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import ProfilerActivity, profile
@@ -422,6 +421,8 @@ def backward_code():
     model, args, bucket = nn.Sequential(*itertools.chain(*blocks)), (torch.ones(8, 64),), 4 * 2**16
     mesh = make_device_mesh(Mesh(dp=2))
     parallel = shardc.parallelize(model, mesh, {"input": P("dp")}, args=args, compile="inductor", bucket=bucket)
+    from torch._inductor.utils import run_and_get_code  # takes seconds
+
     _, codes = run_and_get_code(lambda: parallel(*args).to_local().sum().backward())
     return max(codes, key=lambda code: code.count("all_reduce_.default"))
 
