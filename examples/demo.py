@@ -1,7 +1,7 @@
-"""Train a character-level GPT on four local ranks and on one device: equal losses, and the bytes that were announced.
+"""Trains a character-level GPT on four local ranks and on one device, and compares losses, and bytes with the plan.
 
-The ranks are processes of this machine that talk through gloo, data parallel over dp and tensor parallel over tp. Both
-runs begin with the same weights and see the same batches. Exit code 1 when losses or bytes differ.
+The ranks are processes of this machine that communicate through gloo, data parallel over dp and tensor parallel over
+tp. Both runs begin with the same weights and see the same batches. The exit code is 1 if losses or bytes differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOSS_BOUND, BYTES_BOUND = 1e-5, 0.01
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What both runs share. ``batch`` is the global one."""
+    """The settings of both runs. ``batch``: the global batch size."""
 
     steps: int = 100
     batch: int = 16
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run leaves behind: the loss and the seconds of each step, and the parameters' bytes on one rank."""
+    """The results of a run: the loss and the seconds of each step, and the bytes of the parameters on one rank."""
 
     parameter_bytes: int
     losses: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ShardedRun:
-    """What rank 0 reports. ``wire_bytes``: all ranks' in a step as the kernel counts, None if it does not."""
+    """The report of rank 0. ``wire_bytes``: sent by all ranks in a step, counted by the kernel; None if it does not."""
 
     run: Run
     compile_seconds: float
@@ -106,14 +106,14 @@ def _parse() -> Settings:
 
 
 def corpus() -> Tensor:
-    """Python's own help topics as indices into ALPHABET; other characters are left out."""
+    """Python's own help topics as indices into ALPHABET, without other characters."""
     index = {char: i for i, char in enumerate(ALPHABET)}
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     return torch.tensor([index[char] for char in text if char in index])
 
 
 def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step the whole batch: ``ids`` and the characters that follow, ``[batch, context]``."""
+    """For each step the global batch: ``ids`` and the characters that follow, ``[batch, context]``."""
     data, context = corpus(), settings.config.context
     random = torch.Generator().manual_seed(0)
     for _ in range(settings.steps):
@@ -123,7 +123,7 @@ def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def new_model(settings: Settings) -> GPT:
-    """The same weights whenever it is called."""
+    """A model with the same weights in every call."""
     torch.manual_seed(0)
     return GPT(settings.config)
 
@@ -140,7 +140,7 @@ def train_alone(settings: Settings) -> Run:
 def train(
     settings: Settings, model: nn.Module, progress: Progress, after: Callable[[int], None] = lambda step: None
 ) -> Run:
-    """The training loop of both runs; ``after`` is told the number of steps done."""
+    """The training loop of both runs; ``after`` is called with the number of steps after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     run = Run(sum(local(parameter).nbytes for parameter in model.parameters()))
     for step, (ids, targets) in enumerate(batches(settings), 1):
@@ -157,7 +157,7 @@ def train(
 
 
 def train_sharded(settings: Settings) -> ShardedRun:
-    """One rank of the job: the same loop over a parallelized model. Every rank is given the whole batch."""
+    """One rank of the job: the same loop over a parallelized model. Every rank passes the global batch."""
     mesh = init_device_mesh("cpu", (settings.dp, settings.tp), mesh_dim_names=("dp", "tp"))
     start = time.perf_counter()
     model = shardc.parallelize(new_model(settings), mesh, DATA | MEGATRON, args=next(batches(settings)))
@@ -176,18 +176,18 @@ def train_sharded(settings: Settings) -> ShardedRun:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The shard of a tensor on this rank."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def bytes_a_step(readings: list[int | None], num_steps: int) -> float | None:
-    """The least of all differences, since what other programs send can only add."""
+    """The smallest difference of two readings, since bytes of other programs can only add."""
     counted = [reading for reading in readings if reading is not None]
     return min(b - a for a, b in pairwise(counted)) / num_steps if counted else None
 
 
 def read_counter(readings: list[int | None], every: int, step: int) -> None:
-    """Note now and then what the loopback interface has sent, while all ranks wait."""
+    """Every few steps, read how many bytes the loopback interface has sent, while all ranks wait."""
     if step % every == 0:
         dist.barrier()
         readings.append(sent_bytes())
@@ -201,7 +201,7 @@ class Progress:
         self.title, self.total, self.is_shown = title, total, is_shown
 
     def show(self, done: int, remark: str = "") -> None:
-        """Say how far it is."""
+        """Show the number of steps done."""
         in_place = sys.stderr.isatty()
         if not self.is_shown or not (in_place or done * 10 // self.total > (done - 1) * 10 // self.total):
             return
@@ -237,7 +237,7 @@ def bytes_table(settings: Settings, sharded: ShardedRun) -> str:
 
 
 def facts(settings: Settings, alone: Run, sharded: ShardedRun) -> str:
-    """What is held against a bound, and what it costs."""
+    """The compared quantities with their bounds, and the time and memory of both runs."""
     rows = [
         ("largest difference of losses", f"{loss_difference(alone, sharded.run):.1e}", f"<= {LOSS_BOUND:.0e}"),
         ("bytes counted against announced", f"{bytes_difference(settings, sharded):+.2%}", f"<= {BYTES_BOUND:.0%}"),
@@ -251,28 +251,28 @@ def facts(settings: Settings, alone: Run, sharded: ShardedRun) -> str:
 
 
 def is_good(settings: Settings, alone: Run, sharded: ShardedRun) -> bool:
-    """Whether losses and bytes keep their bounds; nan does not, but bytes need a system that counts them."""
+    """Whether losses and bytes are within their bounds; nan is not. Bytes count where the system counts them."""
     are_bytes_good = sharded.wire_bytes is None or abs(bytes_difference(settings, sharded)) <= BYTES_BOUND
     return loss_difference(alone, sharded.run) <= LOSS_BOUND and are_bytes_good
 
 
 def announced_bytes(settings: Settings, sharded: ShardedRun) -> int:
-    """What the plan says that all ranks send in one step."""
+    """The bytes that all ranks send in one step by the plan."""
     return sum(found.wire_bytes for found in sharded.collectives) * settings.num_ranks
 
 
 def bytes_difference(settings: Settings, sharded: ShardedRun) -> float:
-    """How much more was counted than announced, as a share; nan if nothing was counted."""
+    """How much more was counted than announced, relative to the plan; nan if nothing was counted."""
     return (sharded.wire_bytes or math.nan) / announced_bytes(settings, sharded) - 1
 
 
 def loss_difference(alone: Run, sharded: Run) -> float:
-    """The largest difference of the losses of any step; nan where one is."""
+    """The largest difference between the losses of a step; nan if a loss is."""
     return (torch.tensor(alone.losses) - torch.tensor(sharded.losses)).abs().max().item()
 
 
 def sample(config: Config, state: dict[str, Tensor], length: int = 160) -> str:
-    """Text that a model with these weights writes."""
+    """Text generated by a model with these weights."""
     model = GPT(config)
     model.load_state_dict(state)
     random, ids = torch.Generator().manual_seed(0), torch.zeros(1, 1, dtype=torch.int64)

@@ -19,14 +19,14 @@ from shardc import Mesh, P
 
 Target = tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, P]]
 
-# Megatron's tensor parallelism: the row cut weight of each pair, nn.Linear's being [out, in]. The rest is inferred.
+# Megatron's tensor parallelism: the second weight of each pair is cut by rows of the input. The rest is inferred.
 MEGATRON = {"*.attn.proj.weight": P(None, "tp"), "*.mlp.down.weight": P(None, "tp")}
 DATA = {"ids": P("dp"), "targets": P("dp")}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The sizes of a GPT. ``fused``: one weight for q, k and v. ``tied``: the head is the token embedding."""
+    """The sizes of a GPT. ``fused``: q, k and v have one weight. ``tied``: the head is the token embedding."""
 
     vocab: int = 128
     context: int = 32
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids ``[batch, time]`` to the mean cross entropy of ``targets`` of that shape; without them, to logits."""
+    """Maps token ids ``[batch, time]`` to their mean cross entropy with ``targets``; without targets, to logits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -114,38 +114,38 @@ def _initialize(module: nn.Module) -> None:
 
 
 def gpt(mesh: Mesh | None = None) -> Target:
-    """Data and tensor parallel, whichever of them the mesh has, with one fused weight for q, k and v."""
+    """Data parallel over dp and tensor parallel over tp, where the mesh has them; one fused weight for q, k and v."""
     return _target(Config(), plan(mesh))
 
 
 def gpt_separate_qkv(mesh: Mesh | None = None) -> Target:
-    """Likewise, with a weight each for q, k and v."""
+    """As ``gpt``, with separate weights for q, k and v."""
     return _target(Config(fused=False), plan(mesh))
 
 
 def gpt_tied(mesh: Mesh | None = None) -> Target:
-    """Likewise, the head tied to the token embedding."""
+    """As ``gpt``, with the head tied to the token embedding."""
     return _target(Config(tied=True), plan(mesh))
 
 
 def gpt_dropout(mesh: Mesh | None = None) -> Target:
-    """Likewise, with dropout, whose masks are the same on every mesh."""
+    """As ``gpt``, with dropout; its masks are the same on every mesh."""
     return _target(Config(dropout=0.1), plan(mesh))
 
 
 def gpt_sequence(mesh: Mesh | None = None) -> Target:
-    """Likewise, and what lies between the blocks' halves is cut along time over tp: Megatron's sequence parallelism."""
+    """As ``gpt``, with Megatron's sequence parallelism: values between attention and MLP are cut along time over tp."""
     batch = "dp" if mesh is None or "dp" in mesh.axis_names else None
     return _target(Config(), plan(mesh) | {"module:tokens": P(batch, "tp")})
 
 
 def gpt_fsdp() -> Target:
-    """Every parameter cut on dim 0, gathered where it is used; gradients reduce_scattered."""
+    """FSDP: every parameter is cut on dim 0 and gathered where it is used; gradients are reduce_scattered."""
     return _target(Config(), DATA | {"param:*": P("dp")})
 
 
 def plan(mesh: Mesh | None) -> dict[str, P]:
-    """The annotations that name an axis of the mesh; without a mesh, all."""
+    """The annotations whose axes the mesh has; without a mesh, all of them."""
     axes = ("dp", "tp") if mesh is None else mesh.axis_names
     return (DATA if "dp" in axes else {}) | (MEGATRON if "tp" in axes else {})
 

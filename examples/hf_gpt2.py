@@ -1,4 +1,4 @@
-"""HF GPT-2, unchanged, trained for a few steps: alone on virtual ranks, or on real ones under torchrun.
+"""Trains the unchanged GPT-2 of transformers for a few steps: on virtual ranks, or on real ranks under torchrun.
 
 ::
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def mesh() -> Mesh | DeviceMesh:
-    """Virtual ranks, or torchrun's: an even number of them, two along tp."""
+    """Virtual ranks, or the ranks of torchrun, of which there is an even number: two along tp."""
     if "WORLD_SIZE" not in os.environ:
         return Mesh(dp=2, tp=2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,7 @@ def mesh() -> Mesh | DeviceMesh:
 
 
 def batches(count: int) -> Tensor:
-    """Bytes of English text, ``[count, 8, 64]``; the same on every rank: shardc takes global values."""
+    """Bytes of English text, ``[count, 8, 64]``; every rank passes the same global batch."""
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     return torch.tensor(list(text[: count * 8 * 64])).view(count, 8, 64)
 
@@ -71,7 +71,7 @@ def is_first_rank() -> bool:
 
 
 def leave() -> None:
-    """End a job without the interpreter's own clean-up, in which gloo's threads now and then crash."""
+    """End a job without the interpreter's clean-up, during which threads of gloo sometimes crash."""
     if dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()

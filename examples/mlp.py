@@ -1,4 +1,4 @@
-"""An MLP on four virtual ranks, data parallel over dp and tensor parallel over tp: look at the plan, then check it."""
+"""An MLP, data and tensor parallel on four virtual ranks: prints the plan, and compares it with one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANNOTATIONS = {"x": P("dp"), "target": P("dp"), "down.weight": P(None, "tp")}
 
 
 class MLP(nn.Module):
-    """Two layers and their mean squared error."""
+    """Two layers and a mean squared error."""
 
     def __init__(self, width: int = 64, hidden: int = 256) -> None:
         super().__init__()

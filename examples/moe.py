@@ -1,7 +1,7 @@
-"""GShard's mixture of experts in plain PyTorch, trained on four virtual ranks: what it sends, and its losses.
+"""GShard's mixture of experts in plain PyTorch, trained on four virtual ranks: prints its collectives and losses.
 
-A token goes to its two best experts, and an expert takes so many tokens of each sequence; those beyond are dropped.
-Sequences are cut over the same axis as experts: one all_to_all takes tokens to their experts, one takes them back.
+A token goes to its two best experts. An expert has a fixed capacity for each sequence; tokens beyond it are dropped.
+Sequences and experts are cut over the same axis: one all_to_all takes tokens to their experts, one brings them back.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardc import Mesh, P
 
 Target = tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, P]]
 
-# Each rank has sequences of its own and experts of its own. Nothing else is said.
+# Each rank has sequences of its own and experts of its own. Everything else is inferred.
 EXPERTS = {"x": P("ep"), "layers.*.up": P("ep")}
 
 
 def top2(gates: Tensor, capacity: int) -> Tensor:
-    """How much each token takes of each place of each expert, ``[sequence, token, expert, place]``.
+    """The weight of each token in each place of each expert, ``[sequence, token, expert, place]``.
 
-    ``gates``: ``[sequence, token, expert]``. Places are given to first choices first, in the order of tokens.
+    ``gates``: ``[sequence, token, expert]``. First choices get places first, in the order of tokens.
     """
     first = F.one_hot(gates.argmax(-1), gates.shape[-1])
     second = F.one_hot((gates * (1 - first)).argmax(-1), gates.shape[-1])
@@ -36,7 +36,7 @@ def top2(gates: Tensor, capacity: int) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Experts of two layers: ``[sequence, token, width]`` to the same."""
+    """Experts of two layers each; input and output are ``[sequence, token, width]``."""
 
     def __init__(self, width: int, hidden: int, experts: int, capacity_factor: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MoE(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of experts, each with a norm before it and a residual around both; the mean squared error."""
+    """Layers of experts, each after a norm and with a residual connection; returns the mean squared error."""
 
     def __init__(self, layers: int = 2, width: int = 32, experts: int = 8, capacity_factor: float = 1.0) -> None:
         super().__init__()

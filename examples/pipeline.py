@@ -1,4 +1,4 @@
-"""A GPT in two pipeline stages, trained beside one device: alone on virtual ranks, or on real ones under torchrun.
+"""Trains a GPT in two pipeline stages, beside one device: on virtual ranks, or on real ranks under torchrun.
 
 ::
 
@@ -22,18 +22,18 @@ from shardc import Mesh, Pipeline
 
 
 def tied(mesh: Mesh | None = None) -> Target:
-    """A GPT whose head is its token embedding, which so belongs to the first stage and to the last; and dropout."""
+    """A GPT with dropout whose head is its token embedding, so that the first and the last stage share a weight."""
     torch.manual_seed(0)
     config = Config(tied=True, dropout=0.1)
     ids, targets = torch.randint(config.vocab, (2, 10, config.context))
-    targets[:, 20:] = -100  # does not count: the loss is a mean over all that does, whatever microbatch it is in
+    targets[:, 20:] = -100  # ignored: the loss is the mean over all other targets, whatever their microbatch
     return GPT(config), (ids, targets), {}, plan(mesh)
 
 
 def main() -> None:
     model, args, _, _ = tied()
-    alone = shardc.parallelize(model, Mesh(one=1))  # draws the same dropout masks, as plain PyTorch would not
-    pipeline = Pipeline(axis="pp", microbatches=4, schedule="1f1b", balance="flops")  # of 3, 3, 3 and 1 sequences
+    alone = shardc.parallelize(model, Mesh(one=1))  # with the same dropout masks; plain PyTorch has others
+    pipeline = Pipeline(axis="pp", microbatches=4, schedule="1f1b", balance="flops")  # 3, 3, 3 and 1 sequences
     piped = shardc.parallelize(model, mesh(), pipeline=pipeline, args=args)
     say(piped.program.dump(only="stages"))
 
@@ -41,9 +41,9 @@ def main() -> None:
     for step in range(5):
         losses = []
         for run, optimizer in runs:
-            loss = run(*args)  # of a pipeline the whole step, forward and backward of all microbatches
-            loss.backward()  # hands their gradients over
-            run.clip_grad_norm_(1.0)  # the module's own: it knows of the other stages
+            loss = run(*args)  # in a pipeline the whole step: forward and backward of all microbatches
+            loss.backward()  # in a pipeline, puts the gradients into .grad
+            run.clip_grad_norm_(1.0)  # the norm over all stages; torch's own function sees one rank's
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def mesh() -> Mesh | DeviceMesh:
-    """Two virtual ranks, or all of torchrun's."""
+    """Two virtual ranks, or all ranks of torchrun."""
     if "WORLD_SIZE" not in os.environ:
         return Mesh(pp=2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +66,7 @@ def say(line: str) -> None:
 
 
 def leave() -> None:
-    """End a job without the interpreter's own clean-up, in which gloo's threads now and then crash."""
+    """End a job without the interpreter's clean-up, during which threads of gloo sometimes crash."""
     if dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()

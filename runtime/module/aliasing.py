@@ -31,12 +31,12 @@ def separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> l
     others = [each for i, each in enumerate(gradients) if each is not None and i not in own]
     if _are_separate([*others, *(each for each in tangents if each is not None)]):
         return list(gradients)
-    taken: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
+    used: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
     for tangent in tangents:
         if tangent is not None:
-            _take(tangent, taken)
+            _reserve(tangent, used)
     return [
-        gradient if gradient is None or _take(gradient, taken) else gradient.clone(memory_format=preserve_format)
+        gradient if gradient is None or _reserve(gradient, used) else gradient.clone(memory_format=preserve_format)
         for gradient in gradients
     ]
 
@@ -48,13 +48,13 @@ def _are_separate(tensors: Sequence[Tensor]) -> bool:
     return is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges))
 
 
-def _take(tensor: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
-    """Take the address range of a tensor; False if part of it is taken already."""
+def _reserve(tensor: Tensor, used: dict[int, list[tuple[int, int]]]) -> bool:
+    """Note the address range of a tensor; False if part of it is used already."""
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
     start = tensor.data_ptr()
     end = start + max(0, reach) * tensor.itemsize
-    ranges = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+    ranges = used.setdefault(tensor.untyped_storage().data_ptr(), [])
     at = bisect_left(ranges, (start, start))
     is_free = (at == 0 or ranges[at - 1][1] <= start) and (at == len(ranges) or end <= ranges[at][0])
     if is_free:

@@ -1,6 +1,6 @@
 """Conversion between a user's tensors and the shards that ranks compute on: on virtual ranks, or torch.distributed.
 
-On torch.distributed parameters, and outputs that are cut, are DTensors; they are made here.
+On torch.distributed, parameters and outputs that are cut become DTensors here.
 """
 
 from __future__ import annotations

@@ -72,14 +72,14 @@ def _unscale_on_all_ranks(
         pipeline = _PIPELINES[mesh]
         if not by_device and pipeline is None:
             continue
-        found = torch.stack([found_inf, *(each.to(found_inf.device) for each in by_device.values())]).amax()
-        found = found.to(mesh.device_type)
+        overflow = torch.stack([found_inf, *(each.to(found_inf.device) for each in by_device.values())]).amax()
+        overflow = overflow.to(mesh.device_type)
         columns = zip(*(each.placements for each in parameters if each.device_mesh == mesh), strict=True)
         cut: list[Placement] = [
             Replicate() if all(each.is_replicate() for each in column) else Partial("max") for column in columns
         ]
-        found = DTensor.from_local(found, mesh, cut, run_check=False).full_tensor()
+        overflow = DTensor.from_local(overflow, mesh, cut, run_check=False).full_tensor()
         if pipeline is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, pipeline)
-        by_device = {device: found.to(device) for device in by_device or (found.device,)}
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, pipeline)
+        by_device = {device: overflow.to(device) for device in by_device or (overflow.device,)}
     return by_device

@@ -105,11 +105,11 @@ class PipelineModule(ParallelModule):
         """An error for each parameter that a call reads on a rank without it, or leaves untrained on a rank with it."""
         axis = self._conversion.pipeline.axis
         for name, ranks in readers.items():
-            held = self._homes.get(name, ranks)
-            if not set(ranks) <= set(held) or (name in trained and set(ranks) != set(held)):
+            homes = self._homes.get(name, ranks)
+            if not set(ranks) <= set(homes) or (name in trained and set(ranks) != set(homes)):
                 yield ShardingError(
                     f"parameter {name!r}", f"this call reads it on {_ranks(ranks)} of {axis!r}",
-                    f"by an earlier call {_ranks(held)} {'alone holds' if len(held) == 1 else 'hold'} it",
+                    f"by an earlier call {_ranks(homes)} {'alone holds' if len(homes) == 1 else 'hold'} it",
                     "make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)",
                 )  # fmt: skip
 

@@ -42,10 +42,10 @@ class Offload:
         self.width = len(next(iter(values.of_step.values())))
         own = set[int]().union(*parameters.values())
         self.stored = [{slot: _stored(row[slot]) for slot in own} for row in inputs[: self.width]]
-        for stage, held in parameters.items():
+        for stage, own_slots in parameters.items():
             for env, stored in zip(values.of_step[stage], self.stored, strict=True):
                 for slot in slots:
-                    env[slot] = stored[slot] if slot in held else None
+                    env[slot] = stored[slot] if slot in own_slots else None
 
     def take_turn(self) -> None:
         """Begin the next turn: move idle stages out, then bring the stages of this turn and the next to the device."""
