@@ -68,7 +68,7 @@ def prints(expected: str, actual: str) -> bool:
     return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
 
 
-NAMES = ("README.md", "runtime/README.md")  # whose blocks run
+NAMES = ("README.md", "runtime/README.md", "shardc/cli/README.md")  # whose blocks run
 README = (ROOT / "README.md").read_text()
 
 
