@@ -1,4 +1,4 @@
-"""What the user fixed: patterns over names, resolved to shardings, and ``annotate`` inside a model."""
+"""Annotations: patterns over names, resolved to shardings, and ``annotate`` inside a model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shardc.program.node import arguments, is_annotation
 from shardc.program.program import Pin, Program
 
 Spec = P | Sequence[Any]
-"""What a user may write: a P, or one DTensor placement for each axis of the mesh."""
+"""The value of an annotation: a P, or one DTensor placement for each axis of the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the user says of one value: ``kind`` is ``param`` (buffers too), ``input``, ``module`` or ``output``.
+    """The annotation of one value: ``kind`` is ``param`` (buffers too), ``input``, ``module`` or ``output``.
 
     The name of an output is still a pattern: outputs are known only after capture.
     """
@@ -46,14 +46,14 @@ class Match:
         return f"{self.pattern}: {self.spec!r}"
 
     def who(self, kind: str) -> str:
-        """The value as one of a kind, and the pattern where that is another text."""
+        """The value in an error: its kind and name, and the pattern where that differs."""
         by = "" if self.pattern in (self.name, f"{self.kind}:{self.name}") else f" (annotated by {self.pattern!r})"
         return f"{kind} {self.name!r}{by}"
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What the user says of which values, in the order of the annotations, each value once; ``texts``: all of them."""
+    """The annotated values, each once, in the order of the annotations; ``texts``: all annotations."""
 
     entries: tuple[Match, ...]
     texts: tuple[str, ...] = ()
@@ -67,13 +67,13 @@ class Matched:
 def match(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Matched:
-    """The values of a model and of a call that each pattern means."""
+    """The values of a model and of a call that each pattern matches."""
     check_annotations(annotations)
     return match_names(annotations, names_of(model, args, kwargs), mesh)
 
 
 def check_annotations(annotations: Any) -> None:
-    """A ShardingError for what maps no patterns to specs."""
+    """Raise a ShardingError for annotations that are no mapping."""
     if not isinstance(annotations, Mapping):
         raise ShardingError(
             "annotations",
@@ -84,7 +84,7 @@ def check_annotations(annotations: Any) -> None:
 
 
 def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> dict[str, Match]:
-    """What is said of parameters and buffers; patterns of other values, which only a call has, are passed over."""
+    """The annotations of parameters and buffers; patterns of other values, which only a call has, are left out."""
     parameters, buffers, aliases = state_names(model)
     known = {"param": {name: name for name in (*parameters, *buffers)} | aliases}
     patterns = {p: spec for p, spec in annotations.items() if any(kind == "param" for kind, _ in named_by(p, known))}
@@ -92,10 +92,10 @@ def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh
 
 
 def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Matched:
-    """The values that each pattern means, under their one name.
+    """The values that each pattern matches, under their first name.
 
     A pattern is a glob over the names of parameters, buffers, inputs and modules; a prefix ``param:``, ``input:``,
-    ``module:`` or ``output:`` says of which kind. Raises a ShardingError for patterns that match nothing, that match
+    ``module:`` or ``output:`` restricts it to one kind. Raises a ShardingError for patterns that match nothing or
     several kinds, and for two that disagree on one value.
     """
     found: list[Match] = []
@@ -115,7 +115,7 @@ def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Ma
 
 
 def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
-    """The pins of a captured program's inputs and outputs; annotations of modules are in its graph already."""
+    """The pins of a captured program's inputs and outputs; its graph has the annotations of modules."""
     types = _types(program)
     known = [entry for entry in matched.entries if entry.kind not in ("output", "module")]
     known += _outputs(matched, {name: name for kind, name in types if kind == "output"})
@@ -131,7 +131,7 @@ def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
 
 
 def spec_of(given: Any, mesh: Mesh, who: str) -> P:
-    """A P, or the P that says what DTensor placements say: one for each axis of the mesh."""
+    """The spec as a P; it may be DTensor placements, one for each axis of the mesh."""
     if isinstance(given, P):
         return given
     if not isinstance(given, Sequence) or not all(hasattr(entry, "is_replicate") for entry in given):
@@ -153,7 +153,7 @@ def spec_of(given: Any, mesh: Mesh, who: str) -> P:
 
 
 def _meant(given: Any) -> str:
-    """What to write in place of a text, or of a sequence, that says what a P would say."""
+    """The remedy for a text or a sequence in place of a P."""
     if isinstance(given, (str, tuple, list)):
         try:
             return f"write {P.parse(given) if isinstance(given, str) else P(*given)!r}"
@@ -163,7 +163,7 @@ def _meant(given: Any) -> str:
 
 
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Say inside a model how a value lies on the mesh; its gradient lies alike. The identity outside shardc."""
+    """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc."""
     if not isinstance(spec, P):
         raise ShardingError(_caller(), repr(spec), "an annotation inside a model is a P", _meant(spec))
     if not hasattr(x, "clone"):
@@ -193,7 +193,7 @@ def annotate_output(output: Any, entry: Match) -> Any:
 
 @contextmanager
 def annotating() -> Iterator[None]:
-    """In the block ``annotate`` leaves an op in the graph."""
+    """In the block ``annotate`` adds an op to the graph."""
     annotate_op()
     token = _CAPTURING.set(True)
     try:
@@ -206,14 +206,14 @@ _CAPTURING: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 def _outputs(matched: Matched, names: Mapping[str, str]) -> list[Match]:
-    """The annotations of outputs, one for each output that a pattern means."""
+    """The annotations of outputs, one for each output that a pattern matches."""
     patterns = [entry for entry in matched.entries if entry.kind == "output"]
     raise_all([unmatched(entry.pattern, {"output": names}) for entry in patterns if not glob(entry.name, names)])
     return [Match("output", name, entry.spec, entry.pattern) for entry in patterns for name in glob(entry.name, names)]
 
 
 def _agreed(matches: Sequence[Match]) -> tuple[Match, ...]:
-    """The matches, one for each value; a ShardingError where two say different things of one."""
+    """The matches, one for each value; raises a ShardingError where two specs of one value differ."""
     found: dict[tuple[str, str], Match] = {}
     errors: list[ShardingError] = []
     for entry in matches:
@@ -234,7 +234,7 @@ def _torn(one: Match, other: Match) -> ShardingError:
 
 
 def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
-    """For the (kind, name) of a match the pin's kind and the type."""
+    """By the (kind, name) of a match the kind of its pin and the type."""
     found: dict[tuple[str, str], tuple[str, TensorType]] = {}
     for entry in program.inputs:
         if entry.kind in ("parameter", "buffer", "input"):
@@ -267,11 +267,11 @@ def _cut_dim(placement: Any, who: str) -> int:
 
 KINDS = ("param", "input", "module", "output")
 Names = Mapping[str, Mapping[str, str]]
-"""By kind (``param``, ``input``, ``module``): every name a value has, and for each the one name it is known by."""
+"""By kind (``param``, ``input``, ``module``): every name of a value, with its first name."""
 
 
 def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
-    """The (kind, name) of every value that a pattern names, each once; of outputs the pattern itself."""
+    """The (kind, name) of every value that a pattern matches, each once; for outputs the pattern itself."""
     if not isinstance(pattern, str):
         problem, remedy = "a pattern is a string, a glob over names", "write for example '*.weight'"
         raise ShardingError(f"annotation {pattern!r}", f"of type {type(pattern).__name__}", problem, remedy)
@@ -289,12 +289,12 @@ def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
 
 
 def glob(pattern: str, names: Mapping[str, str]) -> list[str]:
-    """The values that a glob names, each once."""
+    """The first names of the values that a glob matches, each once."""
     return list(dict.fromkeys(known for name, known in names.items() if fnmatchcase(name, pattern)))
 
 
 def unmatched(pattern: str, names: Names) -> ShardingError:
-    """The error for a pattern that means nothing."""
+    """The error for a pattern that matches nothing."""
     prefix, colon, rest = pattern.partition(":")
     searched = [prefix] if colon else list(names)
     candidates = [name for kind in searched for name in names.get(kind, {})]
@@ -307,7 +307,7 @@ def unmatched(pattern: str, names: Names) -> ShardingError:
 
 
 def ambiguous(pattern: str, values: Sequence[tuple[str, str]]) -> ShardingError:
-    """The error for a pattern that means values of several kinds."""
+    """The error for a pattern that matches values of several kinds."""
     one = dict(reversed(values))  # the first of each kind
     return ShardingError(
         f"annotation {pattern!r}",
@@ -317,9 +317,9 @@ def ambiguous(pattern: str, values: Sequence[tuple[str, str]]) -> ShardingError:
     )
 
 
-def unused_annotations(captured: Program, matched: Matched, asked: Collection[Pin]) -> Iterator[ShardingError]:
-    """An error for each, of which a program has a note, and which ``strict`` raises; ``asked``: what was resolved."""
-    used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in asked}
+def unused_annotations(captured: Program, matched: Matched, pins: Collection[Pin]) -> Iterator[ShardingError]:
+    """An error for each annotation without effect: a note, or raised by ``strict``; ``pins``: the resolved ones."""
+    used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in pins}
     modules = {entry.text: entry.name for entry in matched.entries if entry.kind == "module"}
     for text in matched.texts:
         if text in used:
@@ -338,7 +338,7 @@ def idle_error(text: str) -> ShardingError:
 
 
 def note_of(error: ShardingError) -> str:
-    """What the dump says of one, in a line."""
+    """The note on an error about an annotation, in one line."""
     return f"{error.who} has no effect: {error.problem}; {error.remedy}"
 
 

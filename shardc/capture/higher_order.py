@@ -1,8 +1,8 @@
 """Higher-order ops while a model is captured.
 
-``torch.cond`` and ``while_loop`` become opaque calls: the bodies are traced apart, with what they close over as further
-operands, and each with its vector-Jacobian product. ``associative_scan``, ``flex_attention`` and a ``map`` or ``scan``
-that is not too long are written out as ops, which have rules. ``torch.compile`` inside a model is looked through.
+``torch.cond`` and ``while_loop`` become opaque calls: their bodies are traced apart, each with its vector-Jacobian
+product, and tensors that they close over are further operands. ``associative_scan``, ``flex_attention`` and a short
+``map`` or ``scan`` are written out as ops, which have rules. ``torch.compile`` inside a model does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_
 
 @contextlib.contextmanager
 def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
-    """In the block higher-order ops run as this file says; ``kept``: the opaque calls, which graphs only name."""
+    """In the block higher-order ops run as this file says; ``kept`` collects opaque calls, which graphs name by key."""
     places: dict[tuple[str, str], Any] = {
         (f"{_HOME}.cond", "cond_op"): partial(_cond, kept),
         (f"{_HOME}.while_loop", "while_loop_op"): partial(_while_loop, kept),
@@ -60,7 +60,7 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
 
 
 def _uncompiled(model: Any = None, **options: Any) -> Any:
-    """``torch.compile`` of a model that is being captured: the model."""
+    """``torch.compile`` that returns the model itself."""
     return (lambda found: found) if model is None else model
 
 
@@ -69,7 +69,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any],
           operands: Any = ()) -> Any:  # fmt: skip
-    """One branch runs, on every rank the same; so does its backward."""
+    """One branch runs, the same on every rank, and so does its backward."""
     leaves, nest = pytree.tree_flatten(operands)
     captured = Bodies("torch.cond")
     bodies = [captured.body(_nested(fn, nest), [pred, *leaves]) for fn in (true_fn, false_fn)]
@@ -115,10 +115,9 @@ def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[T
 
 def _called(kept: list[Opaque], name: str, forward: Run, backward: Run, types: tuple[TensorType, ...],
             given: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
-    made = Opaque(name, forward, types)
-    gradient = Opaque(f"{name}_backward", backward, floating(map(TensorType.of, given)))
-    kept += [made, gradient]
-    return pytree.tree_unflatten(list(call(made, gradient, given)), tree)
+    calls = Opaque(name, forward, types), Opaque(f"{name}_backward", backward, floating(map(TensorType.of, given)))
+    kept += calls
+    return pytree.tree_unflatten(list(call(*calls, given)), tree)
 
 
 def _check_carry(captured: Bodies, given: tuple[TensorType, ...], made: tuple[TensorType, ...]) -> None:
@@ -148,7 +147,7 @@ def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor
 
 
 def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
-    """Neighbours in parallel, in as many steps as the logarithm of the length."""
+    """A scan in as many steps as the logarithm of the length, each on all pairs of neighbours at once."""
     scan = importlib.import_module(f"{_HOME}.associative_scan").generic_associative_scan
     nest = pytree.tree_structure(combine(*(x[0] for x in xs), *(x[0] for x in xs)))
     many = torch.vmap(lambda *rows: tuple(pytree.tree_leaves(combine(*rows))))
@@ -157,7 +156,7 @@ def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additio
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float,
                     kernel_options: Any, score_buffers: Any = (), mask_buffers: Any = ()) -> Any:  # fmt: skip
-    """Scores, mask and softmax as ops: batch and heads may stay cut, and the backward is theirs."""
+    """Scores, mask and softmax as ops, with their own backward, so that batch and heads may stay cut."""
     plain = importlib.import_module(f"{_HOME}.flex_attention").math_attention
     return plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
 
@@ -179,9 +178,9 @@ def _listed(types: Sequence[TensorType]) -> str:
 
 @dataclass(frozen=True)
 class TracedBody:
-    """A body as graphs: flat operands to flat results; operands and gradients of floating results to those of operands.
+    """A body as two graphs over flat tensors: from operands to results of these ``types``, and its backward.
 
-    ``types`` are those of its results.
+    The backward takes the operands and the gradients of floating results; it returns those of floating operands.
     """
 
     forward_graph: fx.GraphModule
@@ -189,19 +188,19 @@ class TracedBody:
     types: tuple[TensorType, ...]
 
     def forward(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The results, of tensors on any device."""
+        """The results of the body, on the device of the operands."""
         return _interpret(self.forward_graph, operands)
 
     def vjp(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradient of every floating operand, zeros where there is none."""
+        """The vector-Jacobian product: the gradient of every floating operand, zeros where there is none."""
         return _interpret(self.vjp_graph, given)
 
 
 @dataclass
 class Bodies:
-    """What the bodies of one higher-order op close over: outer tensors, which become operands of all of them.
+    """The bodies of one higher-order op, and the outer ``tensors`` that they close over: operands of all bodies.
 
-    ``tensors`` grows while bodies are met; only then are they traced.
+    ``tensors`` grows with each call of ``body``; bodies are traced after the last of these calls.
     """
 
     name: str
@@ -209,19 +208,19 @@ class Bodies:
 
     @property
     def outside(self) -> list[Tensor]:
-        """The tensors as the place of the op sees them: inside a body of another op they are operands of that."""
+        """The outer tensors as seen by the op; inside a body of another op they are operands of that."""
         return [torch.ops.aten.alias(tensor) for tensor in self.tensors]
 
     def body(self, fn: Callable[..., Any], operands: Sequence[Tensor]) -> Body:
-        """The body, run once to see what it reads and how its result nests."""
-        found = Body(self, fn, operands)
+        """The body of a function, which runs once to find the tensors that it reads and the nesting of its result."""
+        body = Body(self, fn, operands)
         with _apart() as mode:
-            result = found.run(list(map(_standin, operands)), _Outer(mode, self.tensors))
-            leaves, found.tree = pytree.tree_flatten(result)
+            result = body.run(list(map(_standin, operands)), _Outer(mode, self.tensors))
+            leaves, body.tree = pytree.tree_flatten(result)
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 self.refuse("a function given to it returns what is no tensor", "return tensors alone")
-            found.types = tuple(map(TensorType.of, leaves))
-        return found
+            body.types = tuple(map(TensorType.of, leaves))
+        return body
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raise a CaptureError that names the user's line."""
@@ -230,7 +229,7 @@ class Bodies:
 
 
 class Body:
-    """A function that is given to a higher-order op."""
+    """A function argument of a higher-order op."""
 
     tree: Any
     types: tuple[TensorType, ...]
@@ -240,12 +239,12 @@ class Body:
         self.captured, self.fn, self.operands = captured, fn, operands
 
     def run(self, operands: Sequence[Any], outer: _Outer) -> Any:
-        """The function's own result."""
+        """The function's result, with outer tensors replaced."""
         with outer:
             return self.fn(*operands)
 
     def traced(self) -> TracedBody:
-        """Its graphs, over the operands and then what all bodies close over."""
+        """The graphs of the body, over its operands and then the outer tensors of all bodies."""
         given = [*self.operands, *self.captured.tensors]
         with _apart() as self.mode:
             fakes = list(map(_standin, given))
@@ -267,7 +266,7 @@ class Body:
         return pytree.tree_leaves(result)
 
     def _forward(self, *given: Tensor) -> list[Tensor]:
-        """The results, then the operands as they are at the end."""
+        """The results, then the operands as they are at the end, to show in-place changes."""
         return [*self._call(given), *given]
 
     def _vjp(self, *given: Tensor) -> list[Tensor]:
@@ -279,8 +278,8 @@ class Body:
         sources = [tensor for tensor in operands if tensor.is_floating_point()]
         if not pairs or not sources:
             return [torch.zeros_like(source) for source in sources]
-        made = torch.autograd.grad([r for r, _ in pairs], sources, [t for _, t in pairs], allow_unused=True)
-        return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, made, strict=True)]
+        gradients = torch.autograd.grad([r for r, _ in pairs], sources, [t for _, t in pairs], allow_unused=True)
+        return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, gradients, strict=True)]
 
     def _check(self, forward: fx.GraphModule, count: int) -> None:
         """Refuse a body that draws random numbers or that writes to an operand."""
@@ -300,9 +299,9 @@ class Body:
 
 
 class _Outer(TorchFunctionMode):
-    """Tensors of the outer trace give way to those that stand for them inside, by identity.
+    """Replaces tensors of the outer trace by their stand-ins in a body.
 
-    ``standins`` has them by the id of the outer one; one that it lacks is noted in ``found`` and gets a stand-in.
+    ``standins``: by the id of an outer tensor. A new outer tensor is added to ``found`` and gets a stand-in.
     """
 
     def __init__(self, mode: FakeTensorMode, found: list[Tensor], standins: Mapping[int, Tensor] | None = None) -> None:
@@ -323,7 +322,7 @@ class _Outer(TorchFunctionMode):
 
 
 def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
-    """The trace that a tensor belongs to; a constant belongs to none."""
+    """The fake mode of the trace that a tensor belongs to; None for a constant."""
     if isinstance(tensor, FunctionalTensor):
         tensor = torch._from_functional_tensor(tensor.elem)
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
@@ -351,7 +350,7 @@ def _interpret(graph: fx.GraphModule, given: Sequence[Tensor]) -> Sequence[Tenso
 
 @contextlib.contextmanager
 def _apart() -> Iterator[FakeTensorMode]:
-    """A trace of its own, of which the outer one sees nothing."""
+    """In the block a separate trace runs, hidden from the outer one."""
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher():
         yield mode
 
@@ -368,7 +367,7 @@ def _standin(tensor: Tensor) -> Tensor:
 
 
 def floating(types: Iterable[TensorType]) -> tuple[TensorType, ...]:
-    """Those that have gradients."""
+    """The floating types, whose tensors have gradients."""
     return tuple(type_ for type_ in types if type_.dtype.is_floating_point)
 
 
@@ -377,7 +376,7 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class While:
-    """``while test(state, rest): state = step(state, rest)``; ``size`` tensors are the state, of ``num_given``."""
+    """``while test(state, rest): state = step(state, rest)``; of ``num_given`` operands ``size`` are the state."""
 
     test: TracedBody
     step: TracedBody
@@ -389,14 +388,14 @@ class While:
         return deque(self._states(given), maxlen=1)[0]
 
     def backward(self, *given: Tensor) -> Tensors:
-        """Of the operands and the gradients of the state's floating tensors: those of the floating operands."""
+        """The gradients of floating operands, from the operands and the gradients of the final state."""
         operands, tangents = given[: self.num_given], given[self.num_given :]
         rest = operands[self.size :]
         sums = _zeros(rest)
         for state in reversed(list(self._states(operands))[:-1]):
-            found = self.step.vjp([*state, *rest, *tangents])
-            sums = _added(sums, found[len(tangents) :])
-            tangents = tuple(found[: len(tangents)])
+            gradients = self.step.vjp([*state, *rest, *tangents])
+            sums = _added(sums, gradients[len(tangents) :])
+            tangents = tuple(gradients[: len(tangents)])
         return [*tangents, *sums]
 
     def _states(self, given: Tensors) -> Iterator[Tensors]:
@@ -409,7 +408,7 @@ class While:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """``carry, row_out = step(carry, row, rest)`` for every row: ``size`` carries, then ``num_xs`` columns of rows."""
+    """``carry, output = step(carry, row, rest)`` for every row: ``size`` carries, then ``num_xs`` columns of rows."""
 
     step: TracedBody
     size: int
@@ -417,21 +416,21 @@ class Scan:
     num_given: int
 
     def forward(self, *given: Tensor) -> Tensors:
-        """The last carry, and the rows that came out, stacked."""
-        found = [made for _, made in self._steps(given)]
-        outputs = zip(*(made[self.size :] for made in found), strict=True)
-        return [*found[-1][: self.size], *(torch.stack(column) for column in outputs)]
+        """The last carry, and the outputs of all rows, stacked."""
+        steps = [results for _, results in self._steps(given)]
+        outputs = zip(*(results[self.size :] for results in steps), strict=True)
+        return [*steps[-1][: self.size], *(torch.stack(column) for column in outputs)]
 
     def backward(self, *given: Tensor) -> Tensors:
-        """Of the operands and the gradients of all floating results: those of the floating operands."""
+        """The gradients of floating operands, from the operands and the gradients of all floating results."""
         carry, columns, rest = self._parts(given)
         num_carry, num_rows = len(_zeros(carry)), len(_zeros(columns))
         tangents, outputs = given[self.num_given :][:num_carry], given[self.num_given :][num_carry:]
         sums, rows = _zeros(rest), list[Tensors]()
         for i, (operands, _) in reversed(list(enumerate(self._steps(given)))):
-            found = tuple(self.step.vjp([*operands, *tangents, *(column[i] for column in outputs)]))
-            tangents, parts = found[:num_carry], found[num_carry + num_rows :]
-            rows.append(found[num_carry : num_carry + num_rows])
+            gradients = tuple(self.step.vjp([*operands, *tangents, *(column[i] for column in outputs)]))
+            tangents, parts = gradients[:num_carry], gradients[num_carry + num_rows :]
+            rows.append(gradients[num_carry : num_carry + num_rows])
             sums = _added(sums, parts)
         return [*tangents, *(torch.stack(column) for column in zip(*reversed(rows), strict=True)), *sums]
 
@@ -440,13 +439,13 @@ class Scan:
         return given[: self.size], given[self.size : end], given[end : self.num_given]
 
     def _steps(self, given: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
-        """What each step is given, and what it returns."""
+        """The operands and the results of each step."""
         carry, columns, rest = self._parts(given)
         for i in range(len(columns[0])):
             operands = [*carry, *(column[i] for column in columns), *rest]
-            found = self.step.forward(operands)
-            yield operands, found
-            carry = found[: self.size]
+            results = self.step.forward(operands)
+            yield operands, results
+            carry = results[: self.size]
 
 
 def _zeros(tensors: Tensors) -> list[Tensor]:

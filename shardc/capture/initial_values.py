@@ -34,9 +34,7 @@ from shardc.capture.model import (
     state_names,
     with_aliases,
 )
-from shardc.capture.refusals import (
-    failing_line,
-)
+from shardc.capture.refusals import failing_line
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.sharding import TensorType
 from shardc.options import check_model

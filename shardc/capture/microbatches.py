@@ -1,4 +1,4 @@
-"""Microbatches: the batch dims of a program's inputs are cut along the axis of time."""
+"""Microbatches: pins that cut the batch dims of a program's inputs, and ``stage_boundary`` marks inside a model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardc.program.program import Input, Pin, Program
 
 
 def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
-    """The pins of a program with those of its inputs cut in microbatches too, within the cut that they have.
+    """The pins of a program, those of its inputs cut in microbatches too, within their own cut.
 
-    An input without an annotation lies along its batch dim as the first that has one. ``mesh``: the program's. Raises
-    an OptionError for an option ``batch`` that names no input or no dim of it.
+    An input without an annotation is cut along its batch dim like the first input with one. ``mesh``: the program's.
+    Raises an OptionError for an option ``batch`` that names no input or no dim of it.
     """
     inputs = {put.name: put for put in program.inputs if put.kind == "input"}
     dims = batch_dims(inputs, pipeline)
@@ -43,7 +43,7 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
 
 
 def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline) -> Iterator[str]:
-    """A note where microbatches are empty: of the rows that a rank has, each but the last has equally many."""
+    """A note where microbatches are empty; all but the last one of a rank have equally many rows."""
     shapes = {put.name: put.type.shape for put in program.inputs if put.kind == "input"}
     cuts = [pair for pin in pins if pin.kind == "input"
             for pair in zip(shapes[pin.name], pin.sharding.dims, strict=True)]  # fmt: skip
@@ -61,7 +61,7 @@ def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline
 
 
 def _as_computed(pin: Pin) -> Pin:
-    """A pin; one that asks for a whole output lets it be computed in microbatches, and gathered when it comes back."""
+    """A pin; a pin of a whole output lets it be computed in microbatches and gathered when it is returned."""
     if pin.kind != "output" or pin.sharding.cut_axes or pin.open:
         return pin
     return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_asked=True)
@@ -105,17 +105,17 @@ def _no_input(name: str, inputs: Mapping[str, Input]) -> OptionError:
     return OptionError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)
 
 
-_PASSED: ContextVar[list[int]] = ContextVar("passed")  # one number: how many marks the traced model has passed
+_PASSED: ContextVar[list[int]] = ContextVar("passed")  # one number: the marks so far in the traced model
 
 
 def stage_boundary() -> None:
-    """Say inside a model that a new pipeline stage begins here: with what comes next. Nothing outside shardc."""
+    """Mark inside a model that a new pipeline stage begins with the next op. Does nothing outside shardc."""
     if passed := _PASSED.get(None):
         passed[0] += 1
 
 
 def marks_passed() -> int:
-    """How many marks the model that is captured has passed."""
+    """The number of ``stage_boundary`` calls so far in the model that is captured."""
     passed = _PASSED.get(None)
     return passed[0] if passed else 0
 

@@ -1,4 +1,4 @@
-"""What a forward may not do while it is captured, since no graph would do it again: errors with the user's line."""
+"""Errors for what a forward does that no graph would repeat, with the user's line and module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardc.language.errors import CaptureError, error_line, error_text
 
 
 class Unfit(RuntimeError):
-    """A call that has no place in a graph."""
+    """A call that cannot be part of a graph."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem, remedy
@@ -34,10 +34,10 @@ class Unfit(RuntimeError):
 
 
 class Refusals(TorchFunctionMode):
-    """Raises an Unfit for what tracing would silently leave out or would fail at without a reason.
+    """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a reason.
 
-    State: ``_reads``, whether the function of torch that is running is one by which the user's line reads values; None
-    where none is running.
+    State: ``_reads``, whether the running function of torch reads values for the user's own line; None where no
+    function is running.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class Refusals(TorchFunctionMode):
             self._reads = before
 
     def is_users(self, is_number: bool) -> bool:
-        """Whether it is the user's own line that asks for a value now, and no op or module of torch."""
+        """Whether the user's own line reads a value now, and no op or module of torch."""
         return is_number if self._reads is None else self._reads
 
 
 def _formatted(number: Tensor, spec: str) -> str:
-    """As eagerly, by its value; one without a known value and a form may be part of a message: as a tensor prints."""
+    """Format a number by its value if that is known, else as a tensor, which may be part of a message."""
     try:
         return format(number.item(), spec)
     except DATA_DEPENDENT:
@@ -113,22 +113,22 @@ _REFUSED: dict[Any, tuple[str, str]] = {
 
 @contextmanager
 def python_effects(model: nn.Module) -> Iterator[None]:
-    """Look for what the block does to Python's state, which no step does again.
+    """Find what the block does to Python's state, which no step will repeat.
 
-    Numbers drawn by ``random`` or NumPy are a CaptureError: every step would see the same. Numbers and strings of
-    modules that change are a warning.
+    Numbers drawn by ``random`` or NumPy raise a CaptureError: every step would see the same ones. Changed numbers and
+    strings of modules give a warning.
     """
-    drawn, held = _random_states(), _numbers(model)
+    states, numbers = _random_states(), _numbers(model)
     yield
-    now = _random_states()
-    for name, before in drawn.items():
-        if now[name] != before:
+    states_after = _random_states()
+    for name, before in states.items():
+        if states_after[name] != before:
             raise CaptureError(
                 f"forward of {type(model).__name__}",
                 f"it draws from {name}: what was drawn during capture would be drawn in every step",
                 "draw with torch, or outside of the model and pass it as an argument",
             )
-    changes = [name for name, value in _numbers(model).items() if held.get(name, value) != value]
+    changes = [name for name, value in _numbers(model).items() if numbers.get(name, value) != value]
     if changes:
         who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changes[:4])}"
         problem = "that happens while it is captured, and in no step after"
@@ -138,7 +138,7 @@ def python_effects(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_seeds() -> Iterator[None]:
-    """In the block a generator of torch's is not seeded: an Unfit."""
+    """In the block seeding torch's generator raises an Unfit."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Unfit(*_SEED)
@@ -167,7 +167,7 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
 
 
 def capture_error(error: Exception, model: nn.Module) -> CaptureError:
-    """What an error during capture means for the user's line that raised it, and in which module."""
+    """The error to show for an error during capture, with the user's line and module that raised it."""
     where = failing_place(error, model)
     if isinstance(error, Unfit):
         return CaptureError(where, error.problem, error.remedy)
@@ -212,7 +212,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
 
 
 def _is_check(where: str) -> bool:
-    """Whether a line, ``file.py:line: code``, looks at values only to complain of them."""
+    """Whether a line, ``file.py:line: code``, reads values only to raise an error."""
     code = where.split(": ", 1)[-1]
     return code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
 
@@ -221,12 +221,12 @@ _NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid pyt
 
 
 def is_collective(error: Exception) -> bool:
-    """Whether a collective of torch.distributed was called, for which torch has no better error while it is traced."""
+    """Whether an error comes from a collective of torch.distributed; torch has no better one under tracing."""
     return isinstance(error, AssertionError) and "the function c10d." in str(error)
 
 
 def is_lookup_by_value(error: Exception) -> bool:
-    """Whether a name or a key was not found that was made of a traced tensor."""
+    """Whether a lookup failed by a name or key that was computed from a traced tensor."""
     return isinstance(error, (LookupError, AttributeError)) and "FunctionalTensor(" in str(error)
 
 
@@ -234,12 +234,14 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class NoValueError(LookupError):
-    """What an op would find is not known before the program runs, since: ..."""
+    """The result of an op is unknown before the program runs; the message says why."""
 
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
-_DISPATCH = ("handle_torch_function", "__torch_function__")  # how torch asks a mode
-_SUBCLASSES = os.path.join(os.path.dirname(torch.__file__), "_subclasses", "")  # of tensors, whose methods ask again
+_DISPATCH = ("handle_torch_function", "__torch_function__")  # by which torch calls a mode
+_SUBCLASSES = os.path.join(
+    os.path.dirname(torch.__file__), "_subclasses", ""
+)  # of tensors, whose methods call modes again
 
 
 def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
@@ -252,7 +254,7 @@ def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
 
 
 def is_users_line(frame: FrameType | None) -> bool:
-    """Whether it is the user's line that calls the function of torch which a mode is asked for in ``frame``."""
+    """Whether the user's line called the function of torch that a mode handles in ``frame``."""
     while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename.startswith(_SUBCLASSES)):
         is_python = frame.f_code.co_name == _DISPATCH[0]  # the function itself has a frame
         frame = frame.f_back and frame.f_back.f_back if is_python else frame.f_back
@@ -260,7 +262,7 @@ def is_users_line(frame: FrameType | None) -> bool:
 
 
 def failing_line(error: BaseException) -> str:
-    """``file.py:line: code`` of the user's innermost frame through which an error passed."""
+    """``file.py:line: code`` of the user's innermost frame in an error's traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     if not frames:
         return "the model"
@@ -268,13 +270,13 @@ def failing_line(error: BaseException) -> str:
 
 
 def failing_place(error: BaseException, model: nn.Module) -> str:
-    """The ``failing_line``, and the module in which it failed where that is not the model itself."""
+    """The ``failing_line``, and the module that failed if that is not the model itself."""
     module = failing_module(error, model)
     return f"{failing_line(error)}{f', in {module}' if module else ''}"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
-    """``path (Class)`` of the innermost module of a model, but itself, through which an error passed; else nothing."""
+    """``path (Class)`` of the innermost submodule in an error's traceback, or nothing."""
     paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
     found = [paths.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next(filter(None, reversed(found)), "")

@@ -1,7 +1,7 @@
-"""Opaque calls: what a model does that is no op of torch, as one node of a graph, and its backward as another.
+"""Opaque calls: work of a model that is no op of torch, as one node of a graph, with its backward as another.
 
-``torch.ops.shardc.opaque`` is what tracing sees: a key and flat tensors in, flat tensors out. A program holds the
-``Opaque`` of that key in its place. Both run it whole.
+Tracing sees ``torch.ops.shardc.opaque``, which takes a key and flat tensors and returns flat tensors. A program has
+the ``Opaque`` of that key in its place. Both run it whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from shardc.language.sharding import TensorType
 
 _KEYS = count()
-_ALIVE: WeakValueDictionary[int, Opaque] = WeakValueDictionary()  # what torch's op finds by its key
+_ALIVE: WeakValueDictionary[int, Opaque] = WeakValueDictionary()  # by the key that torch's op takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +43,16 @@ class Opaque:
         return self.name
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        """Run through torch's op, so that whoever traces a program's run sees one op and looks no further."""
-        found: list[Tensor] = torch.ops.shardc.opaque(self.key, operands)
-        return found
+        """Run through torch's op, so that a trace of a program's run has one op for it."""
+        results: list[Tensor] = torch.ops.shardc.opaque(self.key, operands)
+        return results
 
 
 def hold_opaques(traced: fx.GraphModule) -> None:
-    """Let a traced graph hold the opaque calls that it names by key, and make one of every call that is not flat.
+    """Put the ``Opaque`` in the place of its key in a traced graph, and make an opaque call of every call that nests.
 
-    Not flat is a call of a higher-order op, such as the one that tracing makes of an op that changes its operands, and
-    one whose results nest.
+    Those are calls of higher-order ops, which tracing also makes of ops that change their operands, and of ops whose
+    results nest.
     """
     for node in traced.graph.nodes:
         if node.target is torch.ops.shardc.opaque.default:
@@ -71,7 +71,7 @@ def _nests(node: fx.Node) -> bool:
 
 
 def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
-    """Put an opaque call in the place of a node, and its results in the place of what was picked from the node."""
+    """Replace a node by an opaque call, and the getitems of its results by those of the call."""
     given, nest = pytree.tree_flatten((node.args, node.kwargs))
     places = [i for i, leaf in enumerate(given) if isinstance(leaf, fx.Node) and _body(traced, leaf) is None]
     fixed = [_body(traced, leaf) if isinstance(leaf, fx.Node) and i not in places else leaf
@@ -111,13 +111,13 @@ def flat_call(target: Any, given: Sequence[Any], nest: Any, places: Sequence[int
 
 
 def _body(traced: fx.GraphModule, node: fx.Node) -> Any:
-    """What a node stands for that is no tensor, such as the graph that a higher-order op takes."""
-    found = getattr(traced, str(node.target)) if node.op == "get_attr" else None
-    return None if isinstance(found, Tensor) else found
+    """The attribute of a ``get_attr`` node that is no tensor, such as the graph argument of a higher-order op."""
+    value = getattr(traced, str(node.target)) if node.op == "get_attr" else None
+    return None if isinstance(value, Tensor) else value
 
 
 def _repoint(node: fx.Node, made: fx.Node, places: Any) -> None:
-    """Whoever picks a result of ``node`` picks it from ``made``; ``places`` nests like the results, and says where."""
+    """Let getitems of ``node`` read from ``made``; ``places``: its index for each result, nested like the results."""
     if isinstance(places, int):
         with node.graph.inserting_after(made):
             only = node.graph.call_function(getitem, (made, places))
@@ -134,13 +134,12 @@ def _repoint(node: fx.Node, made: fx.Node, places: Any) -> None:
 
 
 def call(forward: Opaque, backward: Opaque, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run ``forward`` on the operands, differentiably.
+    """Run ``forward`` on the operands, differentiably, once.
 
-    ``backward`` is given the operands and the gradient of each floating result, and returns that of each floating
-    operand. There is no second derivative.
+    ``backward`` takes the operands and the gradient of each floating result, and returns that of each floating operand.
     """
-    found: tuple[Tensor, ...] = _Call.apply(forward, backward, *operands)
-    return found
+    results: tuple[Tensor, ...] = _Call.apply(forward, backward, *operands)
+    return results
 
 
 class _Call(torch.autograd.Function):

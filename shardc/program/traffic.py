@@ -13,11 +13,7 @@ from torch import fx
 from shardc.language.text import shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.piece import fit
-from shardc.program.collective import (
-    COLLECTIVES,
-    Collective,
-    reshard,
-)
+from shardc.program.collective import COLLECTIVES, Collective, reshard
 from shardc.program.communication import RowCount, bucket, collective_at, is_collective
 from shardc.program.program import Program
 from shardc.program.provenance import cause_text

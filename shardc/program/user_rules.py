@@ -361,9 +361,7 @@ def _local_shape(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> 
 
 
 def _local_types(
-    types: Sequence[TensorType | None],
-    sides: Sequence[Dims | None],
-    sizes: Mapping[str, int],
+    types: Sequence[TensorType | None], sides: Sequence[Dims | None], sizes: Mapping[str, int]
 ) -> tuple[TensorType | None, ...]:
     return tuple(
         type_ if type_ is None or dims is None else replace(type_, shape=_local_shape(dims, type_.shape, sizes))
