@@ -47,7 +47,7 @@ def annotation_text(program: Program, node: fx.Node) -> str:
     """The annotation that an annotated value has: of a module as the user wrote it, or a call in the model."""
     given = arguments(node)
     spec = P.parse(given["spec"], given["priority"])
-    return str(given["said"]) or f"annotate({spec!r}) at {program.source(node).location}"
+    return str(given["text"]) or f"annotate({spec!r}) at {program.source(node).location}"
 
 
 def pinned_value(program: Program, pin: Pin) -> Value:
