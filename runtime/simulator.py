@@ -15,7 +15,7 @@ from shardc.program.program import Program
 from .comm.comm import Comm
 from .comm.shards import pad, shard, unshard
 from .comm.simulated import SimulatedComm
-from .execute.executor import Executor
+from .execute.executor import Executor, Runner
 from .execute.interpreter import Values
 from .pipeline.runner import PipelineRunner
 
@@ -28,30 +28,21 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
     agree bit for bit: else an AssertionError names the value. ``comm`` counts what each rank sends.
     """
     assert program.level == "localized" and program.mesh is not None, program.level
-    pieces = cut_inputs(program, inputs)
-    if program.options.pipeline is not None:
-        stage = comm or SimulatedComm(_stage_mesh(program.mesh), _device(inputs))
-        return join_outputs(program, _run_stages(program, pieces, stage))
-    executor = Executor(program, comm or SimulatedComm(program.mesh, _device(inputs)))
-    outputs, saved = executor.forward(pieces)
-    gradients = executor.backward(saved, pieces)
+    pieces, has_stages = cut_inputs(program, inputs), program.options.pipeline is not None
+    comm = comm or SimulatedComm(_stage_mesh(program.mesh) if has_stages else program.mesh, _device(inputs))
+    runner: Runner = PipelineRunner(program, comm) if has_stages else Executor(program, comm)
+    outputs, saved = runner.forward(pieces)
+    is_tangent = [put.kind == "tangent" for put in program.inputs]
+    if has_stages and not any(is_tangent):
+        return join_outputs(program, outputs)
+    tangents = [[x if kind else None for x, kind in zip(row, is_tangent, strict=True)] for row in pieces]
+    gradients = runner.backward(saved, tangents)
     return join_outputs(program, [_merged(*pair) for pair in zip(outputs, gradients, strict=True)])
 
 
 def _stage_mesh(mesh: Mesh) -> Mesh:
     """The mesh of one stage of a pipeline: all axes of the program's mesh but that of microbatches."""
     return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name != MICROBATCH})
-
-
-def _run_stages(program: Program, pieces: Sequence[Values], comm: Comm) -> list[list[Tensor | None]]:
-    """Run a pipeline by its schedule, as ``parallelize`` does, with the ``comm`` of one stage's ranks."""
-    runner = PipelineRunner(program, comm)
-    outputs, saved = runner.forward(pieces)
-    is_tangent = [put.kind == "tangent" for put in program.inputs]
-    if not any(is_tangent):
-        return outputs
-    tangents = [[x if kind else None for x, kind in zip(row, is_tangent, strict=True)] for row in pieces]
-    return [_merged(*pair) for pair in zip(outputs, runner.backward(saved, tangents), strict=True)]
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Communication: collectives on virtual ranks and on torch.distributed, messages, launch, agreement."""
+"""Communication: collectives on virtual ranks and on torch.distributed, shards of tensors, and local jobs."""

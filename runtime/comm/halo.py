@@ -5,9 +5,10 @@ Pure functions of tensors and of the rank's index in its group; every ``Comm`` s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,35 +26,36 @@ def exchange_of(kind: str, dim: int, values: tuple[int, ...], *args: Any) -> Exc
     return WindowExchange(values, dim, args[0] if kind == "windows" else 0)
 
 
-class Exchange(Protocol):
-    """An exchange within a group along ``dim``; ``moves``: whether any rank sends anything to another."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def moves(self) -> bool: ...
-    def pieces(self, x: Tensor, index: int) -> list[Pieces]:
-        """What the rank at ``index`` sends to each rank of the group, itself included."""
-
-    def lengths(self, index: int) -> list[list[int]]:
-        """The lengths along ``dim`` of the pieces that the rank at ``index`` receives from each rank."""
-
-    def join(self, x: Tensor, index: int, received: Sequence[Pieces]) -> Tensor:
-        """The result of the rank at ``index``, from its operand and the pieces received from each rank."""
-
-
 @dataclass(frozen=True, slots=True)
-class WindowExchange:
-    """Each rank gets its window of a dim: chunks in, windows out."""
+class Exchange(ABC):
+    """An exchange along ``dim`` within a group; ``values``: those of its ``Windows``."""
 
     values: tuple[int, ...]
     dim: int
-    fill: float
 
     @property
     def moves(self) -> bool:
         """Whether any rank sends anything to another."""
         return moves_rows(self.values)
+
+    @abstractmethod
+    def pieces(self, x: Tensor, index: int) -> list[Pieces]:
+        """What the rank at ``index`` sends to each rank of the group, itself included."""
+
+    @abstractmethod
+    def lengths(self, index: int) -> list[list[int]]:
+        """The lengths along ``dim`` of the pieces that the rank at ``index`` receives from each rank."""
+
+    @abstractmethod
+    def join(self, x: Tensor, index: int, received: Sequence[Pieces]) -> Tensor:
+        """The result of the rank at ``index``, from its operand and the pieces received from each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowExchange(Exchange):
+    """Each rank gets its window of a dim: chunks in, windows out."""
+
+    fill: float
 
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """The parts of our chunk that lie in each rank's window."""
@@ -82,16 +84,8 @@ class WindowExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapExchange:
+class OverlapExchange(Exchange):
     """Each rank gets the sum of all windows over its chunk: windows in, chunks out."""
-
-    values: tuple[int, ...]
-    dim: int
-
-    @property
-    def moves(self) -> bool:
-        """Whether any rank sends anything to another."""
-        return moves_rows(self.values)
 
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
         """The parts of our window that lie in each rank's chunk."""

@@ -8,11 +8,11 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,18 +46,15 @@ class Workers:
         self._directory = tempfile.TemporaryDirectory(prefix="shardc")
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        with private_loopback() if private_network else nullcontext():
-            self._start(nprocs)
-
-    def _start(self, nprocs: int) -> None:
         context = multiprocessing.get_context("spawn")
-        for rank in range(nprocs):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, nprocs, self._directory.name), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+        with private_loopback() if private_network else nullcontext():
+            for rank in range(nprocs):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, rank, nprocs, self._directory.name), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Run ``fn(*args)`` on every rank; returns the results by rank."""
@@ -105,10 +102,10 @@ class Workers:
             waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
             ready = wait(waiting, timeout)
             if not ready:
-                late = sorted(set(range(len(self._connections))) - set(results))
+                missing = sorted(set(range(len(self._connections))) - set(results))
                 problem = "one may wait for a collective that another does not make"
                 raise TimeoutError(
-                    error_text(f"ranks {late}", f"not done after {timeout} s", problem, "say a longer timeout=")
+                    error_text(f"ranks {missing}", f"not done after {timeout} s", problem, "say a longer timeout=")
                 )
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
@@ -127,36 +124,29 @@ class Workers:
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
-    """The main function of a worker: join the job, run functions until told to stop, leave."""
+    """The main function of a worker: join the job, run functions until one fails or the parent says stop or is gone."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     store = FileStore(f"{directory}/store", nprocs)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=nprocs)
-    exit_code = 0
-    while exit_code == 0 and (request := _receive(connection)) is not None:
-        reply = _answer(*request)
-        exit_code = 0 if reply[0] else 1
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            request = None
+        if request is None:
+            leave()
+        fn, args = request
+        try:
+            reply = True, fn(*args)
+        except Exception:
+            reply = False, traceback.format_exc()
         connection.send_bytes(pickle.dumps(reply))
-    leave(exit_code)
+        if not reply[0]:
+            leave(1)
 
 
-def _receive(connection: Connection) -> tuple[Callable[..., Any], Sequence[Any]] | None:
-    try:
-        request = connection.recv_bytes()
-    except EOFError:  # the parent is gone
-        return None
-    loaded: tuple[Callable[..., Any], Sequence[Any]] | None = pickle.loads(request)
-    return loaded
-
-
-def _answer(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[bool, Any]:
-    try:
-        return True, fn(*args)
-    except Exception:
-        return False, traceback.format_exc()
-
-
-def leave(exit_code: int = 0) -> None:
+def leave(exit_code: int = 0) -> NoReturn:
     """End this process after its job without the interpreter's clean-up, in which gloo's threads sometimes crash."""
     if exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""A localized program as instructions, and what runs them."""
+"""Execution: a program's calls as instructions, and the executors that run them."""

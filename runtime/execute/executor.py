@@ -24,6 +24,7 @@ from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
+from ..comm.shards import same_bits
 from .code import RepeatedInstructions
 from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
@@ -37,7 +38,7 @@ class Runner:
     """
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
-        """Run the update part: gather the parameters that are kept until they are written."""
+        """Run the update part: compute what is kept until a parameter is written."""
         raise NotImplementedError
 
     def forward(
@@ -317,10 +318,6 @@ def share(values: list[Any]) -> None:
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):
             others = by_type.setdefault((value.dtype, value.shape, value.stride()), [])
-            values[i] = next((each for each in others if torch.equal(_bits(each), _bits(value))), value)
+            values[i] = next((each for each in others if same_bits(each, value)), value)
             if values[i] is value:
                 others.append(value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
