@@ -7,9 +7,9 @@ begin. In a V they close in from both ends; looped they move up side by side fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, combinations, pairwise, product, takewhile
 from typing import Any
 
@@ -19,8 +19,8 @@ from shardc.schedules.balance import Split, balance, chain_path, check_stages, e
 MOST_LOOPED = 64  # units for which the looped search takes seconds
 Ranges = tuple[tuple[int, int], ...]  # the units of a rank: from, to before
 State = tuple[int, int]
-Assignment = tuple[int, State, Ranges]  # a rank's load, the next state, its units
 BestSuffix = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # squares, bytes, cuts of first ranges, of second ones
+ReceivedBytes = Callable[[Ranges], int]
 Shared = Sequence[tuple[Any, Sequence[int]]]
 
 
@@ -29,7 +29,7 @@ def balance_ranks(
     place: Sequence[int],
     *,
     shared: Shared = (),
-    received: Callable[[Ranges], int] = lambda ranges: 0,
+    received: ReceivedBytes = lambda ranges: 0,
 ) -> Split:
     """Cut a chain into stages, stage ``s`` on rank ``place[s]``, so that the heaviest rank is as light as possible.
 
@@ -111,96 +111,91 @@ def _improved(loads: RankLoads, place: Sequence[int], cuts: tuple[int, ...]) -> 
 
 
 def _best_cuts(
-    loads: RankLoads, place: Sequence[int], num_ranks: int, most: int, received: Callable[[Ranges], int]
+    loads: RankLoads, place: Sequence[int], num_ranks: int, most: int, received: ReceivedBytes
 ) -> tuple[int, ...] | None:
     """The best cuts, or None where they cannot be found. ``most``: a weight of the heaviest rank that is possible."""
+    size, ranks = loads.num_units, tuple(range(num_ranks))
     if len(place) == num_ranks:
-        path = chain_path(
-            loads.num_units, num_ranks, lambda _, a, b: loads.of(((a, b),)), lambda a, b: received(((a, b),))
-        )
-        return path.best()
-    ranks = tuple(range(num_ranks))
+        return chain_path(size, num_ranks, lambda _, a, b: loads.of(((a, b),)), lambda a, b: received(((a, b),))).best()
     is_v = tuple(place) == ranks + ranks[::-1]
-    if is_v or (tuple(place) == ranks + ranks and loads.num_units <= MOST_LOOPED):
-        return _TwoRanges(loads, num_ranks, is_v, received).best(most)
-    return None
+    if not is_v and (tuple(place) != ranks + ranks or size > MOST_LOOPED):
+        return None
+    middles: Iterable[int | None] = [None] if is_v else range(num_ranks, size - num_ranks + 1)
+    for middle in middles:
+        most = min(most, _TwoRanges(loads, num_ranks, middle, most).least())
+    searches = (_TwoRanges(loads, num_ranks, middle, most) for middle in middles)
+    _, _, first, second = min(best for search in searches if (best := search.best(received)) is not None)
+    return (*first, *second)
 
 
 @dataclass(frozen=True)
 class _TwoRanges:
-    """The search for two ranges of units a rank.
+    """The search for two ranges of units a rank, none heavier than ``most``, by dynamic programming over ranks.
 
-    ``middle``: where the second ranges begin if looped; without meaning in a V. ``most``: ranks are no heavier.
+    ``middle``: where the second ranges begin if looped; None in a V.
     """
 
     loads: RankLoads
     num_ranks: int
-    is_v: bool
-    received: Callable[[Ranges], int]
+    middle: int | None
+    most: int
 
-    def best(self, most: int) -> tuple[int, ...]:
-        """The best cuts; ``most``: a weight of the heaviest rank that is possible."""
-        middles = [0] if self.is_v else range(self.num_ranks, self.loads.num_units - self.num_ranks + 1)
-        for middle in middles:
-            most = min(most, self._least(middle, most))
-        suffixes = (self._best_from(0, self._start(middle), middle, most, {}) for middle in middles)
-        _, _, first, second = min(suffix for suffix in suffixes if suffix is not None)
-        return (*first, *second)
+    @property
+    def start(self) -> State:
+        """Where the ranges of the first rank begin."""
+        return 0, self.loads.num_units if self.middle is None else self.middle
 
-    def _start(self, middle: int) -> State:
-        return 0, self.loads.num_units if self.is_v else middle
-
-    def _least(self, middle: int, most: int) -> int:
-        """The least possible greatest load, rank after rank by the least for each state; ``most`` if none is less."""
-        row = {self._start(middle): 0}
+    def least(self) -> int:
+        """The least possible weight of the heaviest rank; ``most`` if none is less."""
+        row = {self.start: 0}  # for each state the least greatest load of the ranks so far
         for rank in range(self.num_ranks):
             following: dict[State, int] = {}
             for state, least in row.items():
-                for load, end, _ in self._assignments(rank, state, middle, most):
-                    following[end] = min(following.get(end, most), max(least, load))
+                for load, end, _ in self._assignments(rank, state):
+                    following[end] = min(following.get(end, self.most), max(least, load))
             row = following
-        return min(row.values(), default=most)
+        return min(row.values(), default=self.most)
 
-    def _best_from(
-        self, rank: int, state: State, middle: int, most: int, known: dict[tuple[int, State], BestSuffix | None]
-    ) -> BestSuffix | None:
-        """The best cuts from a state on: the most even, then those of fewest bytes, then the first."""
-        if rank == self.num_ranks:
-            return 0, 0, (), ()
-        if (rank, state) not in known:
-            best: BestSuffix | None = None
-            for load, end, ranges in self._assignments(rank, state, middle, most):
-                rest = self._best_from(rank + 1, end, middle, most, known)
+    def best(self, received: ReceivedBytes) -> BestSuffix | None:
+        """The best cuts: the most even, then those of fewest bytes, then the first."""
+
+        @cache
+        def best_from(rank: int, state: State) -> BestSuffix | None:
+            if rank == self.num_ranks:
+                return 0, 0, (), ()
+            suffixes = []
+            for load, end, ranges in self._assignments(rank, state):
+                rest = best_from(rank + 1, end)
                 if rest is not None:
                     squares, nbytes, first, second = rest
                     cut = () if rank == self.num_ranks - 1 else (end[1],)
-                    second = (*second, *cut) if self.is_v else (*cut, *second)
-                    suffix = squares + load * load, nbytes + self.received(ranges), (end[0], *first), second
-                    best = suffix if best is None else min(best, suffix)
-            known[rank, state] = best
-        return known[rank, state]
+                    second = (*second, *cut) if self.middle is None else (*cut, *second)
+                    suffixes.append((squares + load * load, nbytes + received(ranges), (end[0], *first), second))
+            return min(suffixes, default=None)
 
-    def _assignments(self, rank: int, state: State, middle: int, most: int) -> Iterator[Assignment]:
-        """The ranges that a rank may have, if it and the ranks after it bear at most ``most`` each."""
-        num_left, sums = self.num_ranks - rank - 1, self.loads.sums
-        for end in self._ends(num_left, state, middle, most):
+        return best_from(0, self.start)
+
+    def _assignments(self, rank: int, state: State) -> Iterator[tuple[int, State, Ranges]]:
+        """The load of a rank, the next state and its ranges, if the ranks after it can bear the rest."""
+        num_left, sums, middle = self.num_ranks - rank - 1, self.loads.sums, self.middle
+        for end in self._ends(num_left, state):
             (a, b), (c, d) = state, end
-            ranges = ((a, c), (d, b) if self.is_v else (b, d))
-            rest = sums[d] - sums[c] if self.is_v else sums[middle] - sums[c] + sums[-1] - sums[d]
-            if rest <= num_left * most and (load := self.loads.of(ranges)) <= most:
+            ranges = ((a, c), (d, b) if middle is None else (b, d))
+            rest = sums[d] - sums[c] if middle is None else sums[middle] - sums[c] + sums[-1] - sums[d]
+            if rest <= num_left * self.most and (load := self.loads.of(ranges)) <= self.most:
                 yield load, end, ranges
 
-    def _ends(self, num_left: int, state: State, middle: int, most: int) -> Iterator[State]:
-        """Where two ranges may end, neither of them heavier than ``most``; ``num_left``: the number of later ranks."""
-        a, b = state
+    def _ends(self, num_left: int, state: State) -> Iterator[State]:
+        """Where two ranges may end, neither of them too heavy; ``num_left``: the number of later ranks."""
+        (a, b), middle = state, self.middle
         size, sums = self.loads.num_units, self.loads.sums
 
         def while_light(ends: range, start: int) -> Iterator[int]:
-            return takewhile(lambda end: abs(sums[end] - sums[start]) <= most, ends)
+            return takewhile(lambda end: abs(sums[end] - sums[start]) <= self.most, ends)
 
         if num_left == 0:
-            yield (a + 1, a + 1) if self.is_v else (middle, size)
+            yield (a + 1, a + 1) if middle is None else (middle, size)
             return
-        for c in while_light(range(a + 1, (b - 2 * num_left if self.is_v else middle - num_left + 1)), a):
-            others = range(b - 1, c + 2 * num_left - 1, -1) if self.is_v else range(b + 1, size - num_left + 1)
+        for c in while_light(range(a + 1, b - 2 * num_left if middle is None else middle - num_left + 1), a):
+            others = range(b - 1, c + 2 * num_left - 1, -1) if middle is None else range(b + 1, size - num_left + 1)
             yield from ((c, d) for d in while_light(others, b))

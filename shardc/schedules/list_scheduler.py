@@ -109,9 +109,10 @@ class _State:
         """The rank's most urgent work that is ready; else a W, if it has time for one or must free memory."""
         next_arrival, is_blocked = inf, False
         for stage, phase in self.order[rank]:
-            if phase == "F" and self._is_ahead(rank, stage):
-                continue
             microbatch = self.following[stage, phase]
+            in_flight = microbatch - self.following[stage, "B"]
+            if phase == "F" and self.policy.ahead is not None and in_flight >= self.policy.ahead[rank]:
+                continue
             ready = self.ready.get((stage, phase, microbatch), inf)
             if ready <= now and (phase == "B" or self._has_room(rank, stage)):
                 kind = phase if phase == "F" or not self.policy.splits else "I"
@@ -129,10 +130,6 @@ class _State:
         later = [s for s in self.frame.stages_on(rank) if s > stage]
         reserve = max((self.costs.stages[s].saved for s in later), default=0)
         return self.live[rank] + self.costs.stages[stage].saved + reserve <= self.caps[rank]
-
-    def _is_ahead(self, rank: int, stage: int) -> bool:
-        begun = self.following[stage, "F"] - self.following[stage, "B"]
-        return self.policy.ahead is not None and begun >= self.policy.ahead[rank]
 
     def _start(self, rank: int, action: Action, now: float) -> None:
         end = now + self.costs.seconds(action)
