@@ -9,7 +9,7 @@ received in. Invariant: ``memory.now`` is the bytes of all blocks that are held,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -31,7 +31,7 @@ from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.program.collective import mask_padding
 from shardc.program.lifetime import owners_of
 from shardc.program.node import is_getitem, operand
-from shardc.program.program import Program, Value, parameters_of
+from shardc.program.program import Value, parameters_of
 from shardc.program.stages import PARTS_OF, Crossing, Part, Stages, is_cut_in_time
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
 
@@ -123,33 +123,30 @@ class Memory:
             self.drop(env.pop(node, ()))
 
 
-@dataclass(slots=True)
 class _Replay:
-    stages: Stages
-    schedule: Schedule
-    rank: int
-    owners: Mapping[Value, Value]
-    resident: ResidentStages | None = None  # where stages are offloaded
-    away: set[int] = field(default_factory=set)  # stages in host memory
-    fixed: set[Block] = field(default_factory=set)  # inputs that are never offloaded
-    base: dict[int, Env] = field(default_factory=dict)
-    envs: dict[tuple[int, int], Env] = field(default_factory=dict)
-    sums: dict[int, Env] = field(default_factory=dict)
-    own: set[tuple[int, fx.Node]] = field(default_factory=set)  # sums in memory of their own, by stage
-    waiting: dict[Message, Blocks] = field(default_factory=dict)
-    posted: dict[Message, Blocks] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
-    saved: int = 0
-    highs: list[tuple[str, int]] = field(default_factory=list)
-    program: Program = field(init=False)
-    parameters: Mapping[fx.Node, str] = field(init=False)
-    calls: dict[int, Mapping[Part, CallsWithDeaths]] = field(default_factory=dict)
-    forgotten: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)  # see _forget
-    in_place: dict[int, Mapping[Part, set[fx.Node]]] = field(default_factory=dict)
+    """One rank's step; see the state and the invariant above."""
 
-    def __post_init__(self) -> None:
-        self.program = self.stages.program
+    def __init__(
+        self, stages: Stages, schedule: Schedule, rank: int, owners: Mapping[Value, Value],
+        resident: ResidentStages | None,
+    ) -> None:  # fmt: skip
+        self.stages, self.program, self.schedule, self.rank = stages, stages.program, schedule, rank
+        self.owners = owners
+        self.resident = resident  # where stages are offloaded
         self.parameters = {node: name for name, node in parameters_of(self.program).items()}
+        self.away: set[int] = set()  # stages in host memory
+        self.fixed: set[Block] = set()  # inputs that are never offloaded
+        self.base: dict[int, Env] = {}
+        self.envs: dict[tuple[int, int], Env] = {}
+        self.sums: dict[int, Env] = {}
+        self.own: set[tuple[int, fx.Node]] = set()  # sums in memory of their own, by stage
+        self.waiting: dict[Message, Blocks] = {}
+        self.posted: dict[Message, Blocks] = {}
+        self.calls: dict[int, Mapping[Part, CallsWithDeaths]] = {}
+        self.forgotten: dict[int, Mapping[Part, set[fx.Node]]] = {}  # see _forget
+        self.in_place: dict[int, Mapping[Part, set[fx.Node]]] = {}
+        self.memory, self.saved = Memory(), 0
+        self.highs: list[tuple[str, int]] = []
 
     def run(self) -> None:
         """Replay the whole step."""

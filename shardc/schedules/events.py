@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from shardc.language.errors import ShardingError
 from shardc.schedules.costs import Costs, costs_for
-from shardc.schedules.schedule import Action, Edge, EdgesByStage, Result, Schedule, edges_from, edges_into, operands
+from shardc.schedules.schedule import Action, Edge, Result, Schedule, edges_from, edges_into, operands
 
 ROUNDING = 1e-9  # relative error of sums of seconds that are added in another order
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
@@ -92,7 +92,6 @@ class Channels:
         return self.free[channel]
 
 
-@dataclass(slots=True)
 class _State:
     """The progress of every rank.
 
@@ -101,22 +100,15 @@ class _State:
     have arrived, as (end, rank, start); ``waiting``: the ranks that need a result.
     """
 
-    schedule: Schedule
-    costs: Costs
-    at: list[int] = field(init=False)
-    free: list[float] = field(init=False)
-    channels: Channels = field(init=False)
-    ends: dict[Result, float] = field(default_factory=dict)
-    arrivals: dict[tuple[Edge, int], float] = field(default_factory=dict)
-    queue: list[tuple[float, int, float]] = field(default_factory=list)
-    waiting: dict[Result, list[int]] = field(default_factory=dict)
-    entering: EdgesByStage = field(init=False)
-    leaving: EdgesByStage = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.channels = Channels(self.schedule, self.costs)
-        self.at, self.free = [0] * self.schedule.num_ranks, [0] * self.schedule.num_ranks
-        self.leaving, self.entering = edges_from(self.schedule.edges), edges_into(self.schedule.edges)
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.at, self.free = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+        self.channels = Channels(schedule, costs)
+        self.ends: dict[Result, float] = {}
+        self.arrivals: dict[tuple[Edge, int], float] = {}
+        self.queue: list[tuple[float, int, float]] = []
+        self.waiting: dict[Result, list[int]] = {}
+        self.leaving, self.entering = edges_from(schedule.edges), edges_into(schedule.edges)
 
     def enqueue(self, rank: int) -> None:
         """Enqueue the rank's next computation, or note which result it waits for."""

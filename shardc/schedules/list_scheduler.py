@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from shardc.schedules.costs import Costs
 from shardc.schedules.events import ROUNDING, Channels
-from shardc.schedules.schedule import Action, EdgesByStage, Schedule, edges_from
+from shardc.schedules.schedule import Action, Schedule, edges_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ def greedy(
 Work = tuple[int, str, int]  # a stage, its phase F or B, and a microbatch
 
 
-@dataclass(slots=True)
 class _State:
     """The progress of every rank.
 
@@ -56,43 +55,29 @@ class _State:
     known.
     """
 
-    frame: Schedule
-    costs: Costs
-    caps: Sequence[float]
-    policy: Policy
-    rows: list[list[Action]] = field(init=False)
-    following: dict[tuple[int, str], int] = field(init=False)
-    missing: dict[Work, tuple[int, float]] = field(default_factory=dict)
-    ready: dict[Work, float] = field(default_factory=dict)
-    put_off: list[deque[Action]] = field(init=False)
-    live: list[int] = field(init=False)
-    free: list[float] = field(init=False)
-    latest: list[float] = field(init=False)
-    channels: Channels = field(init=False)
-    events: list[tuple[float, int]] = field(init=False)
-    order: list[list[tuple[int, str]]] = field(default_factory=list)
-    entering: Counter[tuple[int, str]] = field(init=False)
-    leaving: EdgesByStage = field(init=False)
-
-    def __post_init__(self) -> None:
-        ranks = range(self.frame.num_ranks)
-        self.channels = Channels(self.frame, self.costs)
-        self.rows, self.put_off = [[] for _ in ranks], [deque() for _ in ranks]
-        self.live, self.free = [0 for _ in ranks], [0.0 for _ in ranks]
+    def __init__(self, frame: Schedule, costs: Costs, caps: Sequence[float], policy: Policy) -> None:
+        self.frame, self.costs, self.caps, self.policy = frame, costs, caps, policy
+        ranks = range(frame.num_ranks)
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.put_off: list[deque[Action]] = [deque() for _ in ranks]
+        self.live, self.free, self.latest = [0 for _ in ranks], [0.0 for _ in ranks], [0.0 for _ in ranks]
+        self.channels = Channels(frame, costs)
         self.events = [(0.0, rank) for rank in ranks]
+        self.order: list[list[tuple[int, str]]] = []
         for rank in ranks:  # the work of its stages, most urgent first
-            stages = self.frame.stages_on(rank)
+            stages = frame.stages_on(rank)
             self.order.append([*((stage, "B") for stage in stages), *((stage, "F") for stage in reversed(stages))])
-        self.latest = [0.0 for _ in ranks]
-        for cost, rank in zip(self.costs.stages, self.frame.place, strict=True):
-            self.latest[rank] += (cost.forward + cost.seconds("B")) * self.frame.num_microbatches
+        for cost, rank in zip(costs.stages, frame.place, strict=True):
+            self.latest[rank] += (cost.forward + cost.seconds("B")) * frame.num_microbatches
         self.following = {key: 0 for keys in self.order for key in keys}
-        self.leaving = edges_from(self.frame.edges)
-        self.entering = Counter((edge.target, edge.phase) for edge in self.frame.edges)
-        for stage in range(self.frame.num_stages):
+        self.missing: dict[Work, tuple[int, float]] = {}
+        self.ready: dict[Work, float] = {}
+        self.leaving = edges_from(frame.edges)
+        self.entering = Counter[tuple[int, str]]((edge.target, edge.phase) for edge in frame.edges)
+        for stage in range(frame.num_stages):
             self.entering[stage, "B"] += 1  # its own F
             if not self.entering[stage, "F"]:
-                self.ready |= {(stage, "F", i): 0.0 for i in range(self.frame.num_microbatches)}
+                self.ready |= {(stage, "F", i): 0.0 for i in range(frame.num_microbatches)}
 
     def run(self, limit: float) -> None:
         """Run to the end, or until no rank can go on, or until one must end after the limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from shardc.schedules.costs import Costs, StageCost, costs_for
@@ -13,7 +13,6 @@ from shardc.schedules.schedule import (
     SENDS,
     Action,
     Edge,
-    EdgesByStage,
     Schedule,
     edge_of,
     edges_from,
@@ -95,18 +94,13 @@ def _tasks(schedule: Schedule, costs: Costs) -> Iterator[Task]:
             yield tasks.transfer(action)
 
 
-@dataclass(slots=True)
 class _Tasks:
     """Makes the tasks of a schedule's actions and transfers."""
 
-    schedule: Schedule
-    costs: Costs
-    entering: EdgesByStage = field(init=False)
-    leaving: EdgesByStage = field(init=False)
-
-    def __post_init__(self) -> None:
-        phases = ("F",) if self.schedule.is_forward_only else ("F", "B")
-        edges = [edge for edge in self.schedule.edges if edge.phase in phases]
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        phases = ("F",) if schedule.is_forward_only else ("F", "B")
+        edges = [edge for edge in schedule.edges if edge.phase in phases]
         self.entering, self.leaving = edges_into(edges), edges_from(edges)
 
     def action(self, rank: int, action: Action) -> Task:
