@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.language.rule import Groups, OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, Groups, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
@@ -29,7 +29,7 @@ def _piece_rule(spec: str, call: OpCall, linear: str | Groups) -> Rule:
     return make_rule(spec, call, linear=linear, whole="blk", chunks={CHUNKED: 1})
 
 
-# One piece: slice and select.
+# One piece: slice and select; stack and unbind, whose pieces lack a dim.
 
 
 def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, int]:
@@ -52,19 +52,19 @@ def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
     return spec_with(names, dim, CHUNKED), spec_with(names, dim, CHUNKED)
 
 
-def _slice_rule(call: OpCall) -> Rule:
-    large, small = _slice_specs(call.operand.shape, call.args[1:])
-    return _piece_rule(f"{large} -> {small}", call, "0")
+def _slice_rule(spec: str, at: int, linear: str = "0") -> Bind:
+    """``L`` and ``S`` in the spec are the large and the small side of a slice; ``at``: the argument that is the dim."""
+
+    def bind(call: OpCall) -> Rule:
+        large, small = _slice_specs(_large(spec, call).shape, call.args[at:])
+        return _piece_rule(spec.replace("L", large).replace("S", small), call, linear)
+
+    return bind
 
 
-def _slice_backward_rule(call: OpCall) -> Rule:
-    large, small = _slice_specs(call.result.shape, call.args[2:])
-    return _piece_rule(f"{small} -> {large}", call, "0")
-
-
-def _slice_scatter_rule(call: OpCall) -> Rule:
-    large, small = _slice_specs(call.operand.shape, call.args[2:])
-    return _piece_rule(f"{large}, {small} -> {large}", call, "01")
+def _large(spec: str, call: OpCall) -> TensorType:
+    """The tensor ``L`` of a spec: the first operand, or the first result."""
+    return call.operand if spec.startswith("L") else call.result
 
 
 def _local_bounds(large: TensorType, local: TensorType, args: Sequence[Any], at: int) -> dict[int, Any]:
@@ -88,36 +88,38 @@ def _local_slice_scatter(call: OpCall, shard: OpCall) -> dict[int, Any]:
     return _local_bounds(call.operand, shard.operand, call.args, 2)
 
 
-def _select_specs(ndim: int, dim: int) -> tuple[str, str]:
-    """The specs of a tensor and of one without a dim of it."""
-    names = dim_names(ndim)
-    return spec_with(names, dim, "1"), spec_with(names, dim, "")
+rule(aten.slice.Tensor, _slice_rule("L -> S", 1), local=_local_slice)
+rule(aten.slice_backward.default, _slice_rule("S -> L", 2), local=_local_slice_backward)
+rule(aten.slice_scatter.default, _slice_rule("L, S -> L", 2, linear="01"), local=_local_slice_scatter)
 
 
-def _select_rule(call: OpCall) -> Rule:
-    large, small = _select_specs(len(call.operand.shape), call.args[1])
-    return make_rule(f"{large} -> {small}", call, linear="0")
+def _select_rule(spec: str, at: int, default: int | None = None, linear: str | None = "0") -> Bind:
+    """``L`` in the spec is a tensor, ``S`` one without a dim of it; ``at``: the argument that is the dim.
+
+    ``S*`` are all operands, or all results. ``linear`` None: a partial sum may pass when it is open on all operands.
+    """
+
+    def bind(call: OpCall) -> Rule:
+        names, dim = dim_names(len(_large(spec, call).shape)), argument(call, at, default)
+        bound = spec.replace("*", ", S" * (max(len(call.operands), len(call.results)) - 1))
+        bound = bound.replace("L", spec_with(names, dim, "1")).replace("S", spec_with(names, dim, ""))
+        return make_rule(bound, call, linear=_all_operands(call) if linear is None else linear)
+
+    return bind
 
 
-def _select_backward_rule(call: OpCall) -> Rule:
-    large, small = _select_specs(len(call.result.shape), call.args[2])
-    return make_rule(f"{small} -> {large}", call, linear="0")
+def _all_operands(call: OpCall) -> Groups:
+    return (frozenset(range(len(call.operands))),)
 
 
-def _select_scatter_rule(call: OpCall) -> Rule:
-    large, small = _select_specs(len(call.operand.shape), call.args[2])
-    return make_rule(f"{large}, {small} -> {large}", call, linear="01")
+rule(aten.select.int, _select_rule("L -> S", 1))
+rule(aten.select_backward.default, _select_rule("S -> L", 2), sizes=1)
+rule(aten.select_scatter.default, _select_rule("L, S -> L", 2, linear="01"))
+rule(aten.stack.default, _select_rule("S* -> L", 1, default=0, linear=None))
+rule(aten.unbind.int, _select_rule("L -> S*", 1, default=0))
 
 
-rule(aten.slice.Tensor, _slice_rule, local=_local_slice)
-rule(aten.slice_backward.default, _slice_backward_rule, local=_local_slice_backward)
-rule(aten.slice_scatter.default, _slice_scatter_rule, local=_local_slice_scatter)
-rule(aten.select.int, _select_rule)
-rule(aten.select_backward.default, _select_backward_rule, sizes=1)
-rule(aten.select_scatter.default, _select_scatter_rule)
-
-
-# All pieces: split, cat, stack and unbind.
+# All pieces: split and cat.
 
 
 def _piece_specs(large: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[str, str]:
@@ -126,10 +128,6 @@ def _piece_specs(large: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[
     if len(set(sizes)) == 1 and sizes[0]:
         return spec_with(names, dim, "(blk d)"), spec_with(names, dim, "d")
     return spec_with(names, dim, CHUNKED), spec_with(names, dim, CHUNKED)
-
-
-def _all_operands(call: OpCall) -> Groups:
-    return (frozenset(range(len(call.operands))),)
 
 
 def _split_rule(call: OpCall) -> Rule:
@@ -149,21 +147,9 @@ def _cat_rule(call: OpCall) -> Rule:
     return _piece_rule(f"{', '.join([small] * len(tensors))} -> {large}", call, _all_operands(call))
 
 
-def _stack_rule(call: OpCall) -> Rule:
-    large, small = _select_specs(len(call.result.shape), argument(call, 1, 0))
-    return make_rule(f"{', '.join([small] * len(call.operands))} -> {large}", call, linear=_all_operands(call))
-
-
-def _unbind_rule(call: OpCall) -> Rule:
-    large, small = _select_specs(len(call.operand.shape), argument(call, 1, 0))
-    return make_rule(f"{large} -> {', '.join([small] * len(call.results))}", call, linear="0")
-
-
 rule(aten.split.Tensor, _split_rule, local=_local_split)
 rule(aten.split_with_sizes.default, _split_rule, local=_local_split)
 rule(aten.cat.default, _cat_rule)
-rule(aten.stack.default, _stack_rule)
-rule(aten.unbind.int, _unbind_rule)
 
 
 # Ops that move elements along some dims: whole, or in chunks that need what moves over their edges.

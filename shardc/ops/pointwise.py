@@ -59,13 +59,9 @@ rule(aten.masked_fill.Scalar, _masked_fill_rule)
 
 # Copies and casts.
 for op in (
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-    aten._conj.default,
+    aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten._conj.default,
     aten._neg_view.default,
-):
+):  # fmt: skip
     rule(op, _pointwise("0"))
 rule(aten.copy.default, _pointwise("1"))
 for op in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
@@ -76,40 +72,21 @@ for op in (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Tenso
 
 # Gradients of pointwise ops are linear in the incoming gradient.
 for op in (
-    aten.gelu_backward.default,
-    aten.silu_backward.default,
-    aten.tanh_backward.default,
-    aten.sigmoid_backward.default,
-    aten.softplus_backward.default,
-    aten.threshold_backward.default,
-    aten.leaky_relu_backward.default,
-    aten.elu_backward.default,
-    aten.hardtanh_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.mish_backward.default,
-    aten.log_sigmoid_backward.default,
-    aten.rrelu_with_noise_backward.default,
-):
+    aten.gelu_backward.default, aten.silu_backward.default, aten.tanh_backward.default,
+    aten.sigmoid_backward.default, aten.softplus_backward.default, aten.threshold_backward.default,
+    aten.leaky_relu_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default,
+    aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.mish_backward.default,
+    aten.log_sigmoid_backward.default, aten.rrelu_with_noise_backward.default,
+):  # fmt: skip
     rule(op, _pointwise("0"))
 
 # Pointwise, though torch does not tag them; of the last ones only the operand's shape matters.
 for op in (
-    aten.masked_fill.Tensor,
-    aten.complex.default,
-    aten.hardswish.default,
-    aten.log_sigmoid_forward.default,
-    aten._prelu_kernel.default,
-    aten._prelu_kernel_backward.default,
-    aten.polar.default,
-    aten.rsub.Tensor,
-    aten.rsub.Scalar,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.fill.Scalar,
+    aten.masked_fill.Tensor, aten.complex.default, aten.hardswish.default, aten.log_sigmoid_forward.default,
+    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten.polar.default, aten.rsub.Tensor,
+    aten.rsub.Scalar, aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.fill.Scalar,
     aten.fill.Tensor,
-):
+):  # fmt: skip
     rule(op, _pointwise())
 rule(aten.zeros_like.default, _pointwise("0"))
 

@@ -105,28 +105,11 @@ for op in (aten.amin.default, aten.min.default):
 for op in (aten.mean.default, aten.mean.dim):
     rule(op, _reduction(None, linear="0"))
 for op in (
-    aten.var.correction,
-    aten.std.correction,
-    aten.var_mean.correction,
-    aten.std_mean.correction,
-    aten.median.default,
-    aten.median.dim,
-    aten.nanmedian.default,
-    aten.nanmedian.dim,
-    aten.logsumexp.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.any.default,
-    aten.any.dim,
-    aten.any.dims,
-    aten.all.default,
-    aten.all.dim,
-    aten.all.dims,
-    aten.prod.default,
-    aten.prod.dim_int,
-):
+    aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
+    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.logsumexp.default,
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.any.default, aten.any.dim,
+    aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default, aten.prod.dim_int,
+):  # fmt: skip
     rule(op, _reduction(None))
 rule(aten.linalg_vector_norm.default, _reduction(None, at=2))
 rule(aten.kthvalue.default, _reduction(None, at=2, default=-1))
@@ -143,17 +126,12 @@ def _histogram_rule(call: OpCall) -> Rule:
 
 rule(aten.histc.default, _histogram_rule)
 rule(aten.cumsum.default, along(_dim(1), linear="0", in_chunks=True))
-rule(aten.cumprod.default, along(_dim(1)))
-rule(aten.logcumsumexp.default, along(_dim(1)))
-rule(aten.cummax.default, along(_dim(1)))
-rule(aten.cummin.default, along(_dim(1)))
-rule(aten.sort.default, along(_dim(1)))
+for op in (
+    aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.sort.default,
+    aten.glu.default, aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default,
+):  # fmt: skip
+    rule(op, along(_dim(1)))
+for op in (aten.glu_backward.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+    rule(op, along(_dim(2), linear="0"))
 rule(aten.sort.stable, along(lambda call: call.kwargs.get("dim", -1)))
 rule(aten.topk.default, along(_dim(2)))
-rule(aten.glu.default, along(_dim(1)))
-rule(aten.glu_backward.default, along(_dim(2), linear="0"))
-rule(aten._softmax.default, along(_dim(1)))
-rule(aten._log_softmax.default, along(lambda call: call.args[1]))
-rule(aten._safe_softmax.default, along(lambda call: call.args[1]))
-rule(aten._softmax_backward_data.default, along(_dim(2), linear="0"))
-rule(aten._log_softmax_backward_data.default, along(lambda call: call.args[2], linear="0"))
