@@ -106,7 +106,7 @@ class Device:
         wrong += [f"{name}={each!r}" for name in ("call", "update") if not (each := getattr(self, name)) >= 0]
         wrong += [] if "float32" in self.flops else [f"flops={dict(self.flops)!r}"]
         remedy = "say Device(flops={'float32': 1e13}, memory=1e12), rates a second and above 0, or name a preset"
-        raise_all([OptionError("Device", what, "no time can be told by it", remedy) for what in wrong])
+        raise_all([OptionError("Device", what, "it gives no time", remedy) for what in wrong])
 
     def seconds(self, flops: int, nbytes: int, dtype: str = "float32", is_attention: bool = False) -> float:
         """Seconds of a call: the longer of computing and of moving operands and results; 0 where there is no work."""

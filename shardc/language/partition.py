@@ -59,8 +59,7 @@ class P:
 
     def __init__(self, *entries: Entry | type(Ellipsis), priority: int = 0) -> None:  # type: ignore[valid-type]
         self.rest_open = bool(entries) and entries[-1] is Ellipsis
-        kept = entries[:-1] if self.rest_open else entries
-        self.entries = cast("tuple[Entry, ...]", kept)
+        self.entries = cast("tuple[Entry, ...]", entries[:-1] if self.rest_open else entries)
         self.priority = priority
         if type(priority) is not int:
             what, remedy = f"priority={priority!r}", "say priority=0, 1, ...: lower propagates first"

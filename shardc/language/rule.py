@@ -252,10 +252,10 @@ def bind_spec(
     text: str,
     operands: Sequence[TensorType | None],
     results: Sequence[TensorType | None],
-    given: Mapping[str, int],
+    known: Mapping[str, int],
     chunks: Container[str] = (),
 ) -> tuple[Side, Side, dict[str, int]]:
-    """The factors of every operand and result, and the size of every factor; ``given`` has sizes that dims leave open.
+    """The factors of every operand and result, and the size of every factor; ``known`` has sizes that dims leave open.
 
     A dim of one of the ``chunks`` alone may have any size.
 
@@ -265,7 +265,7 @@ def bind_spec(
     left, _, right = text.partition("->")
     tensors = (*operands, *results)
     sides = (*_parse_side(left, operands), *_parse_side(right, results))
-    sizes = _factor_sizes(sides, tensors, given)
+    sizes = _factor_sizes(sides, tensors, known)
     bound = tuple(
         None
         if dims is None or tensor is None
@@ -310,7 +310,7 @@ def _expand_leading(dims: Dims, ndim: int) -> Dims:
     return (*dims[:i], *((f"...{count - k}",) for k in range(count)), *dims[i + 1 :])
 
 
-def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], given: Mapping[str, int]) -> dict[str, int]:
+def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], known: Mapping[str, int]) -> dict[str, int]:
     """Sizes of factors that have a dim to themselves, then of the one factor that a dim of several leaves open."""
     pairs = [
         (factors, size)
@@ -321,7 +321,7 @@ def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], given: Mapp
     sizes: dict[str, int] = {}
     for (factor,), size in [pair for pair in pairs if len(pair[0]) == 1]:
         sizes[factor] = size if sizes.get(factor, 1) == 1 else sizes[factor]
-    sizes.update(given)
+    sizes.update(known)
     for factors, size in pairs:
         for factor in [factor for factor in factors if factor not in sizes][:1]:
             sizes[factor] = size // math.prod(sizes[other] for other in factors if other != factor)

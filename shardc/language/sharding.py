@@ -72,11 +72,11 @@ class DimSharding:
     def without(self, axes: Collection[str]) -> DimSharding:
         """The same without the cuts by these axes."""
 
-        def kept(parts: Axes) -> Axes:
+        def remaining(parts: Axes) -> Axes:
             return tuple(part for part in parts if part.name not in axes)
 
-        minor = tuple((size, kept(parts)) for size, parts in self.minor)
-        return DimSharding(kept(self.axes), minor if any(parts for _, parts in minor) else ())
+        minor = tuple((size, remaining(parts)) for size, parts in self.minor)
+        return DimSharding(remaining(self.axes), minor if any(parts for _, parts in minor) else ())
 
     def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
         """The dim as separate ``(size, axes)`` dims, each cut whole."""
@@ -110,7 +110,7 @@ class Sharding:
     partial: tuple[tuple[AxisPart, ReduceOp], ...] = ()
 
     def __post_init__(self) -> None:
-        seen: list[AxisPart] = []
+        checked: list[AxisPart] = []
         for part in self.used_parts:
             size = self.mesh.axis_size(part.name)
             if size % (part.pre * part.size):
@@ -120,7 +120,7 @@ class Sharding:
                     "the axis does not split that way",
                     f"write {part.name!r}, or {part.name}:(pre)size where pre * size divides {size}",
                 )
-            for other in seen:
+            for other in checked:
                 if part.overlaps(other):
                     raise ShardingError(
                         f"sharding {self.text()}",
@@ -128,7 +128,7 @@ class Sharding:
                         "an axis can cut one dim of a value, once",
                         f"write {part.name!r} in one place only",
                     )
-            seen.append(part)
+            checked.append(part)
 
     @staticmethod
     def replicated(mesh: Mesh, ndim: int) -> Sharding:

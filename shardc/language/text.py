@@ -18,10 +18,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     if len(cells) == 1:
         return ""
-    kept = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
-    right = {i for i in kept if all(row[i][:1].isdigit() for row in cells[1:])}
-    widths = {i: max(len(row[i]) for row in cells) for i in kept}
-    aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in kept) for row in cells)
+    columns = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
+    right = {i for i in columns if all(row[i][:1].isdigit() for row in cells[1:])}
+    widths = {i: max(len(row[i]) for row in cells) for i in columns}
+    aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in columns) for row in cells)
     return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
 
 

@@ -188,8 +188,8 @@ def _trilinear_rule(call: OpCall) -> Rule:
     expanded, summed = call.args[3:6], call.args[6]
     names = [f"d{i}" for i in range(len(call.operand.shape) + len(expanded[0]))]
     specs = [" ".join(name for i, name in enumerate(names) if i not in missing) for missing in expanded]
-    kept = " ".join(name for i, name in enumerate(names) if i not in summed)
-    return make_rule(f"{', '.join(specs)} -> {kept}", call, linear="0 1 2")
+    result = " ".join(name for i, name in enumerate(names) if i not in summed)
+    return make_rule(f"{', '.join(specs)} -> {result}", call, linear="0 1 2")
 
 
 rule(dot, lambda call: make_rule(call.args[2], call, linear="0 1"))

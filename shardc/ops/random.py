@@ -52,15 +52,15 @@ def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
     for part in name.split("."):
         op = getattr(op, part)
     schema: Any = op._schema
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=True))
-    named = {argument.name: given.pop(argument.name) for argument in schema.arguments if argument.kwarg_only}
+    positional = dict(zip((argument.name for argument in schema.arguments), args, strict=True))
+    named = {argument.name: positional.pop(argument.name) for argument in schema.arguments if argument.kwarg_only}
     if "device" in named:
         named["device"] = random.device
     if random.is_meta:
-        return _on_meta(op, list(given.values()), named)
+        return _on_meta(op, list(positional.values()), named)
     with torch.random.fork_rng([random.device] if random.is_cuda else []):
         torch.manual_seed(int(_mix(_stream(random, key))))
-        return op(*given.values(), **named)  # type: ignore[operator]
+        return op(*positional.values(), **named)  # type: ignore[operator]
 
 
 def _on_meta(op: Any, args: list[Any], named: dict[str, Any]) -> Any:

@@ -34,9 +34,9 @@ def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "", default: 
         dims, shape = reduced_dims(call, at, default), call.operand.shape
         keepdim = len(call.result.shape) == len(shape)
         names = dim_names(len(shape))
-        kept = " ".join("1" if dim in dims else name for dim, name in enumerate(names) if keepdim or dim not in dims)
+        result = " ".join("1" if dim in dims else name for dim, name in enumerate(names) if keepdim or dim not in dims)
         whole = "" if reduce else " ".join(names[dim] for dim in dims)
-        spec = f"{' '.join(names)} -> {', '.join([kept] * len(call.results))}"
+        spec = f"{' '.join(names)} -> {', '.join([result] * len(call.results))}"
         return make_rule(spec, call, linear=linear, whole=whole, reduce=reduce or "sum")
 
     return bind

@@ -108,11 +108,11 @@ def _expand_rule(call: OpCall) -> Rule:
     """Not linear, though it could be: it would enlarge what is reduced."""
     shape, names = call.operand.shape, dim_names(len(call.result.shape))
     lead = len(names) - len(shape)
-    kept = [
+    remaining = [
         name if size == new else "1"
         for name, size, new in zip(names[lead:], shape, call.result.shape[lead:], strict=True)
     ]
-    return make_rule(f"{' '.join(kept)} -> {' '.join(names)}", call)
+    return make_rule(f"{' '.join(remaining)} -> {' '.join(names)}", call)
 
 
 def _unsqueeze_rule(call: OpCall) -> Rule:
@@ -127,8 +127,8 @@ def _squeeze_rule(call: OpCall) -> Rule:
     named = call.args[1] if len(call.args) > 1 else range(ndim)
     dims = {dim % ndim for dim in ([named] if isinstance(named, int) else named)} if ndim else set()
     names = ["1" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
-    kept = [name for name, size in zip(names, call.operand.shape, strict=True) if name != "1" or size != 1]
-    return make_rule(f"{' '.join(names)} -> {' '.join(kept)}", call, linear="0")
+    remaining = [name for name, size in zip(names, call.operand.shape, strict=True) if name != "1" or size != 1]
+    return make_rule(f"{' '.join(names)} -> {' '.join(remaining)}", call, linear="0")
 
 
 def _repeat_rule(call: OpCall) -> Rule:

@@ -85,8 +85,8 @@ def independent(cuts: Sequence[CutCondition]) -> list[CutCondition]:
     from sympy import expand, sympify
 
     shortest = [_without_multiples(cut) for cut in _joined_numbers(cuts)]
-    kept = [cut for cut in shortest if not expand(sympify(cut.size) / cut.shards).is_integer]
-    even = {cut: sympify(cut.size) / cut.shards for cut in kept if cut.is_even}
+    conditions = [cut for cut in shortest if not expand(sympify(cut.size) / cut.shards).is_integer]
+    even = {cut: sympify(cut.size) / cut.shards for cut in conditions if cut.is_even}
     symbols = {cut.size: cut.shards for cut in even if getattr(cut.size, "is_Symbol", False)}
 
     def is_implied(cut: CutCondition) -> bool:
@@ -100,7 +100,7 @@ def independent(cuts: Sequence[CutCondition]) -> list[CutCondition]:
                 quotient = quotient.subs(symbol, symbol * shards)
         return bool(expand(quotient).is_integer)
 
-    return [cut for cut in dict.fromkeys(kept) if not is_implied(cut)]
+    return [cut for cut in dict.fromkeys(conditions) if not is_implied(cut)]
 
 
 def _without_multiples(cut: CutCondition) -> CutCondition:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import total_ordering
 from typing import Any
 
 from torch import fx
@@ -62,7 +63,7 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
     is the fullest there, and ``saved`` as well.
     """
     sizes = _Sizes(program)
-    if not sizes.has_all(final):  # made longer or cut short, where cuts are uneven
+    if not sizes.has_all(final):  # padded or cut short, where cuts are uneven
         final = lowered
     if has_stages(final):
         return _pipeline_memory(program, sizes, final)
@@ -156,6 +157,7 @@ class _Sizes:
         return (self.nodes[node.name], index) if node.name in self.nodes else None
 
 
+@total_ordering
 @dataclass(frozen=True, slots=True, eq=False)
 class Size:
     """A number that is a sum of expressions.
@@ -199,15 +201,6 @@ class Size:
 
     def __lt__(self, other: Size | int) -> bool:
         return bool(self.value < _value(other))
-
-    def __le__(self, other: Size | int) -> bool:
-        return bool(self.value <= _value(other))
-
-    def __gt__(self, other: Size | int) -> bool:
-        return bool(self.value > _value(other))
-
-    def __ge__(self, other: Size | int) -> bool:
-        return bool(self.value >= _value(other))
 
 
 def _value(size: Any) -> Any:

@@ -93,7 +93,7 @@ class SymbolicPlan:
         if self.repeated is None:
             return here
         name = self.repeated.symbol
-        last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # which is held against a compile
+        last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # which is compared with a compile
         counts = [FEW, FEW + 1, last]
         several = [(count, self._expressed({**self.reference, name: count})) for count in counts]
         return along(name, several, here)

@@ -47,8 +47,8 @@ class Region:
         if math.prod(point[name] for name in self.axes) > RANKS:
             return f"the mesh has more than {RANKS} ranks"
         conditions: list[Condition] = [*self.cuts, *self.lengths]
-        broken = next((each for each in conditions if not each.holds(point)), None)
-        return f"it must hold that {broken.text()}" if broken else ""
+        violated = next((each for each in conditions if not each.holds(point)), None)
+        return f"it must hold that {violated.text()}" if violated else ""
 
     @property
     def conditions(self) -> list[str]:
@@ -176,11 +176,11 @@ def _with_size(region: Region, point: Point, name: str, size: int) -> Point | No
         if name in names_in(cut.shards) and getattr(cut.size, "is_Symbol", False):
             sizes[cut.size.name] = max(point[cut.size.name], point[cut.size.name] * size // point[name])
     for _ in range(2 * len(region.cuts) + 1):
-        broken = next((cut for cut in region.cuts if not cut.holds(sizes)), None)
-        if broken is None:
+        violated = next((cut for cut in region.cuts if not cut.holds(sizes)), None)
+        if violated is None:
             return sizes if not region.why_not(sizes) else None
-        free = names_in(broken.size) - {name, region.count, *region.axes}
-        if not free or not broken.is_even:
+        free = names_in(violated.size) - {name, region.count, *region.axes}
+        if not free or not violated.is_even:
             return None
-        sizes[min(free)] *= broken.missing_factor(sizes)
+        sizes[min(free)] *= violated.missing_factor(sizes)
     return None
