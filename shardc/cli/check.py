@@ -10,22 +10,10 @@ from shardc.cli.arguments import add_command, add_compile_options, add_output_op
 from shardc.cli.compile import compiled, write
 from shardc.language.errors import UsageError
 from shardc.language.text import json_text
-from shardc.report.dump.budget import Budget, check_record, check_text, measure
+from shardc.report.dump.budget import SYNTAX, Budget, check_record, check_text, measure
 from shardc.report.dump.schema import is_dump, read_dump
 
 HELP = "hold a plan against budgets: exit 1 where one is broken, and print what breaks it"
-BUDGETS = """\
-A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
-  all_gather>10MB      one all_gather in which a rank sends more; collectives>10MB: one collective of any kind
-  all_gather@tp>4      more than 4 all_gathers over axis tp in a step; all_gather@tp: any
-  wire/backward>1GB    all that a rank sends in backward; wire/all_gather>1GB: in all_gathers
-  fallback, note       an op without a rule; a note of the compiler; fallback>2: more of them
-  memory>8GB           the peak of one rank and its optimizer state; also peak, parameters, gradients, saved, ...
-  flops>1e12           floating-point operations of one rank in a step
-  step>50ms            the predicted time of a step, on the machine of --links and --device
-Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >= the amount itself breaks it, too.
-
-"""
 
 
 def add(commands: Any) -> None:
@@ -33,7 +21,7 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "check", HELP)
     add_compile_options(parser, is_required=False)
     add_output_options(parser, "check", ("text", "json"))
-    parser.epilog = BUDGETS + str(parser.epilog)
+    parser.epilog = f"{SYNTAX}\n{parser.epilog}"
     parser.add_argument(
         "--fail-on", metavar="BUDGET", action="append", default=[], type=_budget, dest="budgets",
         help="all_gather>10MB, wire@tp>1GB, collectives>20, fallback, ...; may be repeated",

@@ -30,12 +30,17 @@ def compiled(options: argparse.Namespace) -> Compiled:
 
 
 def load(options: argparse.Namespace, device: str) -> Target:
+    """Load the model, inputs and annotations of TARGET, and say so; made-up inputs are on ``device``."""
+    with progress(f"loading {options.target}"):
+        return load_quietly(options, device)
+
+
+def load_quietly(options: argparse.Namespace, device: str) -> Target:
     """Load the model, inputs and annotations of TARGET; made-up inputs are on ``device``."""
     from shardc.cli.target import TargetOptions, load_target
 
-    with progress(f"loading {options.target}"):
-        wanted = TargetOptions(dict(options.settings), options.batch, options.seq, device)
-        return load_target(options.target, wanted, options.mesh)
+    target_options = TargetOptions(dict(options.settings), options.batch, options.seq, device)
+    return load_target(options.target, target_options, options.mesh)
 
 
 def compile_target(options: argparse.Namespace, target: Target) -> Compiled:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import LARGEST, add_command, add_compile_options, add_output_options, sizes, unreadable
-from shardc.cli.compile import compile_target, compiled, write
+from shardc.cli.compile import compile_target, compiled, load_quietly, write
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.language.text import json_text
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
-    from shardc.cli.target import Target
     from shardc.costs.step import StepCost
     from shardc.report.symbolic.plan import Repeated
 
@@ -151,7 +150,7 @@ class SymbolicTarget:
         options.mesh = mesh_at(self.options.mesh.axis_names, point)
         settings = {key: point[name] for name, key in self.settings.items()}
         options.settings = list({**dict(self.options.settings), **settings}.items())
-        target = _load(options)
+        target = load_quietly(options, "meta")
         if self.repeated is not None:
             length = point[self.repeated.symbol]
             set_list_length(target.model, self.repeated.path, length)
@@ -167,7 +166,7 @@ def symbolic_target(options: argparse.Namespace) -> SymbolicTarget:
     from shardc.cli.target import default_sizes, input_shapes, module_lists
     from shardc.report.symbolic.plan import Repeated
 
-    target = _load(options)
+    target = load_quietly(options, "meta")
     reference: dict[str, int] = options.mesh.sizes
     dims: dict[str, tuple[int, int]] = {}
     settings: dict[str, str] = {}
@@ -206,10 +205,3 @@ def _is_chosen_as_a_whole(options: argparse.Namespace) -> bool:
 
 def _not_named(name: str, what: str, problem: str, remedy: str) -> UsageError:
     return UsageError(f"--symbol {name}={what}", f"{what!r}", problem, remedy)
-
-
-def _load(options: argparse.Namespace) -> Target:
-    from shardc.cli.target import TargetOptions, load_target
-
-    wanted = TargetOptions(dict(options.settings), options.batch, options.seq, "meta")
-    return load_target(options.target, wanted, options.mesh)

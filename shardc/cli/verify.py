@@ -22,9 +22,9 @@ def run(options: argparse.Namespace) -> int:
 
     target = load(options, device="cpu")
     annotations = annotations_of(options, target)
-    found = verify(
+    differences = verify(
         target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
         options=compile_options(options), progress=progress,
     )  # fmt: skip
-    write(differences_text(found), None)
-    return GOOD if all(each.is_small for each in found) else CHECK_FAILED
+    write(differences_text(differences), None)
+    return GOOD if all(each.is_small for each in differences) else CHECK_FAILED

@@ -1,15 +1,4 @@
-"""Budgets of a plan, as a user types them after ``--fail-on``, measured against the JSON form of a dump.
-
-A budget reads WHAT[@AXIS][/WHICH]... [> AMOUNT]. It is broken where there is more than the amount:
-
-- ``all_gather>10MB``: one all_gather in which a rank sends more; so for every kind, and ``collectives`` for any kind
-- ``all_gather>4``: more of them in a step; ``all_gather``: any at all
-- ``wire>1GB``: all bytes that one rank sends in a step
-- ``@tp`` counts collectives over this axis, ``/backward`` those of a phase, ``/all_gather`` those of a kind
-- ``fallback``: an op without a rule; ``note``: a note of the compiler; ``fallback>2``: more of them
-- ``peak>8GB``, or another class of memory; ``memory>8GB``: the peak and the optimizer's state
-- ``flops>1e12``: floating-point operations of one rank; ``step>50ms``: its predicted time, where the machine is known
-"""
+"""Budgets of a plan, as a user types them after ``--fail-on``, measured against the JSON form of a dump."""
 
 from __future__ import annotations
 
@@ -23,6 +12,17 @@ from shardc.language.errors import UsageError, did_you_mean
 from shardc.language.mesh import axis_of
 from shardc.language.text import shortened, table
 
+SYNTAX = """\
+A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
+  all_gather>10MB      one all_gather in which a rank sends more; collectives>10MB: one collective of any kind
+  all_gather@tp>4      more than 4 all_gathers over axis tp in a step; all_gather@tp: any
+  wire/backward>1GB    all that a rank sends in backward; wire/all_gather>1GB: in all_gathers
+  fallback, note       an op without a rule; a note of the compiler; fallback>2: more of them
+  memory>8GB           the peak of one rank and its optimizer state; also peak, parameters, gradients, saved, ...
+  flops>1e12           floating-point operations of one rank in a step
+  step>50ms            the predicted time of a step, on the machine of --links and --device
+Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >= the amount itself breaks it, too.
+"""
 KINDS = tuple(kind for kind in get_args(CollectiveKind) if kind not in (*LOCAL_KINDS, "rechunk"))
 PHASES = ("forward", "backward", "update")
 MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")
@@ -30,7 +30,6 @@ LISTED = {"fallback": "fallbacks", "note": "notes"}
 SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops", "step")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-BYTES = {unit.lower(): count for unit, count in UNITS.items()}  # no user means bits
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BUDGET = re.compile(r"\s*([^@/<>=\s]*)((?:\s*[@/][^@/<>=\s]*)*)\s*(?:([<>=]+)\s*(.*?)\s*)?")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)")
@@ -55,53 +54,54 @@ class Budget:
     @staticmethod
     def parse(text: str) -> Budget:
         """Read a budget. Raises a UsageError where the text is none."""
-        found = _BUDGET.fullmatch(text)
-        if found is None or not found[1]:
+        parts = _BUDGET.fullmatch(text)
+        if parts is None or not parts[1]:
             raise _error(text, repr(text), "it does not read as WHAT[@AXIS][/WHICH] > AMOUNT", "write all_gather>10MB")
-        subject, filters, operator, amount = found.groups()
+        subject, filters, operator, amount = parts.groups()
         if subject not in SUBJECTS:
             remedy = did_you_mean(subject, SUBJECTS) or f"say one of {', '.join(SUBJECTS)}"
             raise _error(text, repr(subject), "there is no budget of this", remedy)
-        limit, in_bytes = _amount(text, subject, operator, amount)
-        kinds, more = ((subject,) if subject in KINDS else ()), re.findall(r"([@/])([^@/\s]*)", filters)
-        axes, which = ([name for sign, name in more if sign == each] for each in "@/")
+        limit, in_bytes = _limit(text, subject, operator, amount)
+        signed = re.findall(r"([@/])([^@/\s]*)", filters)
+        axes, which = ([name for sign, name in signed if sign == each] for each in "@/")
         _check_filters(text, subject, axes, which)
         phases = tuple(name for name in which if name in PHASES)
-        kinds = (*kinds, *(name for name in which if name in KINDS))
+        kinds = tuple(name for name in (subject, *which) if name in KINDS)
         return Budget(text, subject, "".join(axes), phases, kinds, limit, operator == ">=", in_bytes)
 
     def is_broken(self, amount: float) -> bool:
         """Whether a measure breaks it."""
         return amount >= self.limit if self.or_equal else amount > self.limit
 
-    @property
-    def is_of_each(self) -> bool:
-        """Whether it bounds the bytes of single collectives."""
-        return self.in_bytes and self.subject in ("collectives", *KINDS)
+    def counts(self, collective: Mapping[str, Any]) -> bool:
+        """Whether a collective is one of those that it limits."""
+        is_over_axis = not self.axis or self.axis in map(axis_of, collective["axes"])
+        phases, kinds = self.phases or PHASES, self.kinds or KINDS
+        return is_over_axis and collective["phase"] in phases and collective["kind"] in kinds
 
 
-def _amount(text: str, subject: str, operator: str | None, amount: str | None) -> tuple[float, bool]:
+def _limit(text: str, subject: str, operator: str | None, amount: str | None) -> tuple[float, bool]:
     """The limit, and whether it is in bytes."""
     if operator is None:
         if subject not in ("collectives", *KINDS, *LISTED):
-            amount = {"flops": "1e12", "step": "50ms"}.get(subject, "8GB")
-            raise _error(text, f"{subject} with no amount", "there is always some", f"write {subject}>{amount}")
+            example = {"flops": "1e12", "step": "50ms"}.get(subject, "8GB")
+            raise _error(text, f"{subject} with no amount", "there is always some", f"write {subject}>{example}")
         return 0, False
     if operator not in (">", ">="):
         raise _error(text, repr(operator), "a budget is broken by more than an amount", "write > or >=")
-    found = _AMOUNT.fullmatch(amount or "")
-    if found is None:
+    parts = _AMOUNT.fullmatch(amount or "")
+    if parts is None:
         raise _error(text, repr(amount), "it is no amount", "write a number and a unit, as 10MB, or a number alone")
-    number, unit = found.groups()
-    known: Mapping[str, float] = SECONDS if subject == "step" else UNITS
-    if unit and unit.lower() not in map(str.lower, known):
+    number, unit = parts.groups()
+    units: Mapping[str, float] = SECONDS if subject == "step" else UNITS
+    if unit and unit.lower() not in map(str.lower, units):
         problem = f"it is no unit of {'time' if subject == 'step' else 'bytes'}"
-        raise _error(text, repr(unit), problem, did_you_mean(unit, known) or f"say one of {', '.join(known)}")
-    if subject == "step":
-        return float(number) * SECONDS.get(unit.lower(), 1), False
+        raise _error(text, repr(unit), problem, did_you_mean(unit, units) or f"say one of {', '.join(units)}")
     if unit and subject in (*LISTED, "flops"):
         raise _error(text, f"{subject} in {unit}", "it is counted, and has no bytes", f"write {subject}>{number}")
-    return float(number) * BYTES.get(unit.lower(), 1), bool(unit) or subject == "wire" or subject in MEMORY
+    in_bytes = subject != "step" and (bool(unit) or subject == "wire" or subject in MEMORY)
+    factors = {name.lower(): factor for name, factor in units.items()}  # no user means bits
+    return float(number) * factors.get(unit.lower(), 1), in_bytes
 
 
 def _check_filters(text: str, subject: str, axes: Sequence[str], which: Sequence[str]) -> None:
@@ -110,9 +110,9 @@ def _check_filters(text: str, subject: str, axes: Sequence[str], which: Sequence
         raise _error(text, f"{subject} with {(*axes, *which)[0]!r}", problem, remedy)
     if len(axes) > 1:
         raise _error(text, "@" + "@".join(axes), "a budget is of one axis", "write a budget for each")
+    known = (*PHASES, *KINDS)
     for name in which:
-        if name not in (*PHASES, *KINDS):
-            known = (*PHASES, *KINDS)
+        if name not in known:
             remedy = did_you_mean(name, known) or f"say one of {', '.join(known)}"
             raise _error(text, repr(name), "it is no phase and no kind of collective", remedy)
 
@@ -138,17 +138,16 @@ class Finding:
 
 def measure(budget: Budget, record: Mapping[str, Any]) -> Finding:
     """Measure the JSON form of a program. Raises a UsageError where it lacks the table that the budget is about."""
-    _check_axis(budget, record)
+    mesh = record["mesh"]
+    if budget.axis and budget.axis not in mesh:
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+        remedy = did_you_mean(budget.axis, mesh) or f"say one of {', '.join(mesh)}"
+        raise _error(budget.text, f"mesh {axes}", f"it has no axis {budget.axis!r}", remedy)
     if budget.subject in LISTED:
         return _of_entries(budget, _table(budget, record, LISTED[budget.subject]))
-    if budget.subject in MEMORY:
-        return _of_memory(budget, _table(budget, record, "memory"))
-    if budget.subject == "step":
-        seconds = _table(budget, record, "time")["step"]
-        return Finding(budget, budget.is_broken(seconds), f"{1e3 * seconds:.3f} ms predicted")
-    if budget.subject == "flops":
-        count = _table(budget, record, "flops")["per_rank"]
-        return Finding(budget, budget.is_broken(count), f"{count:,} floating-point operations of one rank")
+    if budget.subject in (*MEMORY, "step", "flops"):
+        amount, text = _amount(budget, record)
+        return Finding(budget, budget.is_broken(amount), text)
     if record["level"] not in ("lowered", "localized"):
         what = f"a program that is {record['level']}"
         raise _error(budget.text, what, "it has no collectives yet", "dump it without --after")
@@ -165,49 +164,45 @@ def _table(budget: Budget, record: Mapping[str, Any], name: str) -> Any:
     raise _error(budget.text, what, f"it has no {name}", f"dump the whole program, or --only {name}")
 
 
-def _check_axis(budget: Budget, record: Mapping[str, Any]) -> None:
-    mesh = record["mesh"]
-    if budget.axis and budget.axis not in mesh:
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.items())
-        remedy = did_you_mean(budget.axis, mesh) or f"say one of {', '.join(mesh)}"
-        raise _error(budget.text, f"mesh {axes}", f"it has no axis {budget.axis!r}", remedy)
-
-
 def _of_entries(budget: Budget, entries: Sequence[Any]) -> Finding:
-    is_broken = budget.is_broken(len(entries))
-    ops = tuple(entries) if is_broken and budget.subject == "fallback" else ()
-    notes = tuple(entries) if is_broken and budget.subject == "note" else ()
-    return Finding(budget, is_broken, f"{len(entries) or 'none'} of them", fallbacks=ops, notes=notes)
+    is_broken, text = budget.is_broken(len(entries)), f"{len(entries) or 'none'} of them"
+    if not is_broken:
+        return Finding(budget, False, text)
+    is_note = budget.subject == "note"
+    return Finding(budget, True, text, **{"notes" if is_note else "fallbacks": tuple(entries)})
 
 
-def _of_memory(budget: Budget, memory: Mapping[str, int]) -> Finding:
+def _amount(budget: Budget, record: Mapping[str, Any]) -> tuple[float, str]:
+    """The measure of memory, time or operations of one rank, and its text."""
+    if budget.subject == "step":
+        seconds = _table(budget, record, "time")["step"]
+        return seconds, f"{1e3 * seconds:.3f} ms predicted"
+    if budget.subject == "flops":
+        count = _table(budget, record, "flops")["per_rank"]
+        return count, f"{count:,} floating-point operations of one rank"
+    memory = _table(budget, record, "memory")
     if budget.subject != "memory":
-        return Finding(
-            budget, budget.is_broken(memory[budget.subject]), f"{memory[budget.subject]:,} bytes of one rank"
-        )
-    count = memory["peak"] + memory["optimizer"]
-    text = f"{count:,} bytes of one rank: {memory['peak']:,} at the peak, {memory['optimizer']:,} of the optimizer"
-    return Finding(budget, budget.is_broken(count), text)
+        return memory[budget.subject], f"{memory[budget.subject]:,} bytes of one rank"
+    peak, optimizer = memory["peak"], memory["optimizer"]
+    text = f"{peak + optimizer:,} bytes of one rank: {peak:,} at the peak, {optimizer:,} of the optimizer"
+    return peak + optimizer, text
 
 
 def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) -> Finding:
-    ours = [found for found in collectives if _is_of(budget, found)]
-    if budget.is_of_each:
-        most = max((found["wire_bytes"] for found in ours), default=0)
-        broken = tuple(found for found in ours if budget.is_broken(found["wire_bytes"]))
-        text = f"{len(broken)} of {len(ours)}, the largest sends {most:,} bytes" if ours else "none of them"
+    counted = [each for each in collectives if budget.counts(each)]
+    if budget.in_bytes and budget.subject != "wire":  # of each collective
+        most = max((each["wire_bytes"] for each in counted), default=0)
+        broken = tuple(each for each in counted if budget.is_broken(each["wire_bytes"]))
+        text = f"{len(broken)} of {len(counted)}, the largest sends {most:,} bytes" if counted else "none of them"
         return Finding(budget, bool(broken), text, broken)
-    count = sum(found.get("times", 1) for found in ours)
-    sent = sum(found["wire_bytes"] * found.get("times", 1) for found in ours)
+    count = sum(each.get("times", 1) for each in counted)
+    sent = sum(each["wire_bytes"] * each.get("times", 1) for each in counted)
     is_broken = budget.is_broken(sent if budget.in_bytes else count)
     text = f"one rank sends {sent:,} bytes in {count}" if budget.in_bytes else f"{count or 'none'} of them in a step"
-    return Finding(budget, is_broken, text, tuple(ours) if is_broken else ())
+    return Finding(budget, is_broken, text, tuple(counted) if is_broken else ())
 
 
-def _is_of(budget: Budget, found: Mapping[str, Any]) -> bool:
-    axes = map(axis_of, found["axes"])
-    is_there = not budget.axis or budget.axis in axes
-    return is_there and found["phase"] in (budget.phases or PHASES) and found["kind"] in (budget.kinds or KINDS)
+# Forms.
 
 
 def check_text(findings: Sequence[Finding]) -> str:

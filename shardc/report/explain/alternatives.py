@@ -66,11 +66,11 @@ class Alternative:
     note: str = ""
 
 
-def alternatives_text(found: Sequence[Alternative]) -> str:
+def alternatives_text(alternatives: Sequence[Alternative]) -> str:
     """The text form: under each question its ways, the chosen one first."""
     lines: list[str] = []
-    for question in dict.fromkeys(each.question for each in found):
-        ways = [each for each in found if each.question == question]
+    for question in dict.fromkeys(each.question for each in alternatives):
+        ways = [each for each in alternatives if each.question == question]
         width, digits = max(len(each.way) for each in ways), max(len(str(each.wire_bytes)) for each in ways)
         lines.append(f"ways {question}, and what a rank sends")
         for each in ways:
@@ -93,14 +93,14 @@ class AlternativeFinder:
         if node is None:
             return ()
         moved = list(movements(self.whole, node))
-        found = [*_reshard_alternatives(self.whole, moved)]
+        ways = [*_reshard_alternatives(self.whole, moved)]
         if len(moved) == 1 and node.target not in EXCHANGES:  # what these send depends on no cut of an op
-            found += self._cut_alternatives(node, moved[0])
-        questions = {each.question for each in found}
-        found += self._decomposed_alternatives(node, moved)
+            ways += self._cut_alternatives(node, moved[0])
+        questions = {each.question for each in ways}
+        ways += self._decomposed_alternatives(node, moved)
         for each in moved:
-            found += self._gathered_alternatives(node, each, questions)
-        return (*found, *(way for axis in axes_of(node) for way in self._side_alternatives.get(axis, ())))
+            ways += self._gathered_alternatives(node, each, questions)
+        return (*ways, *(way for axis in axes_of(node) for way in self._side_alternatives.get(axis, ())))
 
     # How an op is cut.
 
@@ -136,12 +136,12 @@ class AlternativeFinder:
     def _decomposed_alternatives(self, node: fx.Node, moved: list[Movement]) -> Iterator[Alternative]:
         """For an op that was decomposed and is gone: what gathering its operand would have sent."""
         before, after = self.compiled.at("propagate"), {each.name for each in self.compiled.at("decompose").calls}
-        made = node if node.target in EXCHANGES else moved[0].producer
-        if len(moved) > 1 or made.op != "call_function":
+        producer = node if node.target in EXCHANGES else moved[0].producer
+        if len(moved) > 1 or producer.op != "call_function":
             return
-        source = self.whole.source(made)
+        source = self.whole.source(producer)
         place = f" ({source.location or source.module})" if source.location or source.module else ""
-        for op in (each for each in before.calls if each.name not in after and self._is_of(before, each, made)):
+        for op in (each for each in before.calls if each.name not in after and self._is_of(before, each, producer)):
             costs = compare_forms(before, op)
             if costs is None:
                 continue
@@ -179,17 +179,17 @@ class AlternativeFinder:
     def _side_alternatives(self) -> dict[str, list[Alternative]]:
         """For each axis that cuts data and weights, whether data or weights move. Bytes are those of a whole step."""
         annotated = self.compiled.at("decompose")
-        found = {}
+        of_axes = {}
         for axis in Precedence(annotated.pins).contested:
             data = choose_cuts(annotated.copy()).wire_bytes
             first = frozenset({axis})
             weights = choose_cuts(propagate(cut_blocks(annotated, first), first)).wire_bytes
             chosen, question = self.plan.wire_bytes, f"over {axis}, which cuts data and weights, in the whole step"
             ways = {"weights come to the data": data, "data come to the weights": weights}
-            found[axis] = [Alternative(question, way, cost, cost == chosen) for way, cost in ways.items()]
+            of_axes[axis] = [Alternative(question, way, cost, cost == chosen) for way, cost in ways.items()]
             if chosen not in ways.values():
-                found[axis].insert(0, Alternative(question, "each op as it costs least", chosen, True))
-        return found
+                of_axes[axis].insert(0, Alternative(question, "each op as it costs least", chosen, True))
+        return of_axes
 
 
 def _question(program: Program, op: fx.Node) -> str:

@@ -61,16 +61,15 @@ def compare_cuts(plan: CutPlan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
     rest = {factor: cut.without(names) for factor, cut in chosen.items()}
     rest = {factor: cut for factor, cut in rest.items() if cut != WHOLE}
     now = next((factor for factor, cut in chosen.items() if {part.name for part in cut.all_axes} >= names), "")
-    cost = plan.arrivals.cost(node, plan.ops[node])
-    found = [OpWay(_text(rule, now, axes), cost, 1.0, True)]
-    asked = choices(rule, plan.arrivals.claims(node))
+    considered = choices(rule, plan.arrivals.claims(node))
     others = []
     for factor, cuts in _others(rule, rest, axes):
         if factor != now:
             cost = plan.arrivals.cost(node, plan.arrivals.op_shardings(node, cuts))
             work = num_pieces(chosen) / num_pieces(cuts)
-            others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in asked))
-    return (*found, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
+            others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in considered))
+    way = OpWay(_text(rule, now, axes), plan.arrivals.cost(node, plan.ops[node]), 1.0, True)
+    return (way, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
 
 
 def op_of_partial_sum(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
