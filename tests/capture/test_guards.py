@@ -75,7 +75,7 @@ def trained(name: str, mesh) -> tuple[list[int], list[float]]:
             found = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
             apart.append(float((found - theirs.grad).abs().max() / max(1, theirs.grad.abs().max())))
         (variants,) = parallel._variants.values()
-        counts.append(len(variants.steps))
+        counts.append(len(variants.calls))
         calls = parallel.calls.full_tensor() if hasattr(parallel.calls, "full_tensor") else parallel.calls
         assert float(calls) == step + 1, "a run that a guard ended has changed nothing"
     return counts, apart
@@ -95,7 +95,7 @@ def test_a_guard_holds_in_compiled_code() -> None:
         x = (torch.arange(8) < count).double()
         assert torch.equal(model(x), count * x)
     (variants,) = model._variants.values()
-    assert len(variants.steps) == 2
+    assert len(variants.calls) == 2
 
 
 def on_gloo() -> tuple[list[int], list[float]]:
@@ -152,7 +152,7 @@ def test_findings_without_end_are_an_error_that_names_the_line() -> None:
     assert torch.equal(model(rows[0].double()), rows[0] * 0.0)
     line = Rows.forward.__code__.co_firstlineno + 1
     with pytest.raises(
-        CaptureError, match=rf"^test_guards.py:{line}\n  .*8 were compiled already; now nonzero gives i64"
+        CaptureError, match=rf"^test_guards.py:{line}\n  .*8 programs were compiled already; now nonzero gives i64"
     ):
         model(rows[-1].double())
 
