@@ -137,7 +137,7 @@ BestSuffix = dict[int, tuple[int, int, int]]  # by state: the sum of squares, th
 
 @dataclass(frozen=True, slots=True)
 class MinMaxPath:
-    """Paths from state 0 to state ``last`` of one step for each stage, of which the greatest load is to be minimal.
+    """Paths from state 0 to state ``last``, one step for each stage; the best one has the least greatest load.
 
     ``following``: the states that may follow a state, in order of preference. ``load``: of a step; None if the step is
     not allowed. ``received_bytes``: of a step. ``is_monotone``: loads do not fall along ``following``, so that all

@@ -112,7 +112,7 @@ Result = tuple[int, ActionPhase, int]  # of a stage and a phase, for a microbatc
 
 
 def operands(action: Action, entering: EdgesByStage) -> Iterator[tuple[Result, Edge | None]]:
-    """The results that a computation reads, each with the edge over which it arrives; none for its own stage's."""
+    """The results that a computation reads, each with its edge; None for a result of its own stage."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "W":
         yield (stage, "B", microbatch), None
