@@ -1,4 +1,4 @@
-"""Insert the calls that a node is taken apart into; and when to."""
+"""Insert the calls that stand in the place of a node, and describe how an op is taken apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify: what must hold of a program at each level, checked after every pass.
+"""What must hold of a program at each level, checked after every pass.
 
 A failure is a fault of the compiler, never of the user, so it is an AssertionError that names the node.
 """
@@ -87,7 +87,9 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
         is_same = value is None or dims is not None or _sharding(program, value).is_replicated
         assert is_same, f"{node}: {value and value[0]} must be whole on every rank"
     cuts: dict[str, DimSharding] = {}
-    for value, dims in [*_taken(program, node, rule), *_made(program, node, rule)]:
+    operands = zip(program.operand_values(node), rule.operands, strict=True)
+    results: Tensors = [((node, i), dims) for i, dims in enumerate(rule.results) if dims is not None]
+    for value, dims in [*((value, dims) for value, dims in operands if value and dims is not None), *results]:
         sharding, shape = _sharding(program, value), program.value_type(value).shape
         found = factor_cuts(dims, sharding.dims, shape, rule.sizes)
         assert dims_sharding(dims, found, rule.sizes) == sharding.dims, f"{node}: {sharding} of {shape} on {dims}"
@@ -97,24 +99,15 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
             is_one = rule.sizes[factor] == 1 and factor not in rule.whole
             assert cut == WHOLE or is_one or rule.may_cut(factor, cut), f"{node}: factor {factor} must be whole"
     passing = _passing(program, node, rule)
-    for value, _ in _made(program, node, rule):
+    for value, _ in results:
         partial = [factor for factor in cuts if rule.is_partial(factor, value[1])]
         unsummed = {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
-        found_open, wanted = set(_sharding(program, value).partial), unsummed | passing
-        assert found_open == wanted, f"{node}: open is {_open_text(found_open)}, not {_open_text(wanted)}"
+        partial_axes, expected = set(_sharding(program, value).partial), unsummed | passing
+        assert partial_axes == expected, f"{node}: open is {_open_text(partial_axes)}, not {_open_text(expected)}"
 
 
 Tensors = list[tuple[Value, Dims]]
 Open = set[tuple[AxisPart, ReduceOp]]
-
-
-def _taken(program: Program, node: fx.Node, rule: Rule) -> Tensors:
-    values = program.operand_values(node)
-    return [(value, dims) for value, dims in zip(values, rule.operands, strict=True) if value and dims is not None]
-
-
-def _made(program: Program, node: fx.Node, rule: Rule) -> Tensors:
-    return [((node, i), dims) for i, dims in enumerate(rule.results) if dims is not None]
 
 
 def _sharding(program: Program, value: Value) -> Sharding:
@@ -150,17 +143,19 @@ def _outputs_are_whole_sums(program: Program) -> None:
         assert node is None or not program.sharding(node).partial, f"output {output.name} is a partial sum"
 
 
-def _gradients_lie_as_their_values(program: Program) -> None:
-    """And new buffer values as the buffer."""
+def _gradients_are_cut_as_their_values(program: Program) -> None:
+    """New buffer values are cut as the buffer."""
     kinds = {node: kind for (kind, _), node in program.named_inputs.items()}
     for output, owner, node in ends_of(program):
         if node is not None and owner is not None and output.kind in ("gradient", "buffer"):
-            found, wanted = program.sharding(node), program.sharding(owner)
-            assert found == wanted, f"{output.kind} {output.name}: {found}, but the {kinds[owner]} is {wanted}"
+            sharding, expected = program.sharding(node), program.sharding(owner)
+            assert sharding == expected, (
+                f"{output.kind} {output.name}: {sharding}, but the {kinds[owner]} is {expected}"
+            )
 
 
 def _pins_hold(program: Program) -> None:
-    """What the user placed lies as they said; a mark in the model is gone in a localized program."""
+    """The values that the user annotated have that sharding; an annotation in the model is gone once localized."""
     values: dict[tuple[str, str], fx.Node | None] = {("value", node.name): node for node in program.calls}
     for output, result in zip(program.outputs, program.results, strict=True):
         values[output.kind, output.name] = result
@@ -168,29 +163,26 @@ def _pins_hold(program: Program) -> None:
     for pin in program.pins:
         node = values.get((pin.kind, pin.name))
         if node is not None:
-            lies = (
-                program.computed.get(pin.name, program.sharding(node))
-                if pin.kind == "parameter"
-                else program.sharding(node)
-            )
-            dims = enumerate(zip(pin.sharding.dims, lies.dims, strict=True))
-            moved = [dim for dim, (said, found) in dims if dim not in pin.open and not _is_as_said(said, found)]
+            sharding = program.sharding(node)
+            if pin.kind == "parameter":  # which may be stored in another sharding than it is computed on
+                sharding = program.computed.get(pin.name, sharding)
+            dims = enumerate(zip(pin.sharding.dims, sharding.dims, strict=True))
+            moved = [
+                dim
+                for dim, (pinned, cut) in dims  # no annotation names microbatches
+                if dim not in pin.open and pinned not in (cut, cut.without((MICROBATCH,)))
+            ]
             assert not moved, f"{pin.text}: {node} is {program.sharding(node)} in dims {moved}"
 
 
-def _is_as_said(said: DimSharding, found: DimSharding) -> bool:
-    """Whether a dim lies as the user said; they never speak of microbatches."""
-    return said in (found, found.without((MICROBATCH,)))
-
-
-def _collectives_give_what_they_say(program: Program) -> None:
+def _collectives_give_their_shardings(program: Program) -> None:
     for node in program.calls:
         for part in members(node):
             made = steps_sharding(program.sharding(part.operand), part.kind, part.args)
-            said = program.shardings(node)[part.index]
-            assert said is not None, node
-            is_same = made == said or has_same_shards(made, said, program.global_type(node, part.index).shape)
-            assert is_same, f"{node} = {part.kind}{node.args}: {said}, but it makes {made}"
+            sharding = program.shardings(node)[part.index]
+            assert sharding is not None, node
+            is_same = made == sharding or has_same_shards(made, sharding, program.global_type(node, part.index).shape)
+            assert is_same, f"{node} = {part.kind}{node.args}: {sharding}, but it makes {made}"
 
 
 def _no_reshards(program: Program) -> None:
@@ -214,19 +206,19 @@ def _types_are_local(program: Program) -> None:
 
 def _misfits(program: Program, node: fx.Node, device: str) -> list[tuple[TensorType, TensorType]]:
     """The types of a node's results, and those that its op makes, where they differ."""
-    found = program.infer(node.target, node.args, node.kwargs, device)
-    inferred: tuple[TensorType | None, ...] = found if isinstance(found, tuple) else (found,)
+    types = program.infer(node.target, node.args, node.kwargs, device)
+    inferred: tuple[TensorType | None, ...] = types if isinstance(types, tuple) else (types,)
     return [
-        (said, got)
-        for said, got in zip(program.types(node), inferred, strict=True)
-        if said and got and said.shape != got.shape and 0 not in said.shape + got.shape
+        (type_, result)
+        for type_, result in zip(program.types(node), inferred, strict=True)
+        if type_ and result and type_.shape != result.shape and 0 not in type_.shape + result.shape
     ]
 
 
 CHECKS: dict[Level, tuple[Callable[[Program], None], ...]] = {
     "captured": (_ends_are_described, _values_have_types, _ops_are_pure),
     "annotated": (_contractions_are_dots, _values_have_shardings, _pins_hold),
-    "agreed": (_ops_agree, _outputs_are_whole_sums, _gradients_lie_as_their_values),
-    "lowered": (_no_reshards, _collectives_give_what_they_say),
+    "agreed": (_ops_agree, _outputs_are_whole_sums, _gradients_are_cut_as_their_values),
+    "lowered": (_no_reshards, _collectives_give_their_shardings),
     "localized": (_types_are_local,),
 }

@@ -55,12 +55,12 @@ def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
 
 
 def _separate_pinned_outputs(program: Program) -> None:
-    """An output that the user placed and that is an input, an annotated value or another such output: a copy of it."""
-    placed = {pin.name: pin for pin in program.pins if pin.kind == "output"}
+    """Copy a pinned output that is an input, an annotated value or another pinned output: its pin is then its own."""
+    pinned = {pin.name: pin for pin in program.pins if pin.kind == "output"}
     taken = {*program.placeholders, *filter(is_annotation, program.calls)}
     results = list(program.results)
     for i, output in enumerate(program.outputs):
-        node, pin = results[i], placed.get(output.name) if output.kind == "output" else None
+        node, pin = results[i], pinned.get(output.name) if output.kind == "output" else None
         if node is None or pin is None:
             continue
         if node in taken:
@@ -71,10 +71,10 @@ def _separate_pinned_outputs(program: Program) -> None:
 
 def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
     type_ = program.type(node)
-    said = str(P.of(pin.sharding, type_.shape, pin.open))
+    spec = str(P.of(pin.sharding, type_.shape, pin.open))
     with program.graph.inserting_before(program.output_node):
         return program.insert(
-            torch.ops.shardc.annotate.default, (node, said, pin.priority), type_, node, {"text": pin.text}
+            torch.ops.shardc.annotate.default, (node, spec, pin.priority), type_, node, {"text": pin.text}
         )
 
 

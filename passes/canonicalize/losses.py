@@ -1,4 +1,4 @@
-"""Means and losses as sums and divisions: a sum over cut rows is a partial sum, a mean is not.
+"""Means and losses as sums and divisions. A sum over cut rows is a partial sum; a mean is not.
 
 Numbers of 2 bytes are summed and divided in float32, as torch does inside a mean: their sum may be none of theirs.
 """

@@ -1,7 +1,7 @@
-"""Rows that are sorted, worked on one by one and put back are worked on where they are: no rank needs to see all.
+"""Rows that are sorted, computed on one by one and put back stay where they are, so that no rank needs all of them.
 
-Mixtures of experts sort tokens by expert, so that each expert finds its own together. Where every op on the sorted rows
-gives the same whatever their order, as its rule says, the order is left as it was::
+Mixtures of experts sort tokens by expert, so that the tokens of an expert are neighbours. Where every op on the sorted
+rows gives the same in any order, by its rule, the order is left as it was::
 
     e = sort(expert);  x = index(tokens, e[1])               e = arange(64);  x = index(tokens, e)
     y = expert_product(x, w, e[0], experts)           ->     y = expert_product(x, w, expert, experts)

@@ -1,15 +1,16 @@
-"""decompose: annotated -> annotated. An op that wants whole a dim that arrives cut, as local work and small reductions.
+"""decompose: annotated -> annotated. Ops that need a cut dim whole become local work and small reductions.
 
-softmax and its kin, a gather and a lookup need a whole dim only for a maximum, a sum or a position::
+A softmax, a gather or a lookup needs the whole dim only for a maximum, a sum or a position. Convolutions, pools and
+slices need only the edges of neighbours' chunks::
 
     y: f32[512@dp, 64] = _log_softmax(x)     # x: f32[512@dp, 64@tp]
         ->
     m: f32[512@dp, 1] = amax(x);  s: f32[512@dp, 64@tp] = sub(x, m);  e: f32[512@dp, 1] = sum(exp(s))
     y: f32[512@dp, 64@tp] = sub(s, log(e))
 
-So cross entropy over a cut vocabulary moves a few numbers a token. Done only where it moves fewer bytes than gathering
-would, and only along axes that the op would have for that dim; then the new values are propagated, which may cut the
-dims of further ops.
+So cross entropy over a cut vocabulary moves a few numbers a token. An op is taken apart only where that moves fewer
+bytes than gathering, and only along axes that it would have for that dim. Then the program is propagated again, which
+may cut the dims of further ops. Invariant: every value that is left is as before, but for rounding.
 """
 
 from __future__ import annotations
@@ -50,17 +51,15 @@ def decompose(program: Program) -> Program:
 
 
 def _decomposed(program: Program) -> Program:
-    while True:
-        found = _forms(program)
-        if not found:
-            return program
-        found = _forms_behind(program, found)
+    while forms := _forms(program):
+        forms = _forms_behind(program, forms)
         program = program.copy(level="canonical")
-        for node in [node for node in program.calls if node.name in found]:
+        for node in [node for node in program.calls if node.name in forms]:
             with program.graph.inserting_before(node):
-                program.replace(node, found[node.name](Emitter(program, node)))
+                program.replace(node, forms[node.name](Emitter(program, node)))
         program.remove_dead()
         program = propagate(cut_blocks(program))
+    return program
 
 
 def _forms(program: Program) -> dict[str, Form]:
@@ -176,12 +175,12 @@ def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op would be cut, could all be."""
     loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
 
-    def lies(value: Value) -> Sharding:
+    def sharding_of(value: Value) -> Sharding:
         sharding = program.shardings(value[0])[value[1]]
         assert sharding is not None
         return sharding
 
-    return assign(loose, claims_on(program, node, loose, lies))
+    return assign(loose, claims_on(program, node, loose, sharding_of))
 
 
 def gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:

@@ -25,8 +25,8 @@ def _numbers(along: Along, count: int) -> dict[str, list[int]]:
     given = along.given
 
     def each(name: str, default: Sequence[int]) -> list[int]:
-        said = given.get(name)
-        numbers = [said] if isinstance(said, int) else list(said or default)
+        value = given.get(name)
+        numbers = [value] if isinstance(value, int) else list(value or default)
         return numbers * count if len(numbers) == 1 else numbers
 
     kernel = each("kernel_size", ())

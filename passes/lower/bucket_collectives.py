@@ -5,20 +5,20 @@
     a = all_reduce(x, ("dp",), "sum")         b = bucket("all_reduce", ("dp",), (("sum",), ("sum",)), x, y)
     c = all_reduce(y, ("dp",), "sum")   ->    a = b[0];  c = b[1]
 
-Reductions wait for each other in the order in which their operands are made, so that the first bucket can start while
-backward still runs. Gathers of what is there from the start, as of parameters that are stored in pieces, go together
-for a layer, or for several that are together no larger than the largest. A bucket is closed before it is read, and as
-soon as it holds its share of at most ``bucket`` bytes, an option; what is larger alone goes alone, and needs no buffer.
-So a bucket holds less than twice the limit, and reductions of one kind and dtype over the same axes that no one reads
-before the end are at most ``bytes / bucket``, rounded up, and one.
+Reductions join in the order in which their operands are computed, so that the first bucket starts while backward still
+runs. Gathers of stored parameters join for a layer, or for several layers that are together no larger than the largest.
+A bucket is closed before it is read, and as soon as it holds its share of at most ``bucket`` bytes, an option. A larger
+collective goes alone, and needs no buffer. So a bucket holds less than twice the limit. Reductions of one kind and dtype
+over the same axes that nothing reads before the end go in at most ``bytes / bucket`` buckets, rounded up, plus one.
 
-A stage of a pipeline runs a bucket whole if it needs any of it. So those go together that the same stages run in the
-same part of their work; a weight that two stages read goes apart. Invariant: every value lies as before.
+A stage of a pipeline runs a bucket whole if it needs any of it. So a bucket holds collectives that the same stages run
+in the same part of their work; a weight that two stages read goes apart. Invariant: no value changes its sharding.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -78,7 +78,13 @@ def _reductions(program: Program, limit: int, where: Mapping[fx.Node, Where]) ->
     open_: dict[object, Bucket] = {}
     done: list[Bucket] = []
     keys = _reduction_keys(program, limit, where)
-    full = {key: _full(sum(_nbytes(program, node) for node in nodes), limit) for key, nodes in _inverse(keys).items()}
+    total: Counter[object] = Counter()
+    for node, key in keys.items():
+        total[key] += _nbytes(program, node)
+    # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
+    full = {
+        key: max(min(limit, SMALL), size / (-(-size // limit) + 1)) if size else limit for key, size in total.items()
+    }
     for node in program.graph.nodes:
         read = set(node.all_input_nodes)
         done += [open_.pop(key) for key, found in list(open_.items()) if not read.isdisjoint(found.nodes)]
@@ -102,18 +108,6 @@ def _reduction_keys(program: Program, limit: int, where: Mapping[fx.Node, Where]
         for node, part in sent
         if _nbytes(program, node) < limit
     }
-
-
-def _inverse(keys: dict[fx.Node, object]) -> dict[object, list[fx.Node]]:
-    found: dict[object, list[fx.Node]] = {}
-    for node, key in keys.items():
-        found.setdefault(key, []).append(node)
-    return found
-
-
-def _full(total: int, limit: int) -> float:
-    """When a bucket is closed: all are of one size, one more than there need be, so that the first can start early."""
-    return max(min(limit, SMALL), total / (-(-total // limit) + 1)) if total else limit
 
 
 def _gathers(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:

@@ -6,7 +6,7 @@ only pieces are used becomes a reduce_scatter::
     a = all_reduce(x, tp);  s = add(r, a)           t = add(x, y)
     b = all_reduce(y, tp);  t = add(s, b)     ->    c = all_reduce(t, tp);  u = add(r, c)
 
-Invariant: every value that is left lies as before.
+Invariant: every value that is left has the sharding that it had.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
     groups: dict[object, list[fx.Node]] = {}
     rest: list[fx.Node] = []
     for summand in _summands(program, node):
-        if _can_wait(summand) and program.type(summand) == program.type(node):
+        is_reduced = summand.target in (all_reduce, reduce_scatter) and summand.args[2] == "sum"
+        if is_reduced and len(summand.users) == 1 and program.type(summand) == program.type(node):
             stage = program.source(operand(summand)).stage if adds_microbatches(summand) else None  # each has its own
             key = (summand.target, summand.args[1:], program.sharding(summand), stage)
             groups.setdefault(key, []).append(summand)
@@ -101,10 +102,6 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
         for summand in total[1:]:
             result = insert_sum(program, result, summand, node)
     program.replace(node, result)
-
-
-def _can_wait(node: fx.Node) -> bool:
-    return node.target in (all_reduce, reduce_scatter) and node.args[2] == "sum" and len(node.users) == 1
 
 
 def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:

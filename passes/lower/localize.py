@@ -1,6 +1,6 @@
 """localize: lowered -> localized. One program in local shapes, the same for every rank.
 
-Types become those of one rank's shard, an op's sizes too, and what is an identity on any rank goes::
+Types and the sizes that ops name become those of one rank's shard, and annotations in the model go::
 
     y: f32[8@dp, 256@tp] = expand(b, [8, 256])      ->      y: f32[4, 128] = expand(b, [4, 128])
 
@@ -46,7 +46,7 @@ def localize(program: Program) -> Program:
 
 def _set_local_type(program: Program, node: fx.Node) -> None:
     if node.op == "call_function" and not is_getitem(node) and not members(node):
-        program.is_fallback(node)  # said of the call in global types
+        program.is_fallback(node)  # found out by the call in global types
     program.forget_rule(node)
     if is_getitem(node):
         producer, index = program.value(node)

@@ -1,7 +1,7 @@
-"""mask_padding: lowered -> lowered. Where an op would see padding, it reads what leaves the op's result unchanged.
+"""mask_padding: lowered -> lowered. Where an op would see padding, it reads values that change nothing.
 
-A dim that does not divide by the axes that cut it ends in padding on some ranks, of no particular value. Ops that keep
-the dim make padding of padding; an op that reduces it must not see any, nor one that takes indices::
+A dim that does not divide by the axes that cut it ends in padding on some ranks, which may have any value. Ops that
+keep the dim turn padding into padding. An op that reduces it must not see any, nor one that takes indices::
 
     s: f32[] {sum dp} = sum(x)     # x: f32[5@dp]
         ->

@@ -1,4 +1,4 @@
-"""overlap_collectives: lowered -> lowered. Work that can wait stands between a collective and the first that reads it.
+"""overlap_collectives: lowered -> lowered. Independent work is put between a collective and its first reader.
 
 ::
 
@@ -7,18 +7,18 @@
     r = all_reduce(x, ("tp",), "sum")             g = dot(dy, a)
     z = relu(r)                                   z = relu(r)
 
-The executor starts a collective where it stands and waits at its first reader. In backward, what no such reader needs,
-as gradients of weights, is put off until something waits: then all that was put off is done, so nothing is kept longer
-than from one collective to the next. What a bucket holds is picked where it is read.
+The executor starts a collective where it stands and waits at its first reader. In backward, calls that no such reader
+needs, as gradients of weights, are put off until something waits. Then all of them run, so that nothing is kept longer
+than from one collective to the next. The results of a bucket are picked where they are read.
 
-What a layer gathers of parameters is asked for one layer ahead, and so two layers' parameters are whole at a time::
+A layer's parameters are gathered one layer ahead, so that two layers' parameters are whole at a time::
 
     b = all_gather(u, ("dp",), 0)                 b = all_gather(u, ("dp",), 0);  c = all_gather(d, ("dp",), 0)
     y = dot(x, b)                      ->         y = dot(x, b)
     c = all_gather(d, ("dp",), 0)
     z = dot(y, c)                                 z = dot(y, c)
 
-What is reduced to one number of the call's inputs alone, as how many targets count, is asked for before all else.
+Sums of one number that depend on the inputs alone, as the number of targets that count, start before all else.
 
 Invariant: the order alone changes, and that of collectives is the same on every rank.
 """
@@ -49,7 +49,7 @@ def overlap_collectives(program: Program) -> Program:
         for node in order:  # nothing before backward reads what it makes
             program.output_node.prepend(node)
     for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
-        _first_reader(program, node).prepend(node)
+        min(node.users, default=program.output_node).prepend(node)
     for part in (split(program).forward, split(program).backward):
         _gather_ahead(program, part)
     return program
@@ -60,12 +60,12 @@ def _count_first(program: Program) -> None:
 
     Of a pipeline they are known before the first microbatch.
     """
-    held = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
+    stored = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
     forward = split(program).forward
     single = [node for node in forward if not program.has_many(node) and not program.type(node).shape]
     early = set[fx.Node]()
     for needed in map(ancestors, filter(_is_sent, single) if program.num_stages == 1 else ()):
-        if held.isdisjoint(needed) and not any(flops_of_call(program, node) for node in needed & set(forward)):
+        if stored.isdisjoint(needed) and not any(flops_of_call(program, node) for node in needed & set(forward)):
             early |= needed
     place = next((node for node in forward if node not in early), None)
     for node in forward:
@@ -74,7 +74,7 @@ def _count_first(program: Program) -> None:
 
 
 def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
-    """The order in which what no collective needs is done while one is under way."""
+    """The order in which calls that no collective needs run while one is under way."""
     within = set(part)
     waited = {node for node in part if _is_sent(node) and not within.isdisjoint(node.users)}
     urgent = ancestors(*waited)
@@ -97,9 +97,9 @@ def _is_sent(node: fx.Node) -> bool:
 
 
 def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
-    """Start a layer's gathers of what is there from the start right before the layer before it reads its own.
+    """Start a layer's gathers of stored parameters right before the layer before it reads its own.
 
-    Also where they stand before that: in however many buckets they go, two layers' parameters are whole at a time.
+    Gathers that stood earlier move there too: two layers' parameters are whole at a time, in any number of buckets.
     """
     found = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
     layers = [list(group) for _, group in groupby(sorted(found), lambda pair: layer(program, pair[1]))]
@@ -108,8 +108,3 @@ def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
         for _, node in group:
             move_before(place, node)
             place.prepend(node)
-
-
-def _first_reader(program: Program, node: fx.Node) -> fx.Node:
-    """Where a value is read first; the end of the program if it is but returned."""
-    return min(node.users, default=program.output_node)

@@ -1,4 +1,4 @@
-"""Annotations that change nothing: without them every value lies the same."""
+"""Annotations that change nothing: without them every value has the same sharding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .propagate import propagate
 
 MOST = 8  # annotations that are left out one by one, each of which costs a propagation
 
-_KINDS = ("input", "parameter", "buffer")  # an output that is asked for whole comes back plain, a value ends a sum
+_KINDS = ("input", "parameter", "buffer")  # pinned outputs come back whole and plain, annotated values end a sum
 
 
 def idle_annotations(before: Program, after: Program) -> list[str]:
     """The texts of annotations of inputs and parameters that change no sharding, each on its own.
 
-    ``before``: the program as propagate takes it, ``after``: as it leaves it. Asked for are those alone from which no
-    other value has a cut, by propagating without them.
+    ``before``: the program that reads no annotation yet; ``after``: the propagated one. An annotation from which
+    another value has a cut is not idle. For the others the program is propagated without them.
     """
-    said = sorted(_candidates(after), key=[pin.text for pin in after.pins].index)
-    if said and _lies_alike(before, after, said):
-        return said
-    return [text for text in said if _lies_alike(before, after, [text])] if 1 < len(said) <= MOST else []
+    texts = sorted(_candidates(after), key=[pin.text for pin in after.pins].index)
+    if texts and _is_same_without(texts, before, after):
+        return texts
+    return [text for text in texts if _is_same_without([text], before, after)] if 1 < len(texts) <= MOST else []
 
 
 def _candidates(after: Program) -> set[str]:
@@ -33,22 +33,22 @@ def _candidates(after: Program) -> set[str]:
     pins: dict[str, list[Pin]] = {}
     for pin in after.pins:
         pins.setdefault(pin.text, []).append(pin)
-    said = {text: its for text, its in pins.items() if all(pin.is_said and pin.kind in _KINDS for pin in its)}
-    own = {text: {after.named_inputs[pin.kind, pin.name] for pin in its} for text, its in said.items()}
+    annotations = {text: own for text, own in pins.items() if all(pin.is_said and pin.kind in _KINDS for pin in own)}
+    nodes = {text: {after.named_inputs[pin.kind, pin.name] for pin in own} for text, own in annotations.items()}
     spread = {
         origin.annotation
         for node in (*after.placeholders, *after.calls)
         for origins in after.origins(node)
         for origin in origins.values()
-        if node not in own.get(origin.annotation, ())
+        if node not in nodes.get(origin.annotation, ())
     }
-    return set(said) - spread
+    return set(annotations) - spread
 
 
-def _lies_alike(before: Program, after: Program, left_out: Collection[str]) -> bool:
-    left = tuple(pin for pin in before.pins if pin.text not in left_out)
-    return _lies(propagate(cut_blocks(replace(before, pins=left)))) == _lies(after)
+def _is_same_without(texts: Collection[str], before: Program, after: Program) -> bool:
+    pins = tuple(pin for pin in before.pins if pin.text not in texts)
+    return _shardings(propagate(cut_blocks(replace(before, pins=pins)))) == _shardings(after)
 
 
-def _lies(program: Program) -> list[Sequence[Sharding | None]]:
+def _shardings(program: Program) -> list[Sequence[Sharding | None]]:
     return [program.shardings(node) for node in (*program.placeholders, *program.calls)]

@@ -173,7 +173,7 @@ class _Worklist:
             heapq.heappush(self._queue, index)
 
     def drain(self, with_contractions: bool) -> Iterator[Op]:
-        """The queued ops, those that are added meanwhile included; contractions are put off unless asked for."""
+        """The queued ops, those that are added meanwhile included; contractions wait until ``with_contractions``."""
         if with_contractions:
             self._queue = list(heapq.merge(sorted(self._queue), sorted(self._waiting)))
             self._waiting = []

@@ -6,8 +6,8 @@
     z: f32[8@dp, 64@tp] = reshard(y)         ->     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
 
 Where cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim
-are told the axes along which ranks exchange edges. Invariant: every value that was there lies as before, and types stay
-global.
+get the axes along which ranks exchange edges. Invariant: every value that was there has the sharding that it had, and
+types stay global.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Space:
         return (*sizes, *(self.pieces(atoms) for atoms in state.lists), state.partial)
 
     def at_least(self, src: State, dst: State) -> int:
-        """No way between two states costs less.
+        """No path between two states costs less.
 
         A value grows only by what is received; a dim is cut into fewer pieces only by a collective of its own; a
         reduction takes one, on a value that was at most sliced before.
@@ -250,40 +250,40 @@ def _arrangements(atoms: Atoms) -> Iterator[Atoms]:
     return (some for count in range(1, len(atoms) + 1) for some in permutations(atoms, count))
 
 
-class Way(NamedTuple):
+class Path(NamedTuple):
     """Moves from one state to another, and what they cost together."""
 
     moves: tuple[Move, ...]
     cost: int
 
 
-def cheapest_way(space: Space) -> Way | None:
-    """The cheapest moves from the source to the target; None if no way divides evenly."""
-    there, back = _Side(space, space.src, is_forward=True), _Side(space, space.dst, is_forward=False)
-    best: Way | None = None
+def cheapest_path(space: Space) -> Path | None:
+    """The cheapest moves from the source to the target; None if no path divides evenly."""
+    src, dst = _Side(space, space.src, is_forward=True), _Side(space, space.dst, is_forward=False)
+    best: Path | None = None
     least: float = math.inf
-    while min(there.next_cost, back.next_cost) < least:
-        side, other = (there, back) if there.next_cost <= back.next_cost else (back, there)
-        for state, found in side.close_next(other):
-            one, two = (state, found) if side is there else (found, state)
+    while min(src.next_cost, dst.next_cost) < least:
+        side, other = (src, dst) if src.next_cost <= dst.next_cost else (dst, src)
+        for state, meeting in side.close_next(other):
+            one, two = (state, meeting) if side is src else (meeting, state)
             is_one = one == two and not space.reorders
-            cost = there.closed[one] + back.closed[two] + (0 if is_one else space.local(one) + space.latency)
+            cost = src.closed[one] + dst.closed[two] + (0 if is_one else space.local(one) + space.latency)
             if cost < least:
                 permute = () if is_one else (Move("collective_permute", (), (), one, two),)
-                best, least = Way((*there.way(one), *permute, *back.way(two)), cost), cost
+                best, least = Path((*src.path(one), *permute, *dst.path(two)), cost), cost
     return best
 
 
-def may_be_shared(space: Space, way: Way) -> bool:
-    """Whether an axis that neither end uses might pay: to join its pieces costs up to the smallest value on the way.
+def may_be_shared(space: Space, path: Path) -> bool:
+    """Whether an axis that neither end uses might pay: to join its pieces costs up to the smallest value on the path.
 
-    What is moved there without changing its size, by permutes and all_to_alls, must cost more than that.
+    The permutes and all_to_alls on the path, which change no size, must cost more than that.
     """
-    states = [space.src, *(move.after for move in way.moves)]
+    states = [space.src, *(move.after for move in path.moves)]
     smallest = min(map(space.local, states))
     moved = sum(
         space.local(move.before) - (space.local(move.before) // space.pieces(move.atoms) if move.atoms else 0)
-        for move in way.moves
+        for move in path.moves
         if move.kind in ("all_to_all", "collective_permute")
     )
     return moved > smallest + space.latency
@@ -294,7 +294,7 @@ class _Side:
     """One end's search (A*): next is the open state with the least cost so far and still to come.
 
     ``closed``: states with their final cost. ``firsts``: the first closed state of each count of pieces, which is the
-    cheapest of its kind. ``reached``: the least known cost and the last move of the way to a state. Among equals the
+    cheapest of its kind. ``reached``: the least known cost and the last move of the path to a state. Among equals the
     state that was reached last is next, and of one state's moves the first in order.
     """
 
@@ -312,7 +312,7 @@ class _Side:
 
     @property
     def next_cost(self) -> float:
-        """No way through a state that is still open costs less."""
+        """No path through a state that is still open costs less."""
         return self.heap[0][0] if self.heap else math.inf
 
     def close_next(self, other: _Side) -> Iterator[tuple[State, State]]:
@@ -331,7 +331,7 @@ class _Side:
             yield state, other.firsts[counts]
         self.firsts.setdefault(counts, state)
 
-    def way(self, state: State) -> tuple[Move, ...]:
+    def path(self, state: State) -> tuple[Move, ...]:
         """The moves between this end and a state, in the order of execution."""
         moves: list[Move] = []
         while (move := self.reached[state][1]) is not None:

@@ -1,9 +1,10 @@
 """From one sharding to another: the cheapest sequence of collectives, as pure values.
 
-Both shardings are first seen alike: dims with cuts in blocks as one dim for each block level, axes split where parts
-of both begin or end. What both share at the major end of a dim stays; the rest is searched (plain_steps.py). Where
-two sides cannot be seen alike, neighbours give each other the edges of their chunks where that is enough, else those
-dims are gathered and sliced again.
+This file decides between all_gather and all_to_all, all_reduce and reduce_scatter, one step and several. Both shardings
+are first brought to common terms: a dim cut in blocks becomes one dim for each block level, and an axis is split where
+parts of both begin or end. What both share at the major end of a dim stays, and the rest is a shortest path
+(move_axes.py). Dims with no common terms are gathered and sliced again, or neighbours exchange the edges of their
+chunks where that is enough.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardc.program.collective import (
     wire_numel,
 )
 
-from .move_axes import LATENCY, Atoms, Move, Space, State, cheapest_way, may_be_shared
+from .move_axes import LATENCY, Atoms, Move, Space, State, cheapest_path, may_be_shared
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,10 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
 
     Local values on the way are never larger than at both ends, save where cuts do not line up.
     """
-    assert src.mesh == dst.mesh and is_open(src, dst), (src, dst)
+    assert src.mesh == dst.mesh and can_reach(src, dst), (src, dst)
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
-    fine = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
-    split = _split_uneven(src, dst, type.shape, fine)
+    refined = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
+    split = _split_uneven(src, dst, type.shape, refined)
     if split:
         filled = replace(dst, dims=tuple(without_idle(*cut)[0] for cut in zip(dst.dims, type.shape, strict=True)))
         if filled not in (src, dst):
@@ -58,7 +59,7 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
         stops = [_whole_at(src, split), _whole_at(dst, split)]
         ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
         return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
-    apart = _apart(src, dst, sizes, fine)
+    apart = _apart(src, dst, sizes, refined)
     moved = [i for i in sorted(apart) if has_chunks_in_a_row(src.dims[i], dst.dims[i], type.shape[i])]
     if moved:
         return _rechunked(src, dst, type, moved[0])
@@ -66,18 +67,116 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
         via = _whole_at(dst, apart)
         return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
     shape = tuple(size for sub in sizes for size in sub or ())
-    steps = list(plain_steps(fine[0], fine[1], shape))
+    steps = list(plain_steps(refined[0], refined[1], shape))
     if shape != type.shape and steps:
-        view = Step("view", (list(shape),), fine[0], shape)
+        view = Step("view", (list(shape),), refined[0], shape)
         steps = [view, *steps, Step("view", (list(type.shape),), dst, type.shape)]
     return (*steps[:-1], replace(steps[-1], sharding=dst)) if steps else ()
 
 
-def is_open(src: Sharding, dst: Sharding) -> bool:
+def can_reach(src: Sharding, dst: Sharding) -> bool:
     """Whether every reduction that is open in ``dst`` is open in ``src``."""
     ends = part_ends(src.partial_axes + dst.partial_axes)
     fine = [{(piece, op) for part, op in at.partial for piece in split_parts((part,), ends)} for at in (src, dst)]
     return fine[1] <= fine[0]
+
+
+def move_bytes(src: Sharding, dst: Sharding, type: TensorType) -> int:
+    """Bytes that a rank sends to bring a value from one sharding to another."""
+    steps = () if src == dst else plan_reshard(src, dst, type)
+    return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
+
+
+def collectives_of_steps(
+    before: Sharding, steps: Sequence[Step], type: TensorType, is_reordered: bool = False
+) -> Iterator[Collective]:
+    """The collectives among the steps; a permute that puts the devices in order sends all."""
+    shape = type.shape
+    for step in steps:
+        if step.kind not in ("view", "shard_slice", "mask_padding"):
+            found = _collective(step, before.local_shape(shape), type.dtype)
+            is_sent = is_reordered and step.kind == "collective_permute"
+            total = found.bytes * step.sharding.mesh.size
+            yield replace(found, wire_bytes=found.bytes, wire_bytes_total=total) if is_sent else found
+        before, shape = step.sharding, step.shape
+
+
+def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
+    assert step.kind != "view"
+    mesh = step.sharding.mesh
+    after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
+    name = dtype_name(dtype)
+    if step.kind == "rechunk":
+        moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
+        total = wire_bytes_total(mesh, step.kind, step.args, given)
+        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given, total)
+    payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
+    sent = wire_bytes(step.kind, payload, count)
+    total = wire_bytes_total(mesh, step.kind, step.args, sent)
+    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent, total)
+
+
+# The public function, of shardings as users write them.
+
+
+def reshard_plan(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, src: P | Sharding, dst: P | Sharding
+) -> tuple[Collective, ...]:
+    """The collectives of the cheapest way from one sharding to another, without local slices.
+
+    A Sharding may be on a mesh of the same axes with its devices in another order. Raises a ShardingError where a
+    sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
+    """
+    mesh, type_ = Mesh.of(mesh), _type(shape, dtype)
+    before, after = _sharding(mesh, type_, src, "src"), _sharding(mesh, type_, dst, "dst")
+    moved = replace(before, mesh=after.mesh)
+    if not can_reach(moved, after):
+        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
+                            "make dst partial only where src is")  # fmt: skip
+    if before.mesh == after.mesh or _is_same_on_devices(before, after.mesh) or _is_same_on_devices(after, before.mesh):
+        return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
+    return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
+
+
+def _type(shape: object, dtype: object) -> TensorType:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (-1,)
+    if any(isinstance(size, (str, float)) or (isinstance(size, int) and size < 0) for size in sizes):
+        raise ShardingError("shape", repr(shape), "it holds the sizes of dims, 0 or more", "write for example (8, 64)")
+    if type(dtype).__name__ != "dtype":
+        raise ShardingError("dtype", repr(dtype), "it is no dtype of torch", "write for example torch.float32")
+    return TensorType(sizes, dtype)  # type: ignore[arg-type]
+
+
+def _sharding(mesh: Mesh, type: TensorType, given: P | Sharding, who: str) -> Sharding:
+    if isinstance(given, P):
+        return given.sharding(mesh, type.shape, who)
+    if not isinstance(given, Sharding):
+        raise ShardingError(who, repr(given), "it is no P and no Sharding", "write for example P('dp', None)")
+    is_same = (given.mesh.axis_names, given.mesh.shape) == (mesh.axis_names, mesh.shape)
+    if len(given.dims) != len(type.shape) or not is_same:
+        raise ShardingError(who, f"{given} on {given.mesh}, shape {list(type.shape)}, {mesh}",
+                            "the sharding does not fit: mesh or number of dims",
+                            "make the sharding on this mesh for this shape")  # fmt: skip
+    return given
+
+
+def _reordering_steps(src: Sharding, dst: Sharding, type: TensorType) -> Sequence[Step]:
+    """Steps of which one is a permute: those before it go by the first mesh, those after by the other."""
+    is_plain = not any(cut.minor for cut in src.dims + dst.dims)
+    if is_plain and src.is_even(type.shape) and dst.is_even(type.shape):
+        return tuple(plain_steps(src, dst, type.shape, reorders=True))
+    return (Step("collective_permute", ((), ()), src, type.shape), *plan_reshard(src, dst, type))
+
+
+def _is_same_on_devices(sharding: Sharding, other: Mesh) -> bool:
+    """Whether every device holds the same piece, and the same terms, by either mesh."""
+    parts = [*(cut.all_axes for cut in sharding.dims), sharding.partial_axes]
+    places = [{mesh.rank(position): position for position in range(mesh.size)} for mesh in (sharding.mesh, other)]
+    return all(
+        sharding.mesh.index(places[0][rank], axes) == other.index(places[1][rank], axes)
+        for rank in range(other.size)
+        for axes in parts
+    )
 
 
 # Where the same axes cut both sides in a row, in chunks of different sizes, neighbours give each other their edges.
@@ -129,7 +228,7 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
         return None
     sizes = tuple(major // minor for major, minor in pairwise(borders))
     for cut in (src, dst):
-        subs = _seen_as(cut, size, sizes)
+        subs = _on_subdims(cut, size, sizes)
         taken = merge_parts(part for sub in subs for part in sub.axes)
         if taken != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
             return None
@@ -140,11 +239,11 @@ def _refined(sharding: Sharding, shape: tuple[int, ...], sizes: list[tuple[int, 
     """The sharding on the separate dims; a dim that is not split keeps its cuts as they are."""
     dims: list[DimSharding] = []
     for dim, size, subs in zip(sharding.dims, shape, sizes, strict=True):
-        dims += [dim] if subs is None or len(subs) == 1 else _seen_as(dim, size, subs)
+        dims += [dim] if subs is None or len(subs) == 1 else _on_subdims(dim, size, subs)
     return replace(sharding, dims=tuple(dims))
 
 
-def _seen_as(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSharding, ...]:
+def _on_subdims(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSharding, ...]:
     """The cut on separate dims of these sizes."""
     subdims = cut.subdims(size)
     if tuple(sub for sub, _ in subdims) == sizes:
@@ -195,6 +294,9 @@ def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) 
     return False
 
 
+# The search, on dims on which both cuts are plain.
+
+
 Args = tuple[object, ...]
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
 MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
@@ -207,17 +309,17 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
     """
     space, atoms, active, ends = search_space(src, dst, shape)
     space = replace(space, reorders=reorders)
-    way = cheapest_way(space) or cheapest_way(replace(space, permutes=True))
-    if way is None:
+    path = cheapest_path(space) or cheapest_path(replace(space, permutes=True))
+    if path is None:
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
         return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
-    steps = list(steps_of(way.moves, space, atoms, active, src, shape))
-    spare = _unused_part(src, dst) if may_be_shared(space, way) else ()
+    steps = list(steps_of(path.moves, space, atoms, active, src, shape))
+    spare = _unused_part(src, dst) if may_be_shared(space, path) else ()
     if spare:
         space = replace(
             _space(src, dst, shape, ends, atoms + spare, active), reorders=reorders, spare=frozenset({len(atoms)})
         )
-        shared = cheapest_way(space)
+        shared = cheapest_path(space)
         others = list(steps_of(shared.moves, space, atoms + spare, active, src, shape)) if shared else steps
         steps = min(steps, others, key=lambda steps: _sent(src, steps, shape))
     return steps
@@ -382,101 +484,3 @@ def _window(ours: Atoms, theirs: Atoms) -> tuple[Atoms, Atoms]:
     while ours and theirs and ours[-1] == theirs[-1]:
         ours, theirs = ours[:-1], theirs[:-1]
     return ours, theirs
-
-
-def reshard_plan(
-    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, src: P | Sharding, dst: P | Sharding
-) -> tuple[Collective, ...]:
-    """The collectives of the cheapest way from one sharding to another, without local slices.
-
-    A Sharding may be on a mesh of the same axes with its devices in another order. Raises a ShardingError where a
-    sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
-    """
-    mesh, type_ = Mesh.of(mesh), _type(shape, dtype)
-    before, after = _sharding(mesh, type_, src, "src"), _sharding(mesh, type_, dst, "dst")
-    moved = replace(before, mesh=after.mesh)
-    if not is_open(moved, after):
-        raise ShardingError("dst", after.text(type_), f"src is {before.text(type_)}: no reduction can be opened again",
-                            "make dst partial only where src is")  # fmt: skip
-    if before.mesh == after.mesh or _holds_alike(before, after.mesh) or _holds_alike(after, before.mesh):
-        return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
-    return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
-
-
-def move_bytes(src: Sharding, dst: Sharding, type: TensorType) -> int:
-    """Bytes that a rank sends to bring a value from one sharding to another."""
-    steps = () if src == dst else plan_reshard(src, dst, type)
-    return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
-
-
-def _type(shape: object, dtype: object) -> TensorType:
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (-1,)
-    if any(isinstance(size, (str, float)) or (isinstance(size, int) and size < 0) for size in sizes):
-        raise ShardingError("shape", repr(shape), "it holds the sizes of dims, 0 or more", "write for example (8, 64)")
-    if type(dtype).__name__ != "dtype":
-        raise ShardingError("dtype", repr(dtype), "it is no dtype of torch", "write for example torch.float32")
-    return TensorType(sizes, dtype)  # type: ignore[arg-type]
-
-
-def _sharding(mesh: Mesh, type: TensorType, said: P | Sharding, who: str) -> Sharding:
-    if isinstance(said, P):
-        return said.sharding(mesh, type.shape, who)
-    if not isinstance(said, Sharding):
-        raise ShardingError(who, repr(said), "it is no P and no Sharding", "write for example P('dp', None)")
-    is_same = (said.mesh.axis_names, said.mesh.shape) == (mesh.axis_names, mesh.shape)
-    if len(said.dims) != len(type.shape) or not is_same:
-        raise ShardingError(who, f"{said} on {said.mesh}, shape {list(type.shape)}, {mesh}",
-                            "the sharding does not fit: mesh or number of dims",
-                            "make the sharding on this mesh for this shape")  # fmt: skip
-    return said
-
-
-def collectives_of_steps(
-    before: Sharding, steps: Sequence[Step], type: TensorType, is_reordered: bool = False
-) -> Iterator[Collective]:
-    """The collectives among the steps; a permute that puts the devices in order sends all."""
-    shape = type.shape
-    for step in steps:
-        if step.kind not in ("view", "shard_slice", "mask_padding"):
-            found = _collective(step, before.local_shape(shape), type.dtype)
-            is_sent = is_reordered and step.kind == "collective_permute"
-            total = found.bytes * step.sharding.mesh.size
-            yield replace(found, wire_bytes=found.bytes, wire_bytes_total=total) if is_sent else found
-        before, shape = step.sharding, step.shape
-
-
-def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
-    assert step.kind != "view"
-    mesh = step.sharding.mesh
-    after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
-    name = dtype_name(dtype)
-    if step.kind == "rechunk":
-        moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
-        total = wire_bytes_total(mesh, step.kind, step.args, given)
-        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given, total)
-    payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
-    sent = wire_bytes(step.kind, payload, count)
-    total = wire_bytes_total(mesh, step.kind, step.args, sent)
-    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent, total)
-
-
-# Devices in another order.
-
-
-def _reordering_steps(src: Sharding, dst: Sharding, type: TensorType) -> Sequence[Step]:
-    """Steps of which one is a permute: those before it go by the first mesh, those after by the other."""
-    is_plain = not any(cut.minor for cut in src.dims + dst.dims)
-    if is_plain and src.is_even(type.shape) and dst.is_even(type.shape):
-        return tuple(plain_steps(src, dst, type.shape, reorders=True))
-    return (Step("collective_permute", ((), ()), src, type.shape), *plan_reshard(src, dst, type))
-
-
-def _holds_alike(sharding: Sharding, other: Mesh) -> bool:
-    """Whether every device holds the same piece, and the same terms, by either mesh."""
-    parts = [*(cut.all_axes for cut in sharding.dims), sharding.partial_axes]
-    places = [{mesh.rank(position): position for position in range(mesh.size)} for mesh in (sharding.mesh, other)]
-    return all(
-        sharding.mesh.index(places[0][rank], axes) == other.index(places[1][rank], axes)
-        for rank in range(other.size)
-        for axes in parts
-    )

@@ -1,16 +1,17 @@
-"""store: agreed -> agreed. Between uses a parameter lies cut over one axis more than it is computed with (ZeRO).
+"""store: agreed -> agreed. Between uses a parameter is cut over one axis more than it is computed with (ZeRO).
 
-It is resharded where it is used, and its gradient arrives as it lies::
+It is resharded where it is used, and its gradient arrives in the stored sharding::
 
     w: f32[64, 256@tp]                            w: f32[64@dp, 256@tp]
     y = dot(x, w, "a b, b c -> a c")       ->     g: f32[64, 256@tp] = reshard(w);  y = dot(x, g, "a b, b c -> a c")
     d: f32[64, 256@tp] = reshard(p)               d: f32[64@dp, 256@tp] = reshard(p)
 
 Stage 3 has a reshard of its own for backward, so that nothing gathered is saved. In a pipeline it has one for both: a
-stage would make both before its first microbatch, for none of them changes a parameter, and keep both to the last one's
-backward. One for each microbatch could be freed, but would be sent as often. Of stages that are offloaded the copy goes
-to the host with the stage. Stages 1 and 2 have one reshard, in the phase ``update``: what it makes is a result of the
-program, which the runtime keeps until a parameter is written. Invariant: every op but the reshards lies as before.
+stage would run both before its first microbatch, as no microbatch changes a parameter, and keep both results to the
+last one's backward. One for each microbatch could be freed, but would be sent as often. The copy of a stage that is
+offloaded goes to the host with the stage. Stages 1 and 2 have one reshard, in the phase ``update``. What it makes is a
+result of the program, which the runtime keeps until a parameter is written. Invariant: every op but the reshards
+computes on the shardings that it had.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def store(program: Program) -> Program:
     storer = _Storer(program, zero)
     for put, node in zip(program.inputs, program.placeholders, strict=True):
         if put.kind == "parameter":
-            lies = program.sharding(node)
-            storer.store(put.name, node, stored_sharding(put.type, lies, axis) if axis else lies)
+            sharding = program.sharding(node)
+            storer.store(put.name, node, stored_sharding(put.type, sharding, axis) if axis else sharding)
     _cast_at_once(program)
     return program
 
@@ -56,33 +57,33 @@ def _cast_at_once(program: Program) -> None:
                     before.append(node)
 
 
-def stored_sharding(type_: TensorType, lies: Sharding, axis: AxisPart) -> Sharding:
-    """``lies`` with one dim cut by ``axis`` too: the first that divides, else the first that is long enough.
+def stored_sharding(type_: TensorType, sharding: Sharding, axis: AxisPart) -> Sharding:
+    """The sharding with one dim cut by ``axis`` too: the first that divides, else the first that is long enough.
 
     Dims that nothing cuts come first. The same where the axis cuts the value already, or no dim is long enough, or no
-    DTensor could lie so.
+    DTensor could hold the shards.
     """
-    if axis.size == 1 or any(part.name == axis.name for part in lies.cut_axes):
-        return lies
+    if axis.size == 1 or any(part.name == axis.name for part in sharding.cut_axes):
+        return sharding
     shape = type_.shape
     cuts = [
-        lies.with_dim(dim, DimSharding((*cut.axes, axis)))
-        for dim, cut in sorted(enumerate(lies.dims), key=lambda pair: bool(pair[1].axes))
+        sharding.with_dim(dim, DimSharding((*cut.axes, axis)))
+        for dim, cut in sorted(enumerate(sharding.dims), key=lambda pair: bool(pair[1].axes))
         if not cut.minor and cut.local_size(shape[dim]) >= axis.size
     ]
     fitting = [cut for cut in cuts if cut.storable(shape) == cut]
-    return next(iter([*(cut for cut in fitting if cut.is_even(shape)), *fitting]), lies)
+    return next(iter([*(cut for cut in fitting if cut.is_even(shape)), *fitting]), sharding)
 
 
 class _Storer:
-    """Changes how parameters lie. State: ``place``, where each node of the graph as it was stands.
+    """Changes how parameters are stored.
 
-    ``gradients``: which result is the gradient of an input.
+    ``order``: of the nodes of the graph as it was. ``gradients``: which result is the gradient of an input.
     """
 
     def __init__(self, program: Program, zero: Zero | None) -> None:
         self.program, self.zero, self.stage = program, zero, zero.stage if zero else 0
-        self.place = {node: i for i, node in enumerate(program.graph.nodes)}
+        self.order = {node: i for i, node in enumerate(program.graph.nodes)}
         owned = enumerate(ends_of(program))
         self.gradients = {owner: i for i, (output, owner, _) in owned if output.kind == "gradient"}
         parameters = set(parameters_of(program).values())
@@ -90,105 +91,99 @@ class _Storer:
         self.first_call = next(node for node in calls if not (is_cast(node) and operand(node) in parameters))
 
     def store(self, name: str, node: fx.Node, stored: Sharding) -> None:
-        """Let a parameter and its gradient lie otherwise than they are computed on; a narrower copy is kept."""
-        program, type_, lies = self.program, self.program.type(node), self.program.sharding(node)
-        cast = self._narrower(node)
-        if stored == lies and cast is None:
+        """Store a parameter and its gradient in another sharding; a narrower copy for computing is kept."""
+        program, computed = self.program, self.program.sharding(node)
+        copy = cast = self._narrower(node)
+        if stored == computed and cast is None:
             return
-        program.computed = {**program.computed, name: lies}
-        for held in filter(None, (node, cast)):
-            program.set_sharding(held, stored)
-        if stored != lies:
+        program.computed = {**program.computed, name: computed}
+        if stored != computed:
             assert self.zero is not None
-            why = StorageChange(name, type_, stored, lies, self.zero.text)
-            for held in filter(None, (node, cast)):
-                self._explain(held, Origin(why.option, PARAMETER, (held.name, 0)))
+            why = StorageChange(name, program.type(node), stored, computed, self.zero.text)
+            for each in filter(None, (node, cast)):
+                program.set_sharding(each, stored)
+                self._set_origin(each, Origin(why.option, PARAMETER, (each.name, 0)))
             self._store_gradient(node, stored, why)
-            kept = self._gather(cast or node, lies, why)
-        else:
-            kept = cast
-        if cast is not None and self.stage == 3:
-            kept = cast
-        if kept is not None:
-            self._keep(name, kept)
-
-    def _explain(self, node: fx.Node, origin: Origin) -> None:
-        """Over the option's axis a value is cut because of it."""
-        assert self.zero is not None
-        self.program.set_origins(node, ({**self.program.origin(node), self.zero.axis: origin},))
+            gathered = self._gather(cast or node, computed, why)
+            copy = cast if cast is not None and self.stage == 3 else gathered
+        if copy is not None:
+            self._keep(name, copy)
 
     def _narrower(self, node: fx.Node) -> fx.Node | None:
-        """The cast to fewer bytes that is all that a parameter is used for, now the first call and right after it."""
+        """The cast to fewer bytes that alone reads a parameter, if there is one. It becomes the first call."""
         cast = next(iter(node.users), None)
-        if cast is None or len(node.users) > 1 or not is_cast(cast) or not self._is_narrower(cast, node):
+        if cast is None or len(node.users) > 1 or not is_cast(cast):
+            return None
+        is_narrower = self.program.type(cast).nbytes < self.program.type(node).nbytes
+        if not is_narrower or self.program.sharding(cast) != self.program.sharding(node):
             return None
         self.first_call.prepend(cast)
         return cast
 
-    def _is_narrower(self, cast: fx.Node, node: fx.Node) -> bool:
-        sizes = [self.program.type(each).nbytes for each in (cast, node)]
-        return sizes[0] < sizes[1] and self.program.sharding(cast) == self.program.sharding(node)
+    def _set_origin(self, node: fx.Node, origin: Origin) -> None:
+        """The origin of the option's axis on a value."""
+        assert self.zero is not None
+        self.program.set_origins(node, ({**self.program.origin(node), self.zero.axis: origin},))
 
-    def _gather(self, node: fx.Node, lies: Sharding, why: StorageChange) -> fx.Node | None:
-        """Let users have a value in another sharding: all of them one, which is returned, or each group of stage 3."""
-        users = sorted(node.users, key=self.place.__getitem__)
+    def _gather(self, node: fx.Node, computed: Sharding, why: StorageChange) -> fx.Node | None:
+        """Reshard a stored value for its users: in stages 1 and 2 once for all, which is returned; in stage 3 by group.
+
+        The users of a phase are a group of stage 3, or all in a pipeline, where microbatches follow each other.
+        """
+        users = sorted(node.users, key=self.order.__getitem__)
         if self.stage < 3:
-            first = min(self.first_call, *users, key=self.place.__getitem__) if users else node
-            return self._use(node, lies, users, first, why) if users else None
-        for together in filter(None, self._groups(users)):
-            self._use(node, lies, together, together[0], why)
+            first = min(self.first_call, *users, key=self.order.__getitem__) if users else node
+            return self._reshard_for(users, node, computed, first, why) if users else None
+        groups = [users]
+        if self.program.options.pipeline is None:
+            phases = ("forward", "backward")
+            groups = [[user for user in users if self.program.source(user).phase == phase] for phase in phases]
+        for group in filter(None, groups):
+            self._reshard_for(group, node, computed, group[0], why)
         return None
 
-    def _groups(self, users: list[fx.Node]) -> list[list[fx.Node]]:
-        """Users that share what stage 3 gathers: those of a phase, or all where microbatches follow each other."""
-        if self.program.options.pipeline is not None:
-            return [users]
-        phases = ("forward", "backward")
-        return [[user for user in users if self.program.source(user).phase == phase] for phase in phases]
+    def _reshard_for(
+        self, users: list[fx.Node], node: fx.Node, computed: Sharding, before: fx.Node, why: StorageChange
+    ) -> fx.Node:
+        with self.program.graph.inserting_before(before):
+            resharded = insert_reshard(self.program, node, computed, users[0], why)
+        for user in users:
+            user.replace_input_with(node, resharded)
+        return resharded
 
     def _keep(self, name: str, node: fx.Node) -> None:
-        """Let a value be made in the update and be a result of the program."""
+        """Compute a value in the update, and return it from the program."""
         program = self.program
-        for made in filter(None, (node, operand(node))):
-            if made.op != "placeholder":
-                program.set_source(made, replace(program.source(made), phase="update"))
+        for each in (node, operand(node)):
+            if each.op != "placeholder":
+                program.set_source(each, replace(program.source(each), phase="update"))
         program.outputs = (*program.outputs, Output(name, "computed"))
         program.output_node.args = ((*program.results, node),)
 
-    def _use(self, node: fx.Node, lies: Sharding, users: list[fx.Node], before: fx.Node, why: StorageChange) -> fx.Node:
-        """Let users have a value in another sharding."""
-        with self.program.graph.inserting_before(before):
-            made = insert_reshard(self.program, node, lies, users[0], why)
-        for user in users:
-            user.replace_input_with(node, made)
-        return made
-
     def _store_gradient(self, node: fx.Node, stored: Sharding, why: StorageChange) -> None:
-        """Let a gradient arrive as its parameter is stored: by the reshard that reduces it, or by another.
+        """Return a gradient as its parameter is stored: from the reshard that reduces it, or from another.
 
-        What only casts it after the reshard does so where it is stored.
+        Casts after that reshard run on the stored sharding too.
         """
         program, results = self.program, list(self.program.results)
         place = self.gradients.get(node)
-        made = None if place is None else results[place]
-        if place is None or made is None:
+        gradient = None if place is None else results[place]
+        if place is None or gradient is None:
             return
-        chain = casts_behind(made)
-        if chain[-1].target is reshard and all(len(each.users) == 1 for each in chain) and results.count(made) == 1:
-            for each in chain:
-                program.set_sharding(each, stored)
-                self._explain(each, self._as_stored(why.name, node, each))
+        chain = casts_behind(gradient)
+        is_sole = all(len(each.users) == 1 for each in chain) and results.count(gradient) == 1
+        if chain[-1].target is reshard and is_sole:
             (cause,) = program.causes(chain[-1])
             assert isinstance(cause, ShardingChange), cause
             program.set_causes(chain[-1], (replace(cause, stored=why),))
         else:
-            with program.graph.inserting_after(made):
-                kept = results[place] = insert_reshard(program, made, stored, made, why)
-            self._explain(kept, self._as_stored(why.name, node, kept))
+            with program.graph.inserting_after(gradient):
+                chain = [insert_reshard(program, gradient, stored, gradient, why)]
+            results[place] = chain[0]
             program.output_node.args = (tuple(results),)
-
-    def _as_stored(self, name: str, node: fx.Node, gradient: fx.Node) -> Origin:
-        """Why the gradient of a parameter is cut over the option's axis."""
         assert self.zero is not None
-        value = operand(gradient) if gradient.target is reshard else gradient
-        return self.program.origin(node)[self.zero.axis].through(f"the gradient {name}", (value.name, 0))
+        for each in chain:
+            value = operand(each) if each.target is reshard else each
+            origin = program.origin(node)[self.zero.axis]
+            program.set_sharding(each, stored)
+            self._set_origin(each, origin.through(f"the gradient {why.name}", (value.name, 0)))

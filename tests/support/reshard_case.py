@@ -178,5 +178,5 @@ def take(step: Step, held: Sequence[Tensor], comm: SimulatedComm) -> Sequence[Te
     made, count = step.sharding.local_shape(step.shape), group_size(comm.mesh, step.kind, step.args)
     before, after = fits(step.kind, step.args, count, tuple(held[0].shape), made)
     ready = [fit(piece, *before) for piece in held] if before else held
-    found: Sequence[Tensor] = getattr(comm, step.kind)(ready, *step.args)
+    found: Sequence[Tensor] = comm.start(step.kind, ready, *step.args)()
     return [fit(piece, *after) for piece in found] if after else found
