@@ -8,8 +8,9 @@
 Reductions join in the order in which their operands are computed, so that the first bucket starts while backward still
 runs. Gathers of stored parameters join for a layer, or for several layers that are together no larger than the largest.
 A bucket is closed before it is read, and as soon as it holds its share of at most ``bucket`` bytes, an option. A larger
-collective goes alone, and needs no buffer. So a bucket holds less than twice the limit. Reductions of one kind and dtype
-over the same axes that nothing reads before the end go in at most ``bytes / bucket`` buckets, rounded up, plus one.
+collective goes alone, and needs no buffer. So a bucket holds less than twice the limit. Reductions of one kind and
+dtype over the same axes that nothing reads before the end go in at most ``bytes / bucket`` buckets, rounded up, plus
+one.
 
 A stage of a pipeline runs a bucket whole if it needs any of it. So a bucket holds collectives that the same stages run
 in the same part of their work; a weight that two stages read goes apart. Invariant: no value changes its sharding.
