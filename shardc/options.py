@@ -261,7 +261,7 @@ def _check_axis(who: str, axis: str, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a program is compiled with beside mesh and annotations.
+    """The options of a compilation, beside mesh and annotations.
 
     ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for.

@@ -62,7 +62,7 @@ def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
 
 
 def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> Axes:
-    """The same parts, split wherever one of ``ends`` falls inside one."""
+    """The parts, each split wherever one of ``ends`` falls inside it."""
     pieces: list[AxisPart] = []
     for part in axes:
         inside = [end for end in ends.get(part.name, ()) if part.pre < end < part.pre * part.size]
@@ -74,7 +74,7 @@ def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> 
 
 
 def merge_parts(axes: Iterable[AxisPart]) -> Axes:
-    """The same parts; parts that follow each other on their axis are joined."""
+    """The parts; those that follow each other on their axis are joined."""
     merged: list[AxisPart] = []
     for part in axes:
         last = merged[-1] if merged else None

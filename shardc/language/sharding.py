@@ -70,7 +70,7 @@ class DimSharding:
         return self.axes + tuple(part for _, axes in self.minor for part in axes) if self.minor else self.axes
 
     def without(self, axes: Collection[str]) -> DimSharding:
-        """The same without the cuts by these axes."""
+        """This sharding without the cuts by these axes."""
 
         def remaining(parts: Axes) -> Axes:
             return tuple(part for part in parts if part.name not in axes)
@@ -98,7 +98,7 @@ WHOLE = DimSharding()
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which elements of a value each rank holds, and which reductions are still open.
+    """The elements of a value that each rank holds, and the reductions that are still open.
 
     ``dims[i]`` cuts dim ``i``; ``partial`` maps parts of axes to the reduction open over them: the value is the sum
     (max, min) of what the ranks along that part hold. Invariants, one check each: a part appears once; it exists;
@@ -160,16 +160,16 @@ class Sharding:
         return not self.cut_axes and not self.partial
 
     def on(self, mesh: Mesh) -> Sharding:
-        """The same on a mesh without some of the axes: their cuts and open reductions are dropped."""
+        """This sharding on a mesh that lacks some of the axes: their cuts and open reductions are dropped."""
         dims = tuple(dim.without(set(self.mesh.axis_names) - set(mesh.axis_names)) for dim in self.dims)
         return Sharding(mesh, dims, tuple(each for each in self.partial if each[0].name in mesh.axis_names))
 
     def reduced(self) -> Sharding:
-        """The same cuts with no reduction open."""
+        """This sharding with no reduction open."""
         return replace(self, partial=())
 
     def with_dim(self, dim: int, sharding: DimSharding) -> Sharding:
-        """The same with another cut of one dim."""
+        """This sharding with another cut of one dim."""
         return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Sharding:
         return all(dim.is_even(size) for dim, size in zip(self.dims, shape, strict=True))
 
     def storable(self, shape: tuple[int, ...]) -> Sharding:
-        """The same, with each dim cut no further than a DTensor can express.
+        """This sharding with each dim cut no further than a DTensor can express.
 
         A DTensor's axes cut in the mesh's order, and each chunk as torch.chunk does: 5 elements over 2 x 2 ranks are
         2, 1, 1, 1 there and 2, 1, 2, 0 here.

@@ -71,7 +71,7 @@ def _has_vectors(call: OpCall) -> bool:
 
 
 def _least_squares_rule(call: OpCall) -> Rule:
-    """What the driver does not compute is empty."""
+    """A result that the driver does not compute is empty."""
     x = "... 1" if _has_vectors(call) else "... 1 1"
     sides = [
         "1" if result and result.shape == (0,) else side

@@ -64,7 +64,7 @@ def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
 
 
 def _on_meta(op: Any, args: list[Any], named: dict[str, Any]) -> Any:
-    """What an op returns on meta; where it has no kernel there, by one run on zeros."""
+    """The result of an op on meta; an op without a kernel there runs once on zeros."""
     try:
         return op(*args, **named)
     except NotImplementedError:

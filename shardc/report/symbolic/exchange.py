@@ -46,7 +46,7 @@ def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
 
 
 def _conditions(window: Windows, here: Windows, point: Point) -> list[Condition] | None:
-    """Those of windows in expressions, and in numbers at a point; None where they have no row count."""
+    """The conditions of windows, given in expressions and in numbers at a point; None where they have no row count."""
     import sympy
 
     step = abs(here.stride)

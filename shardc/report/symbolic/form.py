@@ -123,7 +123,7 @@ class Fitter:
 
 @dataclass(frozen=True)
 class Widening:
-    """From forms on the mesh ``base`` to forms on all meshes, by values at ``points`` where axes have other sizes."""
+    """Extends forms on the mesh ``base`` to all meshes, by values at ``points`` where axes have other sizes."""
 
     base: Mapping[str, int]
     points: Sequence[Point]

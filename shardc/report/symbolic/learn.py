@@ -32,7 +32,7 @@ Place = tuple[int, NumberKey | None, int]  # which of the points, a key or any, 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a few compiles tell of a plan.
+    """A plan as a few compiles show it.
 
     ``symbolic`` by level: the captured and the lowered program, both at the first of ``points``. ``outlines``: theirs.
     ``keyed``: the key of each number of the lowered program, and its values at the points. ``repeated``: the path of a
@@ -91,7 +91,7 @@ class Learned:
         return same, tuple(re.sub(r"\.\d+(?=\.|$)", ".*", part, count=1) for part in key), None
 
     def on_meshes(self, compile_: Compile, points: Iterable[Point]) -> Learned:
-        """The same with forms that hold on meshes of other sizes, learned at those of the points that have this plan.
+        """Extend the forms to meshes of other sizes, by compiles at those of the points that have this plan.
 
         Unchanged where the forms already hold at the first of them, and where too few points have the plan.
         """

@@ -57,7 +57,7 @@ def symbolic_plan(
 
 
 def _remembering(compile_: Compile, progress: Callable[[str], None]) -> Compile:
-    """The same function, which compiles once at each point and reports it."""
+    """``compile_`` with a cache by point, which reports each compile."""
     results: dict[tuple[tuple[str, int], ...], Compiled] = {}
 
     def remembering(point: Point) -> Compiled:
@@ -203,7 +203,7 @@ class SymbolicPlan:
         return self._longer[count]
 
     def _with_modules(self, symbol: str, count: int) -> SymbolicProgram:
-        """From a compile where the fewest sizes are equal: the first of the multiples, if that tells them apart."""
+        """A program compiled where the fewest sizes are equal: at the first multiple, if that tells them apart."""
         for i, other in ((1, 2), (2, 1), (0, 1)):
             point = {**self.learned.points[i], symbol: count}
             program = levels_of(self.compile(point))["rematerialize"]
