@@ -261,7 +261,10 @@ class CompiledCall:
         """Whether an output is 0-dim, or an annotation says that it is whole."""
         name, node = self.program.outputs[i].name, self.program.results[i]
         is_annotated = any(
-            pin.kind == "output" and pin.name == name and not pin.sharding.cut_axes and (pin.is_asked or not pin.open)
+            pin.kind == "output"
+            and pin.name == name
+            and not pin.sharding.cut_axes
+            and (pin.is_returned_whole or not pin.open)
             for pin in self.program.pins
         )
         return is_annotated or node is None or not self.program.type(node).shape

@@ -64,7 +64,7 @@ def _as_computed(pin: Pin) -> Pin:
     """A pin; a pin of a whole output lets it be computed in microbatches and gathered when it is returned."""
     if pin.kind != "output" or pin.sharding.cut_axes or pin.open:
         return pin
-    return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_asked=True)
+    return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_returned_whole=True)
 
 
 def check_loss(program: Program) -> None:

@@ -1,7 +1,7 @@
-"""The collectives: what each does to a sharding, and how many bytes it moves.
+"""The collectives: the effect of each on a sharding, and the bytes that it moves.
 
-In a *lowered* program they stand between global values and are identities, like the functions below; localize gives
-them local values and a runtime executes them. ``axes`` are printed axis parts, major first.
+In a *lowered* program they are identities of global values, like the functions below; localize gives them local values
+and a runtime executes them. ``axes`` are printed axis parts, major first.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from shardc.program.provenance import Cause, cause_text
 
 
 def all_gather(x: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """``axes`` are the minor cuts of ``dim``; the pieces are joined, and those axes cut nothing any more."""
+    """Join the pieces of ``dim`` along ``axes``, its minor cuts, which then cut nothing."""
     return x
 
 
 def shard_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """Each rank keeps its piece of ``dim``, which ``axes`` now cut as the minor ones. Local."""
+    """Keep on each rank its piece of ``dim``, with ``axes`` as the new minor cuts. Local."""
     return x
 
 
 def all_reduce(x: Any, axes: tuple[str, ...], op: str) -> Any:
-    """The reduction that was open over ``axes`` is done."""
+    """Complete the partial reduction over ``axes``."""
     return x
 
 
 def reduce_scatter(x: Any, axes: tuple[str, ...], op: str, dim: int) -> Any:
-    """The reduction that was open over ``axes`` is done and each rank keeps its piece of ``dim``."""
+    """Complete the partial reduction over ``axes``, and keep on each rank its piece of ``dim``."""
     return x
 
 
 def all_to_all(x: Any, axes: tuple[str, ...], src_dim: int, dst_dim: int) -> Any:
-    """``axes`` move from the minor end of ``src_dim`` to the minor end of ``dst_dim``."""
+    """Move ``axes`` from the minor end of ``src_dim`` to the minor end of ``dst_dim``."""
     return x
 
 
 def collective_permute(x: Any, src_axes: tuple[str, ...], dst_axes: tuple[str, ...]) -> Any:
-    """Local values change places: the one at index i along ``src_axes`` goes to index i along ``dst_axes``.
+    """Send the local value at index i along ``src_axes`` to index i along ``dst_axes``.
 
-    ``src_axes`` lists the parts that give way, dim by dim, ``dst_axes`` those that then cut the same dims, each into as
-    many pieces as before.
+    ``src_axes`` lists the parts that cut before, dim by dim, ``dst_axes`` those that cut the same dims afterwards, each
+    into as many pieces.
     """
     return x
 
 
 def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int, fill: float) -> Any:
-    """The padding of ``dim`` reads ``fill``. Local.
+    """Fill the padding of ``dim`` with ``fill``. Local.
 
     ``axes`` cut ``size`` units of ``inner`` elements (of one rank) each; there may be several such rows in the dim.
     """
@@ -65,9 +65,9 @@ def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int,
 
 
 def rechunk(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], inner: int) -> Any:
-    """``axes`` cut ``dim`` in other chunks, of units of ``inner`` elements: each rank takes what its own lacks.
+    """Cut ``dim`` by ``axes`` in other chunks, of units of ``inner`` elements; ranks exchange the elements they lack.
 
-    ``values`` are those of the ``Windows`` that are the new chunks.
+    ``values``: the fields of the ``Windows`` that are the new chunks.
     """
     return x
 
@@ -130,12 +130,12 @@ class Collective:
 
     @property
     def num_values(self) -> int:
-        """How many values it moves: a bucket moves several."""
+        """The number of values that it moves, several for a bucket."""
         return len(self.node.split(", "))
 
     @property
     def cause(self) -> str:
-        """Why it is there, in a few words, and the annotations that it comes from."""
+        """The causes in a few words, with the annotations that they come from."""
         return cause_text(self.causes)
 
 
@@ -159,12 +159,12 @@ def collective_kind(node: fx.Node) -> CollectiveKind:
 
 
 def adds_microbatches(node: fx.Node) -> bool:
-    """Whether a node adds up what all microbatches have: sums on a rank, which sends nothing."""
+    """Whether a node is a sum over microbatches, which is local to a rank."""
     return node.target is all_reduce and node.args[1] == (MICROBATCH,)
 
 
 def group_size(mesh: Mesh, kind: CollectiveKind, args: tuple[Any, ...]) -> int:
-    """How many ranks take part in one group of a collective, given its arguments after the value."""
+    """The number of ranks in one group of a collective, given its arguments after the value."""
     axes = parse_parts(args[0], mesh)
     if kind == "collective_permute" and _moving(axes) == _moving(parse_parts(args[1], mesh)):
         return 1
@@ -175,7 +175,7 @@ def _moving(axes: Axes) -> Axes:
     return tuple(part for part in axes if part.size != 1)
 
 
-# What a collective does to a sharding, and to local shapes.
+# The effect of a collective on a sharding and on local shapes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Step:
 
     @property
     def axes(self) -> Axes:
-        """The axis parts over which it acts; of a permute, those that give way."""
+        """The axis parts over which it acts; of a permute, those that cut before."""
         return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
 
 
@@ -223,7 +223,7 @@ def steps_sharding(src: Sharding, kind: CollectiveKind, args: tuple[Any, ...]) -
 
 
 def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
-    """``axes`` are taken from the minor end of a dim."""
+    """Remove ``axes`` from the minor end of a dim."""
     cut = src.dims[dim]
     ends = part_ends(cut.axes + axes)
     had, gone = split_parts(cut.axes, ends), split_parts(axes, ends)
@@ -232,7 +232,7 @@ def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
 
 
 def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
-    """``axes`` are added at the minor end of a dim."""
+    """Add ``axes`` at the minor end of a dim."""
     cut = src.dims[dim]
     busy = [part for part in src.used_parts if any(part.overlaps(new) for new in axes)]
     assert not cut.minor and not busy, f"{axes} cannot cut dim {dim} of {src}"
@@ -240,7 +240,7 @@ def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
 
 
 def _reduced(src: Sharding, axes: Axes, op: str) -> Sharding:
-    """``axes`` are partial no more."""
+    """Remove ``axes`` from the partial ones."""
     ends = part_ends(src.partial_axes + axes)
     gone = split_parts(axes, ends)
     found = [(piece, by) for part, by in src.partial for piece in split_parts((part,), ends)]
@@ -249,7 +249,7 @@ def _reduced(src: Sharding, axes: Axes, op: str) -> Sharding:
 
 
 def _permuted(src: Sharding, axes: Axes, new_axes: Axes) -> Sharding:
-    """On each dim the run of ``axes`` gives way to as many pieces of ``new_axes``."""
+    """Replace on each dim the run of ``axes`` by as many pieces of ``new_axes``."""
     ends, gone, new = part_ends(axes), split_parts(axes, part_ends(src.cut_axes)), list(new_axes)
     found = tuple(part for cut in src.dims for part in split_parts(cut.axes, ends) if part in gone)
     dims = tuple(_exchanged(cut, ends, gone, new) for cut in src.dims)
@@ -268,18 +268,18 @@ def _exchanged(cut: DimSharding, ends: dict[str, list[int]], gone: Axes, new: li
 
 
 def _take(parts: list[AxisPart], weight: int) -> Axes:
-    """The leading parts that cut into ``weight`` pieces, taken away."""
+    """Remove and return the leading parts that cut into ``weight`` pieces."""
     count = 0
     while count < len(parts) and _weight(tuple(parts[: count + 1])) <= weight:
         count += 1
-    taken = tuple(parts[:count])
-    assert _weight(taken) == weight, f"{parts} cannot make {weight} pieces"
+    leading = tuple(parts[:count])
+    assert _weight(leading) == weight, f"{parts} cannot make {weight} pieces"
     del parts[:count]
-    return taken
+    return leading
 
 
 def _weight(parts: Axes) -> int:
-    """Into how many pieces the parts cut, one of a single rank counted as two, so that it has a place."""
+    """The number of pieces that parts cut into; a part of a single rank counts as two, so that it has a position."""
     return math.prod(max(part.size, 2) for part in parts)
 
 
@@ -307,7 +307,7 @@ def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
 
 
 def _stride(mesh: Mesh, part: AxisPart) -> int:
-    """How far apart two positions are whose coordinates along a part differ by one."""
+    """The distance of two positions whose coordinates along a part differ by one."""
     i = mesh.axis_names.index(part.name)
     return math.prod(mesh.shape[i:]) // (part.pre * part.size)
 
@@ -323,8 +323,8 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
     if not isinstance(wire, int):
         return wire * ranks
     if kind in ("windows", "overlap_add", "rechunk"):
-        gives, takes = rows_sent(args[2])
-        rows = takes if kind == "overlap_add" else gives
+        sent, received = rows_sent(args[2])
+        rows = received if kind == "overlap_add" else sent
         return wire // max(rows) * sum(rows) * ranks // len(rows) if wire else 0
     if kind == "collective_permute" and wire:
         src, dst = (parse_parts(axes, mesh) for axes in args[:2])
@@ -344,49 +344,50 @@ Fit = tuple[int, int]  # a dim, and the size that it must have
 
 
 def fits(
-    kind: CollectiveKind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+    kind: CollectiveKind, args: tuple[Any, ...], count: int, src_shape: tuple[int, ...], dst_shape: tuple[int, ...]
 ) -> tuple[Fit | None, Fit | None]:
-    """What a collective in groups of ``count`` needs of its operand, and what is to be done with its result.
+    """The sizes to which a collective in groups of ``count`` pads a dim of its operand, and cuts one of its result.
 
-    ``taken`` and ``made`` are the local shapes before and after, ``args`` those after the value. Collectives cut and
-    join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
+    The shapes are local; ``args`` are the arguments after the value. Collectives cut and join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
     """
     before: Fit | None = None
     after: Fit | None = None
-    if kind in ("all_gather", "all_to_all") and made[args[1]] != count * taken[args[1]]:
-        after = args[1], made[args[1]]
+    if kind in ("all_gather", "all_to_all") and dst_shape[args[1]] != count * src_shape[args[1]]:
+        after = args[1], dst_shape[args[1]]
     if kind in ("shard_slice", "reduce_scatter", "all_to_all"):
         dim = args[1 if kind == "shard_slice" else 2]
-        before = (dim, count * made[dim]) if taken[dim] != count * made[dim] else None
+        before = (dim, count * dst_shape[dim]) if src_shape[dim] != count * dst_shape[dim] else None
     return before, after
 
 
 def payload_numel(
-    kind: CollectiveKind, args: tuple[Any, ...], count: int, taken: tuple[int, ...], made: tuple[int, ...]
+    kind: CollectiveKind, args: tuple[Any, ...], count: int, src_shape: tuple[int, ...], dst_shape: tuple[int, ...]
 ) -> int:
-    """Elements of the larger of one rank's input and output, made to fit: of equal pieces, padding included."""
-    before, after = fits(kind, args, count, taken, made)
-    larger, fit = (made, after and (after[0], count * taken[after[0]])) if kind == "all_gather" else (taken, before)
+    """Elements of the larger of one rank's input and output, padded to equal pieces."""
+    before, after = fits(kind, args, count, src_shape, dst_shape)
+    larger, fit = (
+        (dst_shape, after and (after[0], count * src_shape[after[0]])) if kind == "all_gather" else (src_shape, before)
+    )
     sizes = list(larger)
     if fit:
         sizes[fit[0]] = fit[1]
     return math.prod(sizes)
 
 
-def wire_numel(step: Step, taken: tuple[int, ...]) -> int:
+def wire_numel(step: Step, src_shape: tuple[int, ...]) -> int:
     """Elements that one rank sends in a step by the ring algorithms, given the local shape before it."""
     if step.kind == "view":
         return 0
     if step.kind == "rechunk":
-        return rechunked_numel(step.args, taken)[1]
+        return rechunked_numel(step.args, src_shape)[1]
     count = group_size(step.sharding.mesh, step.kind, step.args)
-    made = step.sharding.local_shape(step.shape)
-    return wire_bytes(step.kind, payload_numel(step.kind, step.args, count, taken, made), count)
+    dst_shape = step.sharding.local_shape(step.shape)
+    return wire_bytes(step.kind, payload_numel(step.kind, step.args, count, src_shape, dst_shape), count)
 
 
-def rechunked_numel(args: tuple[Any, ...], taken: tuple[int, ...]) -> tuple[int, int]:
-    """Elements of the rank that takes or gives most in a ``rechunk``, and of the one that gives most."""
+def rechunked_numel(args: tuple[Any, ...], src_shape: tuple[int, ...]) -> tuple[int, int]:
+    """The most elements that a rank sends or receives in a ``rechunk``, and the most that one sends."""
     _, dim, values, _ = args
-    gives, takes = map(max, rows_sent(values))
-    row = math.prod(size for i, size in enumerate(taken) if i != dim)
-    return max(gives, takes) * row, gives * row
+    sends, receives = map(max, rows_sent(values))
+    row = math.prod(size for i, size in enumerate(src_shape) if i != dim)
+    return max(sends, receives) * row, sends * row

@@ -27,13 +27,13 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node may show the memory of its operand, and so makes nothing."""
+    """Whether the result of a node may share its operand's memory."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return bool(returns) and all(entry.alias_info is not None for entry in returns)
 
 
 def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
-    """The node, if it is a cast then its operand, and so on to the first that is none; or calls of ``others``."""
+    """A node, the operand of it if it is a cast or a call of ``others``, and so on to the first that is neither."""
     chain = [node]
     while is_cast(chain[-1]) or chain[-1].target in others:
         chain.append(operand(chain[-1]))
@@ -41,7 +41,7 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
 
 
 def op_name(target: Any) -> str:
-    """An op's name as one says it: ``add`` for ``aten.add.Tensor``."""
+    """The short name of an op: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)
     return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
 
@@ -52,7 +52,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def takes_device(target: Any) -> bool:
-    """Whether an op makes a tensor on a device that it is told."""
+    """Whether an op has a ``device`` argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
@@ -87,7 +87,7 @@ def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
-    """Give a call other tensor arguments, in the order of ``operands``; None keeps what is there."""
+    """Replace the tensor arguments of a call, in the order of ``operands``; None keeps the present one."""
     left = iter(new)
 
     def replaced(entry: Any) -> Any:
@@ -107,24 +107,24 @@ def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
 
 
 def ancestors(*ends: fx.Node) -> set[fx.Node]:
-    """These nodes and all that they depend on."""
+    """The nodes and all that they depend on."""
     return reached(ends, lambda node: node.all_input_nodes)
 
 
 def descendants(*starts: fx.Node) -> set[fx.Node]:
-    """These nodes and all that depends on them, which may be the output node too."""
+    """The nodes and all that depends on them, the output node included."""
     return reached(starts, lambda node: node.users)
 
 
 def reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """These nodes and all that steps from them lead to; one step leads from a node to others."""
-    found = set(starts)
-    todo = list(found)
+    """The nodes and all that are reached from them by ``step``, which leads from one node to others."""
+    nodes = set(starts)
+    todo = list(nodes)
     while todo:
-        fresh = [node for node in step(todo.pop()) if node not in found]
-        found.update(fresh)
+        fresh = [node for node in step(todo.pop()) if node not in nodes]
+        nodes.update(fresh)
         todo += fresh
-    return found
+    return nodes
 
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[int | str, Any]]:

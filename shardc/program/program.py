@@ -54,12 +54,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A value whose sharding the user fixed.
+    """A value with a fixed sharding.
 
-    ``name``: of an input, or of a node when ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
-    annotation as the user wrote it. ``kind`` decides who yields on conflict: inputs and values come before parameters.
-    ``is_asked``: an output that is to come back whole, and is computed as it comes. ``stages``: of a pipeline, those
-    that hold a parameter already.
+    ``name``: of an input, or of a node if ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
+    annotation as the user wrote it. On conflict inputs and values come before parameters, by ``kind``.
+    ``is_returned_whole``: an output that is gathered when it is returned, and computed in any sharding. ``stages``:
+    the pipeline stages that hold a parameter already.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Pin:
     open: frozenset[int]
     text: str
     priority: int = 0
-    is_asked: bool = False
+    is_returned_whole: bool = False
     stages: frozenset[int] = frozenset()
 
     @property
-    def is_said(self) -> bool:
-        """Whether an annotation says it, and not a parameter that lies so already, nor a pipeline."""
+    def is_annotation(self) -> bool:
+        """Whether it comes from an annotation, and not from a parameter's present sharding or from a pipeline."""
         return ": P(" in self.text
 
 
@@ -81,11 +81,10 @@ class Pin:
 class Program:
     """A graph with its inputs, outputs, mesh and level. Passes take one and return another.
 
-    ``pins``: shardings that the user fixed, by the name of an input or the name of a node. ``local`` programs have
-    local shapes in every type; shardings are then those of the value that the shard is part of. ``options``: what the
-    user asked for beside. ``computed``: how parameters that are stored otherwise lie where they are computed on.
-    ``num_stages`` of the pipeline that it is cut for; ``mesh`` is then that of one stage, with an axis of microbatches.
-    ``cache``: facts computed from it (``stages.cached_on_program``); a copy starts with none.
+    ``pins``: fixed shardings of inputs and nodes. A ``localized`` program has local shapes in every type; its shardings
+    are those of the global values. ``computed``: for parameters that are stored in another sharding, the one in which
+    they are computed on. ``num_stages``: of the pipeline; ``mesh`` is then that of one stage, with an axis of
+    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``); a copy starts with none.
     """
 
     graph: fx.Graph
@@ -102,17 +101,17 @@ class Program:
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
-        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
-            new = made[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-            if node.args:  # given now: create_node looks through each for what cannot be here
-                new.args = fx.map_arg(node.args, made.__getitem__)
+            new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            if node.args:  # set after create_node, which would validate each
+                new.args = fx.map_arg(node.args, copies.__getitem__)
             if node.kwargs:
-                new.kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+                new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
             new.meta.update(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
-    # The graph's ends.
+    # Inputs and outputs of the graph.
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
@@ -131,12 +130,12 @@ class Program:
 
     @property
     def results(self) -> tuple[fx.Node | None, ...]:
-        """What the program returns, parallel to ``outputs``."""
+        """The returned nodes, parallel to ``outputs``."""
         return tuple(self.output_node.args[0])  # type: ignore[arg-type]
 
     @property
     def calls(self) -> Iterator[fx.Node]:
-        """Every op, getitem apart."""
+        """The calls of ops, getitem excluded."""
         return (node for node in self.graph.nodes if node.op == "call_function" and not is_getitem(node))
 
     # Facts about nodes.
@@ -153,7 +152,7 @@ class Program:
         return found
 
     def local_type(self, node: fx.Node, index: int = 0) -> TensorType | None:
-        """What one rank holds of a node's result: its type in a localized program, else the shard of it."""
+        """The local type of a node's result: its type in a localized program, else that of its shard."""
         producer, picked = self.value(node)
         index = index if producer is node else picked
         type_, shardings = self.types(producer)[index], self.shardings(producer)
@@ -163,23 +162,23 @@ class Program:
         return TensorType(sharding.local_shape(type_.shape), type_.dtype)
 
     def global_type(self, node: fx.Node, index: int = 0) -> TensorType:
-        """The type of the whole value of which a node of a localized program holds a part, in its result ``index``."""
+        """The global type of the result ``index`` of a node, also in a localized program."""
         producer, picked = self.value(node)
         index = index if producer is node else picked
         found: tuple[TensorType, ...] = producer.meta.get("global_types") or self.types(producer)  # type: ignore[assignment]
         return found[index]
 
     def set_local_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
-        """Say what one rank holds of each of a node's results."""
+        """Set the local types of a node's results, and keep the present ones as global."""
         self.set_global_types(node, self.types(node))
         self.set_type(node, types if self.has_many(node) else types[0])
 
     def set_global_types(self, node: fx.Node, types: tuple[TensorType | None, ...]) -> None:
-        """Say of which values a node of a localized program holds a part."""
+        """Set the global types of the results of a node in a localized program."""
         node.meta["global_types"] = types
 
     def set_type(self, node: fx.Node, type_: Types) -> None:
-        """Say a node's type: a tuple when the op returns several results."""
+        """Set a node's type: a tuple when the op returns several results."""
         node.meta["type"] = type_
 
     def has_many(self, node: fx.Node) -> bool:
@@ -201,7 +200,7 @@ class Program:
         return type_
 
     def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
-        """The values that a call takes, in the order of ``operands``."""
+        """The operands of a call as values, in the order of ``operands``."""
         return tuple(None if operand is None else self.value(operand) for operand in operands(node))
 
     def sharding(self, node: fx.Node) -> Sharding:
@@ -218,50 +217,50 @@ class Program:
         return found if isinstance(found, tuple) else () if found is None else (found,)
 
     def set_sharding(self, node: fx.Node, sharding: Shardings) -> None:
-        """Say a node's sharding: a tuple when the op returns several results."""
+        """Set a node's sharding: a tuple when the op returns several results."""
         node.meta["sharding"] = sharding
 
     def origin(self, node: fx.Node) -> Mapping[str, Origin]:
-        """For each axis that cuts a node's value, why."""
+        """The origin of each axis that cuts a node's value."""
         producer, index = self.value(node)
         return self.origins(producer)[index]
 
     def origins(self, node: fx.Node) -> tuple[Mapping[str, Origin], ...]:
-        """For each result of a node, for each axis that cuts it, why."""
+        """For each result of a node, the origin of each axis that cuts it."""
         found: tuple[Mapping[str, Origin], ...] = node.meta.get("origins", ())
         return found or ({},) * len(self.types(node))
 
     def set_origins(self, node: fx.Node, origins: tuple[Mapping[str, Origin], ...]) -> None:
-        """Say why each axis cuts each of a node's results."""
+        """Set, for each result of a node, the origin of each axis that cuts it."""
         node.meta["origins"] = origins
 
     def source(self, node: fx.Node) -> Source:
-        """Where the node comes from."""
+        """The place in the user's model that a node comes from."""
         found: Source = node.meta.get("source", Source())
         return found
 
     def set_source(self, node: fx.Node, source: Source) -> None:
-        """Say where the node comes from."""
+        """Set the place that a node comes from."""
         node.meta["source"] = source
 
     def causes(self, node: fx.Node) -> tuple[Cause, ...]:
-        """Why a reshard or a collective is there; of a bucket one for each member."""
+        """The causes of a reshard or a collective; of a bucket one for each member."""
         found: tuple[Cause, ...] = node.meta.get("causes", ())
         return found
 
     def set_causes(self, node: fx.Node, causes: tuple[Cause, ...]) -> None:
-        """Say why the node is there."""
+        """Set the causes of a reshard or a collective."""
         node.meta["causes"] = causes
 
     def former_names(self, node: fx.Node) -> tuple[str, ...]:
-        """The names of the nodes in whose place it stands."""
+        """The names of the nodes that this one replaced."""
         found: tuple[str, ...] = node.meta.get("former_names", ())
         return found
 
     # Rules.
 
     def call(self, node: fx.Node) -> OpCall:
-        """The node's call, with types for nodes."""
+        """The call of a node, with types for nodes."""
         return OpCall(
             self._with_types(node.args),
             self._with_types(node.kwargs),
@@ -270,30 +269,29 @@ class Program:
         )
 
     def rule(self, node: fx.Node) -> Rule:
-        """The node's rule, bound to its shapes; the fallback where the table has none. Bound once."""
+        """The rule of a node, bound to its shapes once; the replicated rule where the table has none."""
         if "rule" not in node.meta:
-            found = op_rule(node.target)
-            call = self.call(node)
-            node.meta["rule"] = found.bind(call) if found else replicated_rule(call)
-        bound: Rule = node.meta["rule"]
-        return bound
+            entry, call = op_rule(node.target), self.call(node)
+            node.meta["rule"] = entry.bind(call) if entry else replicated_rule(call)
+        rule: Rule = node.meta["rule"]
+        return rule
 
     def bind_rule(self, node: fx.Node, rule: Rule) -> None:
-        """Let a node have another rule than its own."""
+        """Give a node another rule than its op's."""
         node.meta["rule"] = rule
 
     def is_fallback(self, node: fx.Node) -> bool:
-        """Whether an op has no rule and runs whole; asked once, so that a call made local keeps its answer."""
+        """Whether an op has no rule and runs whole; computed once, so that localize does not change it."""
         if "is_fallback" not in node.meta:
             node.meta["is_fallback"] = self.rule(node).is_fallback
         return bool(node.meta["is_fallback"])
 
     def forget_rule(self, node: fx.Node) -> None:
-        """Bind the rule anew: the node's arguments or types were changed."""
+        """Bind the rule anew after a change of the node's arguments or types."""
         node.meta.pop("rule", None)
 
     def check_once(self, node: fx.Node, check: Callable[[Program, fx.Node], None]) -> None:
-        """Check an op, if not already with the same rule, types and shardings, none of which ever changes."""
+        """Run ``check`` on an op, unless it ran before on the same rule, types and shardings, which are immutable."""
         values = [(node, 0), *(value for value in self.operand_values(node) if value)]
         facts = [fact for of, i in values for fact in (i, of.meta.get("type"), of.meta.get("sharding"))]
         facts.append(self.rule(node))
@@ -316,14 +314,14 @@ class Program:
         return node
 
     def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a call of forward again, for backward; it takes other operands in the place of those ``given``."""
+        """Insert a copy of a forward call into backward, with other operands for those in ``given``."""
         again = self.graph.node_copy(node, lambda operand: given.get(operand, operand))
         again.meta = dict(node.meta)
         self.set_source(again, replace(self.source(node), phase="backward"))
         return again
 
     def emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-        """Insert a call whose type is found by running it on meta tensors."""
+        """Insert a call, with the type that ``infer`` finds."""
         return self.insert(target, args, self.infer(target, args, kwargs), like, kwargs)
 
     def infer(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
@@ -332,7 +330,7 @@ class Program:
         return result_types(target, typed, named, device)
 
     def replace(self, old: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
-        """Let ``new`` stand where ``old`` stood, and erase that: for an op with several results, one for each."""
+        """Replace ``old`` by ``new`` and erase it; an op with several results by one node for each."""
         if isinstance(new, fx.Node):
             old.replace_all_uses_with(new)
             new.meta["former_names"] = (*self.former_names(new), old.name, *self.former_names(old))
@@ -344,7 +342,7 @@ class Program:
         self.graph.erase_node(old)
 
     def remove_dead(self) -> None:
-        """Erase every call whose value no one uses."""
+        """Erase every call without a user."""
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
 
@@ -357,22 +355,22 @@ def parameters_of(program: Program) -> dict[str, fx.Node]:
 
 
 def ends_of(program: Program) -> Iterator[End]:
-    """Each output, the placeholder that it belongs to, None for the model's own, and what the program returns for it.
+    """Each output, the placeholder that owns it (None for the model's outputs), and the node that is returned for it.
 
     Gradients follow the inputs that require them: a parameter and an input of the model may have one name.
     """
     stored, inputs = program.named_inputs, zip(program.inputs, program.placeholders, strict=True)
-    wanting = ((put.name, node) for put, node in inputs if put.requires_grad)
+    differentiable = ((put.name, node) for put, node in inputs if put.requires_grad)
     for output, result in zip(program.outputs, program.results, strict=True):
         if output.kind == "gradient":
-            yield output, next(node for name, node in wanting if name == output.name), result
+            yield output, next(node for name, node in differentiable if name == output.name), result
         else:
             kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
             yield output, stored.get((kind, output.name)), result
 
 
 def gradient_names(program: Program) -> dict[str, tuple[str, str]]:
-    """For the name that each gradient goes by, in order, the kind and name of the input that it is of.
+    """The name of each gradient, in order, with the kind and name of its input.
 
     An input that shares its name with a parameter has ``input:NAME``.
     """

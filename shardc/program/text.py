@@ -1,4 +1,4 @@
-"""How a program and its facts print: stable text, as one would type it."""
+"""The text form of a program and of tables about it, stable from run to run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
 
-SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "text")  # the same all over a program, or said elsewhere
+SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "text")  # the same all over a program, or printed elsewhere
 
 
 def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:
-    """The program at any level: inputs, a line a value under its phase and module, and results; or ``only`` some."""
+    """A program at any level: inputs, a line a value under its phase and module, results; or ``only`` some nodes."""
     names = value_names(program)
     nodes = {None, *program.graph.nodes} if only is None else set(only)
     parts = [
@@ -32,7 +32,7 @@ def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str
 
 
 def notes_text(program: Program) -> str:
-    """What the compiler has to say of what it did."""
+    """The notes of the compiler on its work."""
     return _lines("notes", (f"  {note}" for note in program.notes))
 
 
@@ -42,7 +42,7 @@ def _lines(title: str, lines: Iterable[str]) -> str:
 
 
 def rank_axes(program: Program) -> dict[str, int]:
-    """The axes of ranks, that of a pipeline first; the axis of its microbatches is one of time."""
+    """The sizes of the axes of ranks, that of a pipeline first; the axis of microbatches is one of time."""
     mesh, pipeline = program.mesh, program.options.pipeline
     axes = {} if mesh is None else mesh.sizes
     if pipeline is None:
@@ -59,13 +59,13 @@ def _mesh_text(program: Program) -> str:
 
 
 def value_names(program: Program) -> dict[fx.Node, str]:
-    """What each node is called in print: an input by the user's name, all others by the node's."""
+    """The printed name of each node: an input's is the user's, all others the node's."""
     names = (_input_name(given) for given in program.inputs)
     return {node: node.name for node in program.graph.nodes} | dict(zip(program.placeholders, names, strict=True))
 
 
 def value_name(program: Program, node: fx.Node) -> str:
-    """What one node is called in print."""
+    """The printed name of one node."""
     if node.op != "placeholder":
         return node.name
     return next(_input_name(put) for put, its in zip(program.inputs, program.placeholders, strict=True) if its is node)
@@ -139,7 +139,7 @@ def call_line(program: Program, node: fx.Node, names: dict[fx.Node, str], called
 
 
 def op_names(program: Program) -> dict[Any, str]:
-    """What each op is called: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
+    """The printed name of each op: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
     targets = {node.target for node in program.calls}
     own = {getattr(target, "__name__", "") for target in targets if not hasattr(target, "_schema")}
     return {target: _op_name(target, own) for target in targets}
@@ -153,7 +153,7 @@ def _op_name(target: Any, own: set[str]) -> str:
 
 
 def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
-    """``dot(x, w, "b k, k n -> b n")``; picking a result reads ``layer_norm[1]``."""
+    """``dot(x, w, "b k, k n -> b n")``; a getitem prints as ``layer_norm[1]``."""
     if node.target not in called:
         return f"{_argument(node.args[0], names)}[{node.args[1]}]"
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None and key not in SILENT_ARGUMENTS}
@@ -173,7 +173,7 @@ def _argument(value: Any, names: dict[fx.Node, str]) -> str:
 
 
 def remarks_of(program: Program) -> dict[fx.Node, str]:
-    """For each reshard and collective what one rank sends and why; in plain bytes, so that no unit depends on sizes."""
+    """For each reshard and collective its causes and the bytes that one rank sends, in full."""
     by_name = {found.name: f"{found.wire_bytes} B on the wire" for found in collectives_of(program)}
     remarks = {}
     for node in program.calls:
@@ -188,7 +188,7 @@ def remarks_of(program: Program) -> dict[fx.Node, str]:
 
 
 def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
-    """Each parameter and buffer with its sharding, what one rank holds of it, and the stages that hold it."""
+    """Each parameter and buffer with its sharding, its local type and bytes, and the stages that hold it."""
     rows = []
     for given, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
@@ -214,7 +214,7 @@ def memory_text(memory: Mapping[str, int]) -> str:
 
 
 def flops_text(counts: Mapping[str, int]) -> str:
-    """Floating-point operations by who does them."""
+    """Floating-point operations, of one rank and of the whole program."""
     return table(("floating-point operations", "count"), counts.items())
 
 

@@ -1,4 +1,4 @@
-"""What a step sends: its collectives as they are listed, and how many there are of a kind, with their bytes."""
+"""The collectives of a program, and their traffic: counts and bytes of each kind in a step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Size = Any  # an int; a sympy.Expr where sizes have names
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The collectives of one kind, over the same axes, in one phase: of a step on one rank, in bytes.
+    """The collectives of one kind, over the same axes, in one phase, of a step on one rank.
 
-    ``values`` go in ``count`` collectives, which has no expression. ``wire_bytes`` are rounded down to whole ones all
-    together, where each collective's own are by itself; as an expression they are not rounded.
+    ``values`` go in ``count`` collectives. ``wire_bytes`` is the sum rounded down, where each ``Collective`` rounds its
+    own; an expression is not rounded.
     """
 
     phase: str
@@ -45,10 +45,10 @@ class Traffic:
 
 
 def traffic_of(collectives: Iterable[Collective]) -> list[Traffic]:
-    """What collectives send together."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
+    """The traffic of collectives, by phase, kind and axes."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
     for each in collectives:
-        found.setdefault((each.phase, each.kind, each.axes), []).append(each)
+        groups.setdefault((each.phase, each.kind, each.axes), []).append(each)
     return [
         Traffic(
             *key,
@@ -57,7 +57,7 @@ def traffic_of(collectives: Iterable[Collective]) -> list[Traffic]:
             _whole(sum(each.share * each.times for each in same)),
             sum(each.num_values * each.times for each in same),
         )
-        for key, same in found.items()
+        for key, same in groups.items()
     ]
 
 
@@ -66,9 +66,9 @@ def _whole(sent: Size) -> Size:
 
 
 def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
-    """A row for each, and one of all; numbers in full, so that two meshes print the same but for sizes.
+    """A table of traffic with a total; numbers in full, so that the texts of two meshes differ in sizes alone.
 
-    ``has_values``: how many values go in those collectives, beside how many these are.
+    ``has_values`` adds a column with the number of values.
     """
     names = {"values": "values"} if has_values else {}
     names |= {"count": "count", "bytes": "bytes", "wire_bytes": "wire bytes"}
@@ -79,7 +79,7 @@ def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """How many of each kind, over which axes, and their bytes on one rank; then each with its cause."""
+    """The traffic of collectives, then a row for each with its types, bytes and cause."""
     if not collectives:
         return traffic_text(())
     listed = [
@@ -103,10 +103,10 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 
 
 def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:
-    """Every collective of a lowered or localized program, in program order; what is local is none, a bucket is one.
+    """The collectives of a lowered or localized program, in program order; a bucket is one, a local op is none.
 
-    Of a pipeline those of each stage, with the messages that it sends. ``count_rows`` counts the rows that neighbours
-    exchange; a program whose sizes are expressions needs one of its own.
+    Those of a pipeline come stage by stage, with the messages between stages. ``count_rows`` counts the rows that
+    neighbours exchange; a program whose sizes are expressions needs one of its own.
     """
     if has_stages(program):
         return tuple(collectives_of_stages(program, count_rows))
@@ -115,6 +115,6 @@ def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> t
 
 
 def fallbacks_of(program: Program) -> list[fx.Node]:
-    """The ops that have no rule and so run whole on every rank."""
+    """The ops without a rule, which run whole on every rank."""
     ours = {*COLLECTIVES, bucket, reshard, fit}
     return [node for node in program.calls if node.target not in ours and program.is_fallback(node)]
