@@ -348,7 +348,8 @@ def fits(
 ) -> tuple[Fit | None, Fit | None]:
     """The sizes to which a collective in groups of ``count`` pads a dim of its operand, and cuts one of its result.
 
-    The shapes are local; ``args`` are the arguments after the value. Collectives cut and join equal pieces: a dim that is cut unevenly is made longer before, or cut short after. None where it fits.
+    The shapes are local; ``args`` are the arguments after the value. Collectives cut and
+    join equal pieces: a dim that is cut unevenly is padded before, or shortened after. None where it fits.
     """
     before: Fit | None = None
     after: Fit | None = None
