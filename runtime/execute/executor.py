@@ -127,7 +127,10 @@ class Executor(Runner):
         device = comm.device if comm else torch.device(device)
         has_constants = is_eager and comm is not None and len(comm.positions) == 1
         once = constants(program) if has_constants else []
-        parts = _without(program, once)
+        whole, left_out = split(program), set(once)
+        parts = [
+            [node for node in part if node not in left_out] for part in (whole.update, whole.forward, whole.backward)
+        ]
         prepare, update, fwd, bwd = (
             with_waits(instructions(part, self._slots, device, program, is_eager, before))
             for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
@@ -275,12 +278,6 @@ class Executor(Runner):
     def _slots_of(self, part: str) -> set[int]:
         """The slots of a part's results."""
         return {slot for slot, _ in self._results_by_part[part]}
-
-
-def _without(program: Program, once: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The calls of the update, the forward and the backward part, but for those in ``once``."""
-    parts, left_out = split(program), set(once)
-    return [[each for each in part if each not in left_out] for part in (parts.update, parts.forward, parts.backward)]
 
 
 LARGEST = 2**20  # bytes; a larger constant is not worth its memory between steps
