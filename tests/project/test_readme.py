@@ -1,8 +1,8 @@
-"""The code of the READMEs: every python and console block runs, and prints what stands below it.
+"""The code in every README: each python and console block runs, and prints what stands below it.
 
-A ``python`` block is followed by a ``text`` block if it prints; a file's python blocks share one namespace, in order.
-In a ``console`` block ``$ `` begins a command, and what follows is its stdout. ``...`` in an output stands for
-anything.
+A ``text`` block after a ``python`` block is what that prints. The python blocks of a README share one namespace, in
+order. In a ``console`` block ``$ `` begins a command, and the lines below it are its stdout. In an output ``...`` stands
+for anything.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def blocks(text: str) -> list[tuple[int, str, str]]:
 def python_snippets(text: str) -> Iterator[Snippet]:
     """The python blocks, each with the text block that follows it."""
     found = blocks(text)
-    for (line, language, body), following in zip(found, [*found[1:], (0, "", "")], strict=True):
+    for (line, language, body), following in zip(found, [*found, (0, "", "")][1:], strict=True):
         if language == "python":
             yield Snippet(line, body, following[2] if following[1] == "text" else None)
 
@@ -68,43 +68,45 @@ def prints(expected: str, actual: str) -> bool:
     return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
 
 
-NAMES = ("README.md", "runtime/README.md", "shardc/cli/README.md")  # whose blocks run
-README = (ROOT / "README.md").read_text()
+FOLDERS = ("benchmarks", "passes", "runtime", "shardc/cli", "tests")
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS))
+READMES = {page: (ROOT / page).read_text() for page in PAGES if (ROOT / page).exists()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_python_blocks_run_in_order_and_print_what_the_readme_says(name: str) -> None:
+@pytest.mark.parametrize("page", [page for page, text in READMES.items() if list(python_snippets(text))])
+def test_python_blocks_run_in_order_and_print_what_stands_below(page: str) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     rules = dict(RULES)
-    for snippet in python_snippets((ROOT / name).read_text()):
+    for snippet in python_snippets(READMES[page]):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(snippet.code, "example.py", "exec"), namespace)
         is_as_said = snippet.output is None or prints(snippet.output, printed.getvalue())
-        assert is_as_said, f"{name} line {snippet.line} printed\n{printed.getvalue()}"
+        assert is_as_said, f"{page} line {snippet.line} printed\n{printed.getvalue()}"
     for op in RULES.keys() - rules.keys():
-        del RULES[op]  # the README's own op
+        del RULES[op]  # the page's own op
 
 
-def commands(name: str) -> list[Any]:
-    """The console blocks of a README as parameters; jobs of several processes are a sweep, one after another."""
+def commands() -> list[Any]:
+    """The console blocks as parameters; jobs of several processes are a sweep, one after another."""
     job = [pytest.mark.sweep, pytest.mark.xdist_group("gloo")]
     return [
-        pytest.param(name, each, id=f"{name} {each.code[:60]}", marks=job if "torchrun" in each.code else [])
-        for each in console_snippets((ROOT / name).read_text())
+        pytest.param(page, each, id=f"{page}: {each.code[:60]}", marks=job if "torchrun" in each.code else [])
+        for page, text in READMES.items()
+        for each in console_snippets(text)
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "snippet"), [each for name in NAMES for each in commands(name)])
-def test_a_console_block_runs_and_prints_what_the_readme_says(
-    name: str, snippet: Snippet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("page", "snippet"), commands())
+def test_a_console_block_runs_and_prints_what_stands_below(
+    page: str, snippet: Snippet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     printed = "".join(ran(part, capsys) for part in snippet.code.split(" && "))
     is_as_said = snippet.output is None or prints(snippet.output, printed)
-    assert is_as_said, f"{name} line {snippet.line} printed\n{printed}"
+    assert is_as_said, f"{page} line {snippet.line} printed\n{printed}"
 
 
 def ran(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -131,9 +133,19 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
-def test_the_figure_names_every_pass_in_order() -> None:
-    named = re.findall(r"^    │ (\w+) ", README, re.MULTILINE)
-    assert named == ["capture", *(run.__name__ for run in PASSES)]
+def test_the_table_of_passes_names_every_pass_in_order() -> None:
+    named = re.findall(r"^\|[^|]*\| `(\w+)` \|", READMES["passes/README.md"], re.MULTILINE)
+    assert named == [run.__name__ for run in PASSES]
+
+
+def test_the_readme_fits_on_three_screens() -> None:
+    assert READMES["README.md"].count("\n") <= 230
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page, text in READMES.items():
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
 def test_a_wrong_output_is_caught() -> None:
@@ -147,4 +159,5 @@ def test_every_kind_of_block_is_found() -> None:
     text += "```console\n$ echo a\na\n$ true\n```\n```sh\nmake demo\n```\n"
     assert list(python_snippets(text)) == [Snippet(2, "print(1)\n", "1\n")]
     assert list(console_snippets(text)) == [Snippet(9, "echo a", "a\n"), Snippet(9, "true", None)]
-    assert list(python_snippets(README)) and list(console_snippets(README))
+    first = READMES["README.md"]
+    assert list(python_snippets(first)) and list(console_snippets(first))
