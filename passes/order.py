@@ -81,7 +81,7 @@ def run_passes(
     after: Pass | None = None,
     until: Pass = PASSES[-1],
 ) -> Program:
-    """Run every pass, or those after one, up to and including another, and verify each program that comes out new.
+    """Run every pass, or those after one, up to and including another, and verify each new program.
 
     ``watch`` is called with each pass's name, the program after it and the seconds it took.
     """
