@@ -1,8 +1,8 @@
 """The code in every README: each python and console block runs, and prints what stands below it.
 
 A ``text`` block after a ``python`` block is what that prints. The python blocks of a README share one namespace, in
-order. In a ``console`` block ``$ `` begins a command, and the lines below it are its stdout. In an output ``...`` stands
-for anything.
+order. In a ``console`` block ``$ `` begins a command, and the lines below it are its stdout; ``...`` stands
+for any text.
 """
 
 from __future__ import annotations
