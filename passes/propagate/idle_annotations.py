@@ -33,7 +33,9 @@ def _candidates(after: Program) -> set[str]:
     pins: dict[str, list[Pin]] = {}
     for pin in after.pins:
         pins.setdefault(pin.text, []).append(pin)
-    annotations = {text: own for text, own in pins.items() if all(pin.is_annotation and pin.kind in _KINDS for pin in own)}
+    annotations = {
+        text: own for text, own in pins.items() if all(pin.is_annotation and pin.kind in _KINDS for pin in own)
+    }
     nodes = {text: {after.named_inputs[pin.kind, pin.name] for pin in own} for text, own in annotations.items()}
     spread = {
         origin.annotation
