@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardc.compiler import Compiled
 
 CONTEXT = 2  # unchanged lines around a change
+T = TypeVar("T")
 
 
 def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str = "") -> str:
@@ -138,7 +139,7 @@ class _Difference:
     @cached_property
     def moved(self) -> list[str]:
         """The names of values that stand at another place among the others."""
-        aligned = {self.before[i].name for i, j in self._aligned if i is not None and j is not None}
+        aligned = {new.name for old, new in self._pairs if old and new}
         return [name for name in self._new if name in self._old and name not in aligned]
 
     @cached_property
@@ -152,20 +153,12 @@ class _Difference:
         return "type" if old.plain_type != new.plain_type else "sharding" if old.type != new.type else "operands"
 
     @cached_property
-    def _aligned(self) -> list[tuple[int | None, int | None]]:
-        """Pairs of places of equal lines, in the order of both; lines of one program alone are paired with None."""
-        pairs: list[tuple[int | None, int | None]] = []
-        for same, old, new in _matched([line.key for line in self.before], [line.key for line in self.after]):
-            pairs += zip(old, new, strict=True) if same else self._by_place(old, new)
+    def _pairs(self) -> list[tuple[Line | None, Line | None]]:
+        """Lines with one key, in the order of both programs; a line of one program alone is paired with None."""
+        pairs: list[tuple[Line | None, Line | None]] = []
+        for is_equal, old, new in _blocks(self.before, self.after, lambda line: line.key):
+            pairs += zip(old, new, strict=True) if is_equal else _by_place(old, new)
         return pairs
-
-    def _by_place(self, old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
-        """Lines of one program alone, those of one module beside each other."""
-        runs, others = _runs(self.before, old), _runs(self.after, new)
-        for same, its, other in _matched([place for place, _ in runs], [place for place, _ in others]):
-            for ours, theirs in zip(map(_single, its), map(_single, other), strict=True) if same else [(its, other)]:
-                yield from ((line, None) for run in ours for line in runs[run][1])
-                yield from ((None, line) for run in theirs for line in others[run][1])
 
     # Text.
 
@@ -181,9 +174,8 @@ class _Difference:
 
     def _listing(self) -> Iterator[tuple[str, Line]]:
         """Every line with a blank, a minus or a plus before it."""
-        for i, j in self._aligned:
-            old, new = None if i is None else self.before[i], None if j is None else self.after[j]
-            if old is not None and new is not None and old.is_like(new):
+        for old, new in self._pairs:
+            if old and new and old.is_like(new):
                 yield " ", new
                 continue
             yield from (("-", old),) if old else ()
@@ -191,15 +183,9 @@ class _Difference:
 
     def _hunks(self, listed: Sequence[tuple[str, Line]]) -> Iterator[str]:
         """The changed lines and those around them, under their phase and module."""
-        kept = sorted(
-            {
-                near
-                for i, (sign, _) in enumerate(listed)
-                if sign != " "
-                for near in range(max(0, i - CONTEXT), min(len(listed), i + CONTEXT + 1))
-            }
-        )
-        for last, i in pairwise([-2, *kept]):
+        changed = [i for i, (sign, _) in enumerate(listed) if sign != " "]
+        shown = {near for i in changed for near in range(i - CONTEXT, i + CONTEXT + 1) if 0 <= near < len(listed)}
+        for last, i in pairwise([-2, *sorted(shown)]):
             sign, line = listed[i]
             if i != last + 1 or line.place != listed[last][1].place:
                 yield f"\n@@ {line.place}" if i != last + 1 else f"@@ {line.place}"
@@ -220,19 +206,23 @@ class _Difference:
         }
 
 
-def _matched(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[bool, range, range]]:
-    """The places in both, in order: of entries that are equal, and of those of one alone."""
-    for tag, i, end_i, j, end_j in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        yield tag == "equal", range(i, end_i), range(j, end_j)
+def _by_place(old: Sequence[Line], new: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
+    """Lines of one program alone, those of one module beside each other."""
+    runs, others = ([list(run) for _, run in groupby(lines, lambda line: line.place)] for lines in (old, new))
+    for is_equal, ours, theirs in _blocks(runs, others, lambda run: run[0].place):
+        groups = zip(([run] for run in ours), ([run] for run in theirs), strict=True) if is_equal else [(ours, theirs)]
+        for our_runs, their_runs in groups:
+            yield from ((line, None) for run in our_runs for line in run)
+            yield from ((None, line) for run in their_runs for line in run)
 
 
-def _single(index: int) -> range:
-    return range(index, index + 1)
-
-
-def _runs(lines: Sequence[Line], chosen: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Lines of one place that follow each other, with that place."""
-    return [(place, list(run)) for place, run in groupby(chosen, lambda i: lines[i].place)]
+def _blocks(
+    old: Sequence[T], new: Sequence[T], key: Callable[[T], str]
+) -> Iterator[tuple[bool, Sequence[T], Sequence[T]]]:
+    """Parts of two sequences in order: those with equal keys, and those of one sequence alone."""
+    old_keys, new_keys = ([key(each) for each in entries] for entries in (old, new))
+    for tag, i, end_i, j, end_j in SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
+        yield tag == "equal", old[i:end_i], new[j:end_j]
 
 
 def _entries(program: Program) -> Mapping[str, Any]:

@@ -87,15 +87,14 @@ def op_of_partial_sum(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
 
 def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
     """The cuts of the factors of an op in a plan."""
-    program, found = plan.program, Cuts()
+    program, cuts = plan.program, Cuts()
+    values = [(node, i) for i in range(len(rule.results))]
     operands = zip(rule.operands, plan.ops[node].operands, program.operand_values(node), strict=True)
-    results = (
-        (dims, made, (node, i)) for i, (dims, made) in enumerate(zip(rule.results, plan.ops[node].results, strict=True))
-    )
+    results = zip(rule.results, plan.ops[node].results, values, strict=True)
     for dims, sharding, value in (*operands, *results):
         if dims is not None and sharding is not None and value is not None:
-            found |= factor_cuts(dims, sharding.dims, program.value_type(value).shape, rule.sizes)
-    return found
+            cuts |= factor_cuts(dims, sharding.dims, program.value_type(value).shape, rule.sizes)
+    return cuts
 
 
 def _others(rule: Rule, rest: Cuts, axes: Axes) -> Iterator[tuple[str, Cuts]]:
@@ -148,11 +147,11 @@ def compare_steps(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Steps
         if kinds not in best or bytes_sent(src, steps, type) < bytes_sent(src, best[kinds], type):
             best[kinds] = steps
     best.pop(kinds_of(chosen), None)
-    found = [chosen]
+    sequences = [chosen]
     for steps in sorted(best.values(), key=lambda steps: (bytes_sent(src, steps, type), len(steps))):
-        if not any(_does_more(steps, other) for other in [*found, *best.values()] if other is not steps):
-            found.append(steps)
-    return tuple(found)
+        if not any(_does_more(steps, other) for other in [*sequences, *best.values()] if other is not steps):
+            sequences.append(steps)
+    return tuple(sequences)
 
 
 def kinds_of(steps: Steps) -> tuple[str, ...]:
@@ -217,8 +216,8 @@ def compare_forms(program: Program, node: fx.Node) -> FormCosts | None:
     whole = cut_whole(rule, cuts) if node.target in DECOMPOSITIONS else set()
     if whole and DECOMPOSITIONS[node.target].moved(program, node, whole) < NEVER:
         return _summed(program, node, rule, cuts, whole)
-    found = windows_of(program, node, rule) if node.target in WINDOWED else iter(())
-    return next((_windowed(program, node, rule, cuts, *each) for each in found), None)
+    windows = windows_of(program, node, rule) if node.target in WINDOWED else iter(())
+    return next((_windowed(program, node, rule, cuts, *each) for each in windows), None)
 
 
 def _summed(program: Program, node: fx.Node, rule: Rule, cuts: Cuts, whole: set[str]) -> FormCosts:
