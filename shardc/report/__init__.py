@@ -1,1 +1,1 @@
-"""What people look at: dumps, explanations, and costs as functions of sizes."""
+"""Reports on a compiled model: dumps, explanations, and costs as functions of sizes."""

@@ -1,1 +1,1 @@
-"""A compiled model as text, JSON, dot or HTML; parts of it, differences and budgets."""
+"""Dumps of a compiled model as text, JSON, Graphviz or HTML; selections, differences and budgets."""

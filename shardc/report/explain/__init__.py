@@ -1,1 +1,1 @@
-"""Why a sharding or a collective is there, what else was possible, and what would remove it."""
+"""Explanations: why a sharding or a collective is there, its alternatives, and changes that remove it."""
