@@ -189,7 +189,7 @@ def check(model: RandomModel, x: Tensor, mesh: Mesh, chosen: dict[str, P], **opt
     loss = model(x)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     compiled = shardc.compile(model, mesh, chosen, args=(x,), **options)
-    for name, program in compiled.stages.items():
+    for name, program in compiled.after.items():
         runtime = simulate if program.level == "localized" else interpret
         output, gradients = compiled.run(runtime, program, (x,), {})
         assert_close(output, loss.detach(), f"the loss after {name}")
