@@ -65,10 +65,10 @@ class Along:
 
     def apart(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
         """The windows of ``x``, their number as a dim of its own before the dim."""
-        taken = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
-        shape = self.emit.shape(taken)
+        joined = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
+        shape = self.emit.shape(joined)
         split = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
-        return self.emit(aten.reshape.default, taken, split)
+        return self.emit(aten.reshape.default, joined, split)
 
     def merge(self, x: fx.Node, order: Sequence[int], shape: Sequence[int]) -> fx.Node:
         """``x`` with its dims in another order, as ``shape``."""
@@ -96,23 +96,15 @@ class Along:
         apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
         order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
         shape[0], shape[self.dim] = shape[0] // self.count, self.count * shape[self.dim]
-        return self.added(self.merge(apart, order, shape), window)
+        return self._added(self.merge(apart, order, shape), window)
 
-    def spread(self, numbers: fx.Node, x: fx.Node) -> fx.Node:
-        """A number for each window, for ``x`` whose windows are in front."""
-        shape = self.emit.shape(x)
-        column = self.emit(aten.reshape.default, numbers, [self.count, 1])
-        spread = self.emit(aten.expand.default, column, [self.count, shape[0] // self.count])
-        return self.emit(aten.reshape.default, spread, [shape[0], *[1] * (len(shape) - 1)])
-
-    def beside(self, x: fx.Node, size: int) -> fx.Node:
-        """The inverse of ``apart`` for chunks, to a dim of ``size``."""
+    def beside(self, x: fx.Node, window: Windows) -> fx.Node:
+        """The adjoint of ``apart``: from windows beside one another, the dim of ``window.length`` elements."""
         shape = list(self.emit.shape(x))
         shape[self.dim : self.dim + 2] = [shape[self.dim] * shape[self.dim + 1]]
-        return self.added(self.emit(aten.reshape.default, x, shape), self.chunks_of(size))
+        return self._added(self.emit(aten.reshape.default, x, shape), window)
 
-    def added(self, x: fx.Node, window: Windows) -> fx.Node:
-        """From windows joined along the dim, the dim of ``window.length`` elements."""
+    def _added(self, x: fx.Node, window: Windows) -> fx.Node:
         return x if window.is_identity else self.emit(overlap_add, x, (), self.dim, window.values)
 
     def join(self, x: fx.Node, size: int) -> fx.Node:
@@ -136,6 +128,29 @@ class Windowed:
 
     def moved(self, along: Along) -> int | None:
         """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""
-        found = self.reach(along)
-        rows = [sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length)) for window, type_ in found]
-        return sum(rows) if found else None
+        reach = self.reach(along)
+        rows = [sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length)) for window, type_ in reach]
+        return sum(rows) if reach else None
+
+
+def windowed(
+    window_of: Callable[[Along], Windows | None],
+    expand: Callable[[Along, Windows], Results],
+    piece: str = "",
+    tensor: str = "self",
+) -> Windowed:
+    """An op with windows of one tensor: of the argument ``tensor``, or of its gradient, which a backward returns.
+
+    ``window_of``: None where the op cannot be taken apart along the dim.
+    """
+
+    def reach(along: Along) -> list[tuple[Windows, TensorType]]:
+        window = window_of(along)
+        return [] if window is None else [(window, along.emit.type(along.given.get(tensor, along.node)))]
+
+    def expand_windows(along: Along) -> Results:
+        window = window_of(along)
+        assert window is not None, along.node
+        return expand(along, window)
+
+    return Windowed(reach, expand_windows, piece)

@@ -37,34 +37,31 @@ def _kernel_windows(along: Along, large: fx.Node, small: fx.Node) -> Windows:
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
 
 
-def _backward_reach(along: Along) -> list[tuple[Windows, TensorType]]:
-    if sums_over_kernel(
-        along.size(along.given["weight"]), along.size(along.given["grad_output"]), along.given["transposed"]
-    ):
-        return []
-    large, small = _sides(along, along.given["grad_output"])
-    return [(_kernel_windows(along, large, small), along.emit.type(large))]
-
-
 def _reach(along: Along) -> list[tuple[Windows, TensorType]]:
-    given, node = along.given, along.node
-    if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
-        return [(_summed_windows(along), along.emit.type(given["input"]))]
-    spread = _spread_windows(along) if given["transposed"] else None
+    given, is_backward = along.given, "grad_output" in along.given
+    result = given.get("grad_output", along.node)
+    if sums_over_kernel(along.size(given["weight"]), along.size(result), given["transposed"]):
+        return [] if is_backward else [(_summed_windows(along), along.emit.type(given["input"]))]
+    spread = _spread_windows(along) if given["transposed"] and not is_backward else None
     if spread is not None:
         return [(spread, along.emit.type(given["input"]))]
-    large, small = _sides(along, node)
+    large, small = _sides(along, result)
     return [(_kernel_windows(along, large, small), along.emit.type(large))]
 
 
 def _convolution(along: Along) -> fx.Node:
     given, node = along.given, along.node
     if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
-        return _biased(along, _summed(along))
-    if given["transposed"]:
-        return _biased(along, _transposed(along))
-    window = _kernel_windows(along, given["input"], node)
-    return along.join(_convolved(along, along.windows(given["input"], window), bias=given["bias"]), window.total)
+        result = _summed(along)
+    elif given["transposed"]:
+        result = _transposed(along)
+    else:
+        window = _kernel_windows(along, given["input"], node)
+        return along.join(_convolved(along, along.windows(given["input"], window), bias=given["bias"]), window.total)
+    if given["bias"] is None:
+        return result
+    bias = along.emit(aten.reshape.default, given["bias"], [-1, *[1] * (along.ndim - 2)])
+    return along.emit(aten.add.Tensor, result, bias)  # here, as every rank would have added it to its share
 
 
 def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx.Node | None = None) -> fx.Node:
@@ -74,14 +71,6 @@ def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx
         aten.convolution.default, x, weight or given["weight"], bias, given["stride"], along.without(given["padding"]),
         given["dilation"], given["transposed"], along.without(given["output_padding"]), given["groups"],
     )  # fmt: skip
-
-
-def _biased(along: Along, result: fx.Node) -> fx.Node:
-    """With the bias, where every rank would have added it."""
-    if along.given["bias"] is None:
-        return result
-    shape = [-1, *[1] * (along.ndim - 2)]
-    return along.emit(aten.add.Tensor, result, along.emit(aten.reshape.default, along.given["bias"], shape))
 
 
 # A transposed convolution: where chunks of the result are multiples of the stride, each from a window of the input;
@@ -149,12 +138,12 @@ def _convolution_backward(along: Along) -> list[fx.Node | None]:
     pieces = along.windows(large, window), along.chunks(small)
     x, gradient = pieces[::-1] if given["transposed"] else pieces
     mask = list(given["output_mask"])
-    asked = [mask[0], mask[1], mask[2] and not given["transposed"]]
+    inner_mask = [mask[0], mask[1], mask[2] and not given["transposed"]]
     of_x, of_weight, of_bias = emit.results(
         emit(
             aten.convolution_backward.default, gradient, x, given["weight"], given["bias_sizes"], given["stride"],
             along.without(given["padding"]), given["dilation"], given["transposed"],
-            along.without(given["output_padding"]), given["groups"], asked,
+            along.without(given["output_padding"]), given["groups"], inner_mask,
         )
     )  # fmt: skip
     if of_x is not None:
@@ -167,5 +156,5 @@ def _convolution_backward(along: Along) -> list[fx.Node | None]:
 
 CONVOLUTIONS: dict[Any, Windowed] = {
     aten.convolution.default: Windowed(_reach, _convolution),
-    aten.convolution_backward.default: Windowed(_backward_reach, _convolution_backward),
+    aten.convolution_backward.default: Windowed(_reach, _convolution_backward),
 }

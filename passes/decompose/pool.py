@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,100 +13,80 @@ from torch import fx
 from shardc.language.sharding import TensorType
 from shardc.language.windows import EDGE, Windows
 
-from .along import Along, Reach, Windowed
+from .along import Along, Reach, Windowed, windowed
 
 aten = torch.ops.aten
 
 
-Number = dict[str, int]  # a pool's numbers for one dim, by the names of its arguments
-
-
-def _numbers(along: Along, count: int) -> dict[str, list[int]]:
+def _numbers(count: int, along: Along) -> dict[str, list[int]]:
     """Kernel, stride, padding and dilation of each of the ``count`` places, as an op that gives fewer means them."""
-    given = along.given
 
-    def each(name: str, default: Sequence[int]) -> list[int]:
-        value = given.get(name)
+    def for_places(name: str, default: Sequence[int]) -> list[int]:
+        value = along.given.get(name)
         numbers = [value] if isinstance(value, int) else list(value or default)
         return numbers * count if len(numbers) == 1 else numbers
 
-    kernel = each("kernel_size", ())
-    return {
-        "kernel_size": kernel,
-        "stride": each("stride", kernel),
-        "padding": each("padding", [0] * count),
-        "dilation": each("dilation", [1] * count),
-    }
+    kernel, zeros, ones = for_places("kernel_size", ()), [0] * count, [1] * count
+    defaults = {"kernel_size": kernel, "stride": kernel, "padding": zeros, "dilation": ones}
+    return {name: for_places(name, default) for name, default in defaults.items()}
 
 
-def _window(along: Along, count: int) -> Windows:
+def _window(count: int, along: Along) -> Windows:
     """What the positions of a pool look at: those of the result, or of the gradient that comes in."""
-    kernel, stride, padding, dilation = (along.at(numbers) for numbers in _numbers(along, count).values())
-    large, small = along.given["self"], along.given.get("grad_output") or along.node
+    kernel, stride, padding, dilation = (along.at(numbers) for numbers in _numbers(count, along).values())
+    large, small = along.given["self"], along.given.get("grad_output", along.node)
     span = (kernel - 1) * dilation + 1
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
-
-
-def _reach(count: int) -> Reach:
-    return lambda along: [(_window(along, count), along.emit.type(along.given["self"]))]
 
 
 # Max pools. Indices count the elements of a plane, of the whole one before and behind, of a window between.
 
 
-def _max_pool(op: Any, count: int) -> Callable[[Along], list[fx.Node | None]]:
-    def expand(along: Along) -> list[fx.Node | None]:
-        x, window, numbers = along.given["self"], _window(along, count), _numbers(along, count)
-        low = -math.inf if along.emit.type(x).dtype.is_floating_point else torch.iinfo(along.emit.type(x).dtype).min
-        padding = along.without(numbers["padding"])
-        values, indices = along.emit.results(
-            along.emit(
-                op, along.windows(x, window, low), numbers["kernel_size"], numbers["stride"], padding,
-                numbers["dilation"], along.given["ceil_mode"],
-            )
-        )  # fmt: skip
-        assert values is not None and indices is not None
-        whole = _moved(along, indices, window, count, window.size, along.size(x), 1)
-        return [along.join(values, window.total), along.join(whole, window.total)]
-
-    return expand
+def _max_pool(count: int, along: Along, window: Windows) -> list[fx.Node | None]:
+    x, (kernel, stride, padding, dilation) = along.given["self"], _numbers(count, along).values()
+    type_, padding = along.emit.type(x), along.without(padding)
+    low = -math.inf if type_.dtype.is_floating_point else torch.iinfo(type_.dtype).min
+    pieces = along.windows(x, window, low)
+    pools = along.emit(along.node.target, pieces, kernel, stride, padding, dilation, along.given["ceil_mode"])
+    values, indices = along.emit.results(pools)
+    assert values is not None and indices is not None
+    whole = _moved(count, along, indices, window, window.size, along.size(x), 1)
+    return [along.join(values, window.total), along.join(whole, window.total)]
 
 
-def _max_pool_backward(op: Any, count: int) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        given, x = along.given, along.given["self"]
-        window, numbers = _window(along, count), _numbers(along, count)
-        like = _like_windows(along, x, window)
-        indices = _moved(along, along.chunks(given["indices"]), window, count, along.size(x), window.size, -1)
-        last = math.prod(along.emit.shape(like)[-count:]) - 1
-        indices = along.emit(aten.clamp.default, indices, 0, last)  # behind the last position there are none
-        gradient = along.emit(
-            op, along.chunks(given["grad_output"]), like, numbers["kernel_size"], numbers["stride"],
-            along.without(numbers["padding"]), numbers["dilation"], given["ceil_mode"], indices,
-        )  # fmt: skip
-        return along.overlap_add(gradient, window)
-
-    return expand
+def _max_pool_backward(count: int, along: Along, window: Windows) -> fx.Node:
+    given, (kernel, stride, padding, dilation) = along.given, _numbers(count, along).values()
+    like = _like_windows(along, window)
+    indices = _moved(count, along, along.chunks(given["indices"]), window, window.length, window.size, -1)
+    last = math.prod(along.emit.shape(like)[-count:]) - 1
+    indices = along.emit(aten.clamp.default, indices, 0, last)  # behind the last position there are none
+    arguments = (kernel, stride, along.without(padding), dilation, given["ceil_mode"], indices)
+    gradient = along.emit(along.node.target, along.chunks(given["grad_output"]), like, *arguments)
+    return along.overlap_add(gradient, window)
 
 
-def _moved(along: Along, indices: fx.Node, window: Windows, count: int, old: int, new: int, sign: int) -> fx.Node:
+def _moved(count: int, along: Along, indices: fx.Node, window: Windows, old: int, new: int, sign: int) -> fx.Node:
     """Indices into planes whose dim has ``old`` elements, as of planes with ``new``, moved by each window's start."""
     emit, shape = along.emit, along.emit.shape(along.given["self"])
     behind = math.prod(shape[along.dim + 1 :])
     step = window.first(1) - window.first(0)
     starts = emit(aten.mul.Scalar, emit(aten.arange.default, along.count), sign * step * behind)
     starts = emit(aten.add.Scalar, starts, sign * window.first(0) * behind)
-    moved = emit(aten.add.Tensor, indices, along.spread(starts, indices))
+    batch, *rest = emit.shape(indices)  # of all windows
+    column = emit(aten.reshape.default, starts, [along.count, 1])
+    spread = emit(aten.expand.default, column, [along.count, batch // along.count])
+    starts = emit(aten.reshape.default, spread, [batch, *[1] * len(rest)])
+    result = emit(aten.add.Tensor, indices, starts)
     if along.dim == len(shape) - count:
-        return moved
+        return result
     before = emit(aten.div.Scalar_mode, indices, old * behind, rounding_mode="floor")
-    return emit(aten.add.Tensor, moved, emit(aten.mul.Scalar, before, (new - old) * behind))
+    return emit(aten.add.Tensor, result, emit(aten.mul.Scalar, before, (new - old) * behind))
 
 
-def _like_windows(along: Along, x: fx.Node, window: Windows) -> fx.Node:
-    """Of the shape that the windows of ``x`` have: an op wants it for its shape."""
-    shape = list(along.emit.shape(x))
-    shape[along.dim] = window.size
+def _like_windows(along: Along, window: Windows) -> fx.Node:
+    """Of the shape that the windows of the input have: a backward wants it for its shape."""
+    x = along.given["self"]
+    shape = along.without(along.emit.shape(x), window.size)
     shape[0] *= along.count
     return along.emit(aten.full.default, shape, 0, dtype=along.emit.type(x).dtype)
 
@@ -113,66 +94,50 @@ def _like_windows(along: Along, x: fx.Node, window: Windows) -> fx.Node:
 # Average pools: sums, divided by how many elements each position has where that differs.
 
 
-def _average_pool(op: Any, count: int) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        x, numbers = along.given["self"], _numbers(along, count)
-        window = _window(along, count)
-        divisors, divisor = _divisors(along, count, along.node)
-        result = along.emit(
-            op, along.windows(x, window), numbers["kernel_size"], numbers["stride"], along.without(numbers["padding"]),
-            along.given["ceil_mode"], True, divisor,
-        )  # fmt: skip
-        result = along.join(result, along.size(along.node))
+def _average_pool(count: int, along: Along, window: Windows) -> fx.Node:
+    """The pool or, of an op that has a gradient, its backward."""
+    given, (kernel, stride, padding, _) = along.given, _numbers(count, along).values()
+    gradient = given.get("grad_output")
+    divisors, divisor = _divisors(count, along, along.node if gradient is None else gradient)
+    arguments = (kernel, stride, along.without(padding), given["ceil_mode"], True, divisor)
+    if gradient is None:
+        result = along.emit(along.node.target, along.windows(given["self"], window), *arguments)
+        result = along.join(result, window.total)
         return result if divisors is None else along.emit(aten.div.Tensor, result, divisors)
-
-    return expand
-
-
-def _average_pool_backward(op: Any, count: int) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        x, numbers, gradient = along.given["self"], _numbers(along, count), along.given["grad_output"]
-        window = _window(along, count)
-        divisors, divisor = _divisors(along, count, gradient)
-        if divisors is not None:
-            gradient = along.emit(aten.div.Tensor, gradient, divisors)
-        result = along.emit(
-            op, along.chunks(gradient), _like_windows(along, x, window), numbers["kernel_size"], numbers["stride"],
-            along.without(numbers["padding"]), along.given["ceil_mode"], True, divisor,
-        )  # fmt: skip
-        return along.overlap_add(result, window)
-
-    return expand
+    if divisors is not None:
+        gradient = along.emit(aten.div.Tensor, gradient, divisors)
+    result = along.emit(along.node.target, along.chunks(gradient), _like_windows(along, window), *arguments)
+    return along.overlap_add(result, window)
 
 
-def _divisors(along: Along, count: int, result: fx.Node) -> tuple[fx.Node | None, int]:
+def _divisors(count: int, along: Along, result: fx.Node) -> tuple[fx.Node | None, int]:
     """How many elements the mean at each position is of, and the one divisor of all; the former where they differ."""
-    given, numbers = along.given, _numbers(along, count)
+    given, numbers = along.given, _numbers(count, along)
     if given["divisor_override"]:
         return None, given["divisor_override"]
-    x, y = (along.emit.shape(node)[-count:] for node in (given["self"], result))
+    sizes, totals = (along.emit.shape(node)[-count:] for node in (given["self"], result))
     counts = [
-        _counts(along, size, out, {name: each[i] for name, each in numbers.items()})
-        for i, (size, out) in enumerate(zip(x, y, strict=True))
+        _counts(along, size, total, kernel, stride, padding)
+        for size, total, kernel, stride, padding, _ in zip(sizes, totals, *numbers.values(), strict=True)
     ]
-    if all(isinstance(each, int) for each in counts):
-        return None, math.prod(each for each in counts if isinstance(each, int))
-    total: fx.Node | None = None
-    for i, each in enumerate(counts):
-        if isinstance(each, int):
-            each = along.emit(aten.full.default, [y[i]], each, dtype=torch.int64)
-        shaped = along.emit(aten.reshape.default, each, [-1, *[1] * (count - 1 - i)])
-        total = shaped if total is None else along.emit(aten.mul.Tensor, total, shaped)
-    return total, 1
+    if all(isinstance(elements, int) for elements in counts):
+        return None, math.prod(elements for elements in counts if isinstance(elements, int))
+    product: fx.Node | None = None
+    for i, elements in enumerate(counts):
+        if isinstance(elements, int):
+            elements = along.emit(aten.full.default, [totals[i]], elements, dtype=torch.int64)
+        shaped = along.emit(aten.reshape.default, elements, [-1, *[1] * (count - 1 - i)])
+        product = shaped if product is None else along.emit(aten.mul.Tensor, product, shaped)
+    return product, 1
 
 
-def _counts(along: Along, size: int, out: int, numbers: Number) -> fx.Node | int:
-    """How many elements each of ``out`` positions of one dim has; a number where all have as many."""
-    emit, kernel, padding = along.emit, numbers["kernel_size"], numbers["padding"]
-    counts_padding = along.given["count_include_pad"]
-    low, high = (-padding, size + padding) if counts_padding else (0, size)
-    if -padding >= low and (out - 1) * numbers["stride"] - padding + kernel <= high:
+def _counts(along: Along, size: int, total: int, kernel: int, stride: int, padding: int) -> fx.Node | int:
+    """How many elements each of ``total`` positions of one dim has; a number where all have as many."""
+    emit = along.emit
+    low, high = (-padding, size + padding) if along.given["count_include_pad"] else (0, size)
+    if -padding >= low and (total - 1) * stride - padding + kernel <= high:
         return kernel
-    starts = emit(aten.sub.Scalar, emit(aten.mul.Scalar, emit(aten.arange.default, out), numbers["stride"]), padding)
+    starts = emit(aten.sub.Scalar, emit(aten.mul.Scalar, emit(aten.arange.default, total), stride), padding)
     ends = emit(aten.clamp.default, emit(aten.add.Scalar, starts, kernel), low, high)
     return emit(aten.sub.Tensor, ends, emit(aten.clamp.default, starts, low, high))
 
@@ -180,85 +145,52 @@ def _counts(along: Along, size: int, out: int, numbers: Number) -> fx.Node | int
 # Adaptive average pools and resampling, where every position has as many elements.
 
 
-def _adaptive_reach(along: Along) -> list[tuple[Windows, TensorType]]:
-    window = _adaptive_window(along)
-    return [(window, along.emit.type(along.given["self"]))] if window.span * window.total == window.length else []
+def _adaptive_window(along: Along) -> Windows | None:
+    large, small = (along.size(node) for node in (along.given["self"], along.given.get("grad_output", along.node)))
+    span = large // small
+    return Windows(along.count, large, small, 0, span, span) if span * small == large else None
 
 
-def _adaptive_window(along: Along) -> Windows:
-    large, small = (along.size(node) for node in (along.given["self"], along.given.get("grad_output") or along.node))
-    return Windows(along.count, large, small, 0, large // small, large // small)
+def _adaptive_pool(along: Along, window: Windows) -> fx.Node:
+    given, op = along.given, along.node.target
+    if "grad_output" in given:
+        like = _like_windows(along, window)
+        return along.overlap_add(along.emit(op, along.chunks(given["grad_output"]), like), window)
+    sizes = along.without(given["output_size"], window.chunk)
+    return along.join(along.emit(op, along.windows(given["self"], window), sizes), window.total)
 
 
-def _adaptive_pool(op: Any) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        window = _adaptive_window(along)
-        sizes = along.without(along.given["output_size"], window.chunk)
-        result = along.emit(op, along.windows(along.given["self"], window), sizes)
-        return along.join(result, window.total)
-
-    return expand
-
-
-def _adaptive_pool_backward(op: Any) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        window = _adaptive_window(along)
-        like = _like_windows(along, along.given["self"], window)
-        return along.overlap_add(along.emit(op, along.chunks(along.given["grad_output"]), like), window)
-
-    return expand
+def _pools() -> dict[Any, Windowed]:
+    forms: dict[str, Callable[[int, Along, Windows], fx.Node | list[fx.Node | None]]] = {
+        "max_pool{}d_with_indices": _max_pool,
+        "max_pool{}d_with_indices_backward": _max_pool_backward,
+        "avg_pool{}d": _average_pool,
+        "avg_pool{}d_backward": _average_pool,
+    }
+    return {
+        getattr(aten, name.format(count)).default: windowed(partial(_window, count), partial(expand, count))
+        for count in (2, 3)
+        for name, expand in forms.items()
+    }
 
 
 POOLS: dict[Any, Windowed] = {
-    aten.max_pool2d_with_indices.default: Windowed(_reach(2), _max_pool(aten.max_pool2d_with_indices.default, 2)),
-    aten.max_pool3d_with_indices.default: Windowed(_reach(3), _max_pool(aten.max_pool3d_with_indices.default, 3)),
-    aten.max_pool2d_with_indices_backward.default: Windowed(
-        _reach(2), _max_pool_backward(aten.max_pool2d_with_indices_backward.default, 2)
-    ),
-    aten.max_pool3d_with_indices_backward.default: Windowed(
-        _reach(3), _max_pool_backward(aten.max_pool3d_with_indices_backward.default, 3)
-    ),
-    aten.avg_pool2d.default: Windowed(_reach(2), _average_pool(aten.avg_pool2d.default, 2)),
-    aten.avg_pool3d.default: Windowed(_reach(3), _average_pool(aten.avg_pool3d.default, 3)),
-    aten.avg_pool2d_backward.default: Windowed(_reach(2), _average_pool_backward(aten.avg_pool2d_backward.default, 2)),
-    aten.avg_pool3d_backward.default: Windowed(_reach(3), _average_pool_backward(aten.avg_pool3d_backward.default, 3)),
-    aten._adaptive_avg_pool2d.default: Windowed(_adaptive_reach, _adaptive_pool(aten._adaptive_avg_pool2d.default)),
-    aten._adaptive_avg_pool2d_backward.default: Windowed(
-        _adaptive_reach, _adaptive_pool_backward(aten._adaptive_avg_pool2d_backward.default)
-    ),
+    **_pools(),
+    aten._adaptive_avg_pool2d.default: windowed(_adaptive_window, _adaptive_pool),
+    aten._adaptive_avg_pool2d_backward.default: windowed(_adaptive_window, _adaptive_pool),
 }
 
 
-def _sizes(along: Along) -> tuple[int, int]:
-    """The size of the dim in the image and in the enlarged one."""
+def _resample_windows(beside: int, along: Along) -> tuple[Windows, Windows]:
+    """Of the image what each chunk of it is enlarged from; of the enlarged image what each chunk becomes.
+
+    An element is made of itself and of ``beside`` elements at either side.
+    """
     given = along.given
+    size = along.size(given["self"]) if "self" in given else given["input_size"][along.dim]
     large = along.at(given["output_size"])
-    return (along.size(given["self"]) if "self" in given else given["input_size"][along.dim]), large
-
-
-def _image_window(along: Along, beside: int) -> Windows:
-    """Of the image what each chunk of it is enlarged from: the chunk, and ``beside`` elements at either end."""
-    size, _ = _sizes(along)
-    return Windows(along.count, size, size, -beside, 1, 2 * beside + 1, EDGE)
-
-
-def _enlarged_window(along: Along) -> Windows:
-    """Of the enlarged image what each chunk of the image becomes."""
-    size, large = _sizes(along)
-    return Windows(along.count, large, size, 0, large // size, large // size)
-
-
-def _resample_reach(beside: int) -> Reach:
-    def reach(along: Along) -> list[tuple[Windows, TensorType]]:
-        size, large = _sizes(along)
-        node = along.node
-        types = [along.emit.type(along.given.get("self", node)), along.emit.type(along.given.get("grad_output", node))]
-        scale = along.given[along.at(_scales(along))]
-        if large % size or scale not in (None, large / size) or along.given.get("align_corners"):
-            return []
-        return list(zip((_image_window(along, beside), _enlarged_window(along)), types, strict=True))
-
-    return reach
+    image = Windows(along.count, size, size, -beside, 1, 2 * beside + 1, EDGE)
+    return image, Windows(along.count, large, size, 0, large // size, large // size)
 
 
 def _scales(along: Along) -> list[str]:
@@ -266,53 +198,45 @@ def _scales(along: Along) -> list[str]:
     return [name for name in along.given if name.startswith("scales")]
 
 
-def _arguments(along: Along, beside: int) -> tuple[list[int], list[Any]]:
-    """The enlarged size of a window, and all arguments that follow it; the scale is that of the sizes."""
-    given, (size, large) = along.given, _sizes(along)
-    ours = along.at(_scales(along))
-    scales = [None if name == ours else given[name] for name in _scales(along)]
-    enlarged = _image_window(along, beside).size * (large // size)
+def _resample_reach(beside: int) -> Reach:
+    def reach(along: Along) -> list[tuple[Windows, TensorType]]:
+        given, (image, enlarged) = along.given, _resample_windows(beside, along)
+        scale = given[along.at(_scales(along))]
+        is_uneven = enlarged.length % image.length or scale not in (None, enlarged.length / image.length)
+        if is_uneven or given.get("align_corners"):
+            return []
+        image_type, enlarged_type = (along.emit.type(given.get(name, along.node)) for name in ("self", "grad_output"))
+        return [(image, image_type), (enlarged, enlarged_type)]
+
+    return reach
+
+
+def _resample(beside: int, along: Along) -> fx.Node:
+    """The op on windows, with the enlarged edges cut off; of a backward with edges of zeros around the gradient."""
+    given, emit, names = along.given, along.emit, _scales(along)
+    image, enlarged = _resample_windows(beside, along)
+    sizes, edge = along.without(given["output_size"], image.size * enlarged.stride), beside * enlarged.stride
     corners = [given["align_corners"]] if "align_corners" in given else []
-    return along.without(given["output_size"], enlarged), [*corners, *scales]
-
-
-def _edged(along: Along, x: fx.Node, edge: int) -> fx.Node:
-    """With ``edge`` zeros at either end of the dim; less than none are cut off."""
-    return along.padded(x, edge, edge) if edge else x
-
-
-def _forward(op: Any, beside: int) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        size, rest = _arguments(along, beside)
-        window, enlarged = _image_window(along, beside), _enlarged_window(along)
-        result = along.emit(op, along.windows(along.given["self"], window), size, *rest)
-        return along.overlap_add(_edged(along, result, -beside * enlarged.stride), enlarged)
-
-    return expand
-
-
-def _backward(op: Any, beside: int) -> Callable[[Along], fx.Node]:
-    def expand(along: Along) -> fx.Node:
-        size, rest = _arguments(along, beside)
-        window, enlarged = _image_window(along, beside), _enlarged_window(along)
-        gradient = _edged(along, along.windows(along.given["grad_output"], enlarged), beside * enlarged.stride)
-        shape = along.without(along.given["input_size"], window.size)
+    scales = [None if name == along.at(names) else given[name] for name in names]  # that of the sizes
+    if "grad_output" in given:
+        gradient = along.windows(given["grad_output"], enlarged)
+        gradient = along.padded(gradient, edge, edge) if edge else gradient
+        shape = along.without(given["input_size"], image.size)
         shape[0] *= along.count
-        return along.overlap_add(along.emit(op, gradient, size, shape, *rest), window)
+        return along.overlap_add(emit(along.node.target, gradient, sizes, shape, *corners, *scales), image)
+    result = emit(along.node.target, along.windows(given["self"], image), sizes, *corners, *scales)
+    return along.overlap_add(along.padded(result, -edge, -edge) if edge else result, enlarged)
 
-    return expand
 
-
-def _entries() -> dict[Any, Windowed]:
-    nearest = [f"{name}{ndim}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for ndim in (1, 2, 3)]
+def _resamplings() -> dict[Any, Windowed]:
     linear = ["upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"]
-    found: dict[Any, Windowed] = {}
-    for name in nearest + linear:
-        op, backward = (getattr(aten, f"{name}{suffix}").default for suffix in ("", "_backward"))
-        beside = int(name in linear)
-        found[op] = Windowed(_resample_reach(beside), _forward(op, beside))
-        found[backward] = Windowed(_resample_reach(beside), _backward(backward, beside))
-    return found
+    nearest = [f"{name}{ndim}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for ndim in (1, 2, 3)]
+    return {
+        getattr(aten, f"{name}{suffix}").default: Windowed(_resample_reach(beside), partial(_resample, beside))
+        for beside, names in enumerate((nearest, linear))
+        for name in names
+        for suffix in ("", "_backward")
+    }
 
 
-RESAMPLINGS = _entries()
+RESAMPLINGS = _resamplings()
