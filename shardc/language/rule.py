@@ -151,7 +151,7 @@ def rule(
     is_even: bool = False,
     is_dense: bool = False,
 ) -> None:
-    """Enter an op's rule in the table.
+    """Enter the rule of an op, or of each in a tuple of ops, in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
     a dim that is never cut, ``...`` the leading dims, ``_`` a tensor without a constraint; a dim of size 1 has no
@@ -159,7 +159,6 @@ def rule(
     one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1``: ``args[1]`` is the shape of the
     first result, which becomes local. ``is_even`` and ``is_dense``: see ``Rule`` and ``OpRule``.
     """
-    assert op not in RULES, f"{op} has two rules"
 
     def bind(call: OpCall) -> Rule:
         if callable(spec):
@@ -168,7 +167,9 @@ def rule(
             bound = make_rule(spec, call, linear=linear, whole=whole, reduce=reduce)
         return replace(bound, is_even=True) if is_even else bound
 
-    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_dense)
+    for each in op if isinstance(op, tuple) else (op,):
+        assert each not in RULES, f"{each} has two rules"
+        RULES[each] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_dense)
 
 
 def local_sizes(arg: int) -> Local:

@@ -49,12 +49,9 @@ class BoundDot:
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The contraction."""
         left, right = self._matrices(a, b)
-        if bias is not None:
-            product = torch.addmm(bias, left, right)
-        else:
-            product = torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
-        if self._shape is not None:
-            product = product.view(self._shape)
+        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        product = multiply(left, right) if bias is None else torch.addmm(bias, left, right)
+        product = product if self._shape is None else product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
 
     @property
@@ -80,8 +77,7 @@ class BoundDot:
         """
         name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
         product = f"{name}({', '.join((*bias, left, right, *([f'out={out}'] if out else [])))})"
-        if self._shape is not None:
-            product += f".view({tuple(self._shape)})"
+        product = product if self._shape is None else f"{product}.view({tuple(self._shape)})"
         return product if self._order is None else f"{product}.permute({tuple(self._order)})"
 
     def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -100,18 +96,16 @@ class BoundDot:
 
     def _matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The two matrices whose product is the contraction."""
+        plan = self.plan
         if self._shapes != (a.shape, b.shape):
-            self._bind(a.shape, b.shape)
+            self._shapes = a.shape, b.shape
+            sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
+            self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
+            is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
+            self._shape = None if is_matrix else [sizes[name] for name in plan.product]
+            self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
         left, right = _stepped(a, self._left), _stepped(b, self._right)
-        return (right.mT, left.mT) if self.plan.is_swapped else (left, right)
-
-    def _bind(self, a: torch.Size, b: torch.Size) -> None:
-        plan, self._shapes = self.plan, (a, b)
-        sizes = dict(zip(plan.a + plan.b, a + b, strict=True))
-        self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
-        is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
-        self._shape = None if is_matrix else [sizes[name] for name in plan.product]
-        self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
+        return (right.mT, left.mT) if plan.is_swapped else (left, right)
 
 
 Steps = tuple[list[int] | None, list[int] | None]  # a permutation and a shape, None where it stays as it is
@@ -126,15 +120,13 @@ def _steps(names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, in
 
 def _stepped(x: Tensor, steps: Steps) -> Tensor:
     order, shape = steps
-    if order is not None:
-        x = x.permute(order)
+    x = x if order is None else x.permute(order)
     return x if shape is None else x.reshape(shape)
 
 
 def _stepped_text(x: str, steps: Steps) -> str:
     order, shape = steps
-    if order is not None:
-        x += f".permute({tuple(order)})"
+    x = x if order is None else f"{x}.permute({tuple(order)})"
     return x if shape is None else f"{x}.reshape({tuple(shape)})"
 
 
@@ -242,14 +234,8 @@ def _rows_of(expert: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield j, order[start:end]
 
 
-@expert_product.register_fake
-def _product_type(x: Tensor, weight: Tensor, expert: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@expert_sum.register_fake
-def _sum_type(x: Tensor, y: Tensor, expert: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    return x.new_empty(experts.shape[0], x.shape[1], y.shape[1])
+expert_product.register_fake(lambda x, weight, *others: x.new_empty(x.shape[0], weight.shape[2]))
+expert_sum.register_fake(lambda x, y, expert, experts, *others: x.new_empty(experts.shape[0], x.shape[1], y.shape[1]))
 
 
 def grouped_mm(

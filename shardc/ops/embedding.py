@@ -40,10 +40,6 @@ def _embedding_backward_rule(call: OpCall) -> Rule:
     return make_rule(f"{tokens} d, {tokens} -> v d", call, linear="0", whole=f"v {tokens if by_count else ''}")
 
 
-def _scatter_rows_rule(call: OpCall) -> Rule:
-    return make_rule(f"{_tokens(call)} d, {_tokens(call)}, v -> v d", call, linear="0")
-
-
 def _bags(tensor: TensorType | None) -> str:
     """The dims of the places of maxima: per bag and column, or per bag."""
     return "1 d" if tensor is not None and len(tensor.shape) == 2 else "1"
@@ -55,15 +51,13 @@ def _embedding_bag_rule(call: OpCall) -> Rule:
     return make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {places if 'd' in places else '_'}", call)
 
 
-def _embedding_bag_backward_rule(call: OpCall) -> Rule:
-    return make_rule(f"1 d, 1, 1, 1, 1, {_bags(call.operands[5])}, 1 -> 1 d", call, linear="0")
-
-
 rule(aten.embedding.default, "v d, ... -> ... d", whole="v", linear="0")
 rule(aten.embedding_dense_backward.default, _embedding_backward_rule)
 rule(lookup_rows, "v d, ..., v -> ... d", linear="0")
-rule(scatter_rows, _scatter_rows_rule)
-rule(aten._embedding_bag.default, _embedding_bag_rule)
-rule(aten._embedding_bag_forward_only.default, _embedding_bag_rule)
-rule(aten._embedding_bag_backward.default, _embedding_bag_backward_rule)
+rule(scatter_rows, lambda call: make_rule("T d, T, v -> v d".replace("T", _tokens(call)), call, linear="0"))
+rule((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), _embedding_bag_rule)
+rule(
+    aten._embedding_bag_backward.default,
+    lambda call: make_rule(f"1 d, 1, 1, 1, 1, {_bags(call.operands[5])}, 1 -> 1 d", call, linear="0"),
+)
 rule(aten._embedding_bag_per_sample_weights_backward.default, "1 d, 1 d, 1, 1, 1 -> 1")

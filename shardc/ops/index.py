@@ -27,16 +27,19 @@ IndexedDims = tuple[int, ...]  # the dims that are indexed, in order
 # x[indices], and what is put there.
 
 
-def _lookup_names(ndim: int, dims: Sequence[int], count: int) -> tuple[list[str], list[str], list[str]]:
-    """Names of the dims of ``x``, of the ``count`` dims that index tensors broadcast to, and of ``x[tensors]``.
+def _lookup_specs(
+    ndim: int, dims: Sequence[int], tensors: Sequence[TensorType | None]
+) -> tuple[list[str], list[str], list[str]]:
+    """Names of the dims of ``x`` and of ``x[tensors]``, where ``dims`` of ``x`` are indexed, and the tensors' specs.
 
-    ``dims`` of ``x`` are indexed: ``v0`` is the name of dim 0, if it is one of them.
+    ``v0`` is the name of dim 0 of ``x`` if it is indexed, ``i0`` that of the first dim that the tensors broadcast to.
     """
     names = [f"v{dim}" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
-    lookup = [f"i{i}" for i in range(count)]
+    lookup = [f"i{i}" for i in range(max(len(tensor.shape) for tensor in tensors if tensor is not None))]
     others = [name for dim, name in enumerate(names) if dim not in dims]
-    at = _lookup_start(dims)
-    return names, lookup, [*others[:at], *lookup, *others[at:]]
+    start = _lookup_start(dims)
+    result = [*others[:start], *lookup, *others[start:]]
+    return names, result, [_aligned(lookup, tensor) for tensor in tensors]
 
 
 def _lookup_start(dims: Sequence[int]) -> int:
@@ -44,54 +47,31 @@ def _lookup_start(dims: Sequence[int]) -> int:
     return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
-def _index_specs(tensors: Sequence[TensorType | None], lookup: Sequence[str]) -> list[str]:
-    """The spec of each index tensor, aligned on the right of what they broadcast to."""
-    return ["_" if tensor is None else _right(lookup, tensor) for tensor in tensors]
+def _aligned(names: Sequence[str], tensor: TensorType | None) -> str:
+    """The spec of a tensor that broadcasts to dims of these names: it is aligned on the right."""
+    return "_" if tensor is None else " ".join(names[len(names) - len(tensor.shape) :])
 
 
-def _num_lookup_dims(tensors: Sequence[TensorType | None]) -> int:
-    return max(len(tensor.shape) for tensor in tensors if tensor is not None)
-
-
-def _right(names: Sequence[str], tensor: TensorType) -> str:
-    return " ".join(names[len(names) - len(tensor.shape) :])
-
-
-def _has_mask(tensors: Sequence[TensorType | None]) -> bool:
-    """Whether an index is a mask, whose result's size depends on its values."""
-    return any(tensor is not None and tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors)
-
-
-def _index_rule(call: OpCall) -> Rule:
-    tensors = call.operands[1:]
-    if _has_mask(tensors):
-        return replicated_rule(call)
+def _index_rule(call: OpCall, has_values: bool = False) -> Rule:
+    """Values to put are whole along the index: if they were cut, every shard would add to its own copy of ``x``."""
+    tensors = call.operands[1:-1] if has_values else call.operands[1:]
+    if any(tensor is not None and tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
+        return replicated_rule(call)  # a mask: the size of the result depends on its values
     dims = [dim for dim, tensor in enumerate(tensors) if tensor is not None]
-    names, lookup, result = _lookup_names(len(call.operand.shape), dims, _num_lookup_dims(tensors))
-    specs = [" ".join(names), *_index_specs(tensors, lookup)]
-    whole = " ".join(f"v{dim}" for dim in dims)
-    return make_rule(f"{', '.join(specs)} -> {' '.join(result)}", call, linear="0", whole=whole)
-
-
-def _index_put_rule(call: OpCall) -> Rule:
-    """Values are whole along the index: if they were cut, every shard would add to its own copy of ``x``."""
-    *tensors, values = call.operands[1:]
-    if _has_mask(tensors):
-        return replicated_rule(call)
-    assert values is not None
-    dims = [dim for dim, tensor in enumerate(tensors) if tensor is not None]
-    names, lookup, result = _lookup_names(len(call.operand.shape), dims, _num_lookup_dims(tensors))
-    specs = [" ".join(names), *_index_specs(tensors, lookup), _right(result, values)]
+    names, result, specs = _lookup_specs(len(call.operand.shape), dims, tensors)
+    left, whole = ", ".join([" ".join(names), *specs]), " ".join(f"v{dim}" for dim in dims)
+    if not has_values:
+        return make_rule(f"{left} -> {' '.join(result)}", call, linear="0", whole=whole)
     adds = len(call.args) > 3 and call.args[3]
     linear = (frozenset({0, len(call.operands) - 1}),) if adds else ""
-    whole = " ".join([*(f"v{dim}" for dim in dims), *lookup])
-    return make_rule(f"{', '.join(specs)} -> {' '.join(names)}", call, linear=linear, whole=whole)
+    whole = " ".join([whole, *(name for name in result if name.startswith("i"))])
+    return make_rule(
+        f"{left}, {_aligned(result, call.operands[-1])} -> {' '.join(names)}", call, linear=linear, whole=whole
+    )
 
 
-rule(aten.index.Tensor, _index_rule)
-rule(aten._unsafe_index.Tensor, _index_rule)
-rule(aten.index_put.default, _index_put_rule)
-rule(aten._unsafe_index_put.default, _index_put_rule)
+rule((aten.index.Tensor, aten._unsafe_index.Tensor), _index_rule)
+rule((aten.index_put.default, aten._unsafe_index_put.default), lambda call: _index_rule(call, has_values=True))
 
 
 # One index along one dim.
@@ -130,23 +110,19 @@ def _beside_index_rule(spec: str) -> Bind:
     return bind
 
 
-def _take_rule(call: OpCall) -> Rule:
-    """The index counts through all dims of ``x``."""
-    return make_rule(f"{' '.join(['1'] * len(call.operand.shape))}, ... -> ...", call, linear="0")
-
-
 rule(aten.gather.default, _along_index("X, I -> I", 1, linear="0", whole="v"))
-rule(aten.scatter.src, _along_index("X, I, I -> X", 1, whole="v i"))
-rule(aten.scatter.value, _along_index("X, I, I -> X", 1, whole="v i"))
+for op in (
+    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_reduce.two,
+):  # fmt: skip
+    rule(op, _along_index("X, I, I -> X", 1, whole="v i"))
 rule(aten.scatter_add.default, _along_index("X, I, I -> X", 1, linear="02", whole="v i"))
-rule(aten.scatter.reduce, _along_index("X, I, I -> X", 1, whole="v i"))
-rule(aten.scatter.value_reduce, _along_index("X, I, I -> X", 1, whole="v i"))
-rule(aten.scatter_reduce.two, _along_index("X, I, I -> X", 1, whole="v i"))
 rule(aten.searchsorted.Tensor, _searchsorted_rule)
 rule(aten.index_reduce.default, _beside_index_rule("X, 1, X -> X"))
-rule(aten.index_fill.int_Scalar, _beside_index_rule("X, 1,  -> X"))
-rule(aten.index_fill.int_Tensor, _beside_index_rule("X, 1,  -> X"))
-rule(aten.take.default, _take_rule)
+rule((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _beside_index_rule("X, 1,  -> X"))
+rule(  # the index counts through all dims of x
+    aten.take.default,
+    lambda call: make_rule(f"{' '.join(['1'] * len(call.operand.shape))}, ... -> ...", call, linear="0"),
+)
 rule(aten.bucketize.Tensor, "..., 1 -> ...")
 
 
@@ -236,41 +212,30 @@ def _with_spare(x: Tensor, dim: int) -> Tensor:
     return torch.cat([x, x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])], dim)
 
 
-def _specs_at(call: OpCall, first: int, ndim: int) -> tuple[str, str, str]:
-    """The specs of ``x``, of ``x[indices]``, and of the indices, which follow ``first`` operands, and their rows."""
-    dims: IndexedDims = call.args[-1]
-    indices = call.operands[first : first + len(dims)]
-    names, lookup, values = _lookup_names(ndim, dims, _num_lookup_dims(indices))
-    specs = [*_index_specs(indices, lookup), *(names[dim] for dim in dims)]
-    return " ".join(names), " ".join(values), ", ".join(specs)
+def _rule_at(spec: str, linear: str = "") -> Bind:
+    """``X`` in the spec is ``x``, ``V`` is ``x[indices]``, ``I`` stands for the indices and their rows.
+
+    An op that is not linear may put two values at one position, so values are whole along the index.
+    """
+
+    def bind(call: OpCall) -> Rule:
+        dims: IndexedDims = call.args[-1]
+        first, x = spec.partition("I")[0].count(","), call.operand if spec.startswith("X") else call.result
+        names, values, specs = _lookup_specs(len(x.shape), dims, call.operands[first : first + len(dims)])
+        sides = {"X": " ".join(names), "V": " ".join(values), "I": ", ".join([*specs, *(names[dim] for dim in dims)])}
+        whole = "" if linear else " ".join(name for name in values if name.startswith("i"))
+        return make_rule("".join(sides.get(char, char) for char in spec), call, linear=linear, whole=whole)
+
+    return bind
 
 
-def _lookup_at_rule(call: OpCall) -> Rule:
-    x, values, indices = _specs_at(call, 1, len(call.operand.shape))
-    return make_rule(f"{x}, {indices} -> {values}", call, linear="0")
-
-
-def _add_at_rule(call: OpCall) -> Rule:
-    x, values, indices = _specs_at(call, 1, len(call.result.shape))
-    return make_rule(f"{values}, {indices} -> {x}", call, linear="0")
-
-
-def _put_at_rule(call: OpCall) -> Rule:
-    """Values are whole along the index, as two may go to one position."""
-    x, values, indices = _specs_at(call, 2, len(call.operand.shape))
-    whole = " ".join(name for name in values.split() if name.startswith("i"))
-    return make_rule(f"{x}, {values}, {indices} -> {x}", call, whole=whole)
-
-
-rule(lookup_at, _lookup_at_rule)
-rule(add_at, _add_at_rule)
-rule(put_at, _put_at_rule)
+rule(lookup_at, _rule_at("X, I -> V", linear="0"))
+rule(add_at, _rule_at("V, I -> X", linear="0"))
+rule(put_at, _rule_at("X, V, I -> X"))
 rule(gather_at, _along_index("X, I, v -> I", -1, linear="0"))
 rule(scatter_add_at, _along_index("I, I, v -> X", -1, linear="1"))
-rule(scatter_added_at, _along_index("X, I, I, v -> X", -1, whole="i"))
-rule(scatter_at, _along_index("X, I, I, v -> X", -1, whole="i"))
+rule((scatter_added_at, scatter_at), _along_index("X, I, I, v -> X", -1, whole="i"))
 
-MAKE_NEW: frozenset[Any] = frozenset(  # their results have memory of their own
-    {lookup_at, gather_at, add_at, scatter_add_at, scatter_added_at}
-)
+# Their results have memory of their own.
+MAKE_NEW: frozenset[Any] = frozenset({lookup_at, gather_at, add_at, scatter_add_at, scatter_added_at})
 WRITE_OVER: dict[Any, Any] = {scatter_added_at: scatter_added_at_}  # the same op, which writes to its first operand

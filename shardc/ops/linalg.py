@@ -20,15 +20,13 @@ aten = torch.ops.aten
 # Factorizations: factors, pivots, whether it went well.
 rule(aten._linalg_det.default, "... 1 1 -> ..., ... 1 1, ... 1")
 rule(aten._linalg_slogdet.default, "... 1 1 -> ..., ..., ... 1 1, ... 1")
-rule(aten._linalg_eigh.default, "... 1 1 -> ... 1, ... 1 1", is_even=True)
-rule(aten.linalg_eig.default, "... 1 1 -> ... 1, ... 1 1", is_even=True)
+rule((aten._linalg_eigh.default, aten.linalg_eig.default), "... 1 1 -> ... 1, ... 1 1", is_even=True)
 rule(aten._linalg_eigvals.default, "... 1 1 -> ... 1", is_even=True)
 rule(aten._linalg_svd.default, "... 1 1 -> ... 1 1, ... 1, ... 1 1", is_even=True)
 rule(aten.linalg_qr.default, "... 1 1 -> ... 1 1, ... 1 1")
 rule(aten.geqrf.default, "... 1 1 -> ... 1 1, ... 1")
 rule(aten.linalg_lu.default, "... 1 1 -> ... 1 1, ... 1 1, ... 1 1")
-rule(aten.linalg_lu_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
-rule(aten.linalg_ldl_factor_ex.default, "... 1 1 -> ... 1 1, ... 1, ...")
+rule((aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default), "... 1 1 -> ... 1 1, ... 1, ...")
 rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1", is_even=True)
 rule(aten.linalg_cholesky_ex.default, "... 1 1 -> ... 1 1, ...")
 rule(aten.cholesky.default, "... 1 1 -> ... 1 1", is_even=True)
@@ -50,29 +48,24 @@ def _solve_rule(spec: str) -> Callable[[OpCall], Rule]:
     return bind
 
 
-rule(aten.linalg_lu_solve.default, _solve_rule("... 1 1, ... 1, X -> X"), is_even=True)
-rule(aten.linalg_ldl_solve.default, _solve_rule("... 1 1, ... 1, X -> X"), is_even=True)
+rule((aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default), _solve_rule("... 1 1, ... 1, X -> X"), is_even=True)
 rule(aten.linalg_solve_triangular.default, _solve_rule("... 1 1, X -> X"))
 rule(aten.cholesky_solve.default, _solve_rule("X, ... 1 1 -> X"))
 rule(aten.triangular_solve.default, "... 1 1, ... 1 1 -> ... 1 1, ... 1 1", is_even=True)
 rule(aten.ormqr.default, lambda call: make_rule("... 1 1, ... 1, ... 1 1 -> ... 1 1", call))
 
 
-def _solve_ex_rule(call: OpCall) -> Rule:
-    """B is a stack of vectors where it has one dim less than A and agrees with it."""
-    x = "... 1" if _has_vectors(call) else "... 1 1"
-    return make_rule(f"... 1 1, {x} -> {x}, ... 1 1, ... 1, ...", call)
-
-
-def _has_vectors(call: OpCall) -> bool:
+def _right_side(call: OpCall) -> str:
+    """The spec of B: a stack of vectors where it has one dim less than A and agrees with it, else of matrices."""
     a, b = call.operands
     assert a is not None and b is not None
-    return len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and b.shape == a.shape[:-1])
+    has_vectors = len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and b.shape == a.shape[:-1])
+    return "... 1" if has_vectors else "... 1 1"
 
 
 def _least_squares_rule(call: OpCall) -> Rule:
     """A result that the driver does not compute is empty."""
-    x = "... 1" if _has_vectors(call) else "... 1 1"
+    x = _right_side(call)
     sides = [
         "1" if result and result.shape == (0,) else side
         for side, result in zip((x, "... 1", "...", "... 1"), call.results, strict=True)
@@ -80,14 +73,16 @@ def _least_squares_rule(call: OpCall) -> Rule:
     return make_rule(f"... 1 1, {x} -> {', '.join(sides)}", call)
 
 
-rule(aten._linalg_solve_ex.default, _solve_ex_rule)
+rule(
+    aten._linalg_solve_ex.default,
+    lambda call: make_rule("... 1 1, X -> X, ... 1 1, ... 1, ...".replace("X", _right_side(call)), call),
+)
 rule(aten.linalg_lstsq.default, _least_squares_rule, is_even=True)
 rule(aten.linalg_cross.default, along(lambda call: call.kwargs.get("dim", -1), linear="0 1"))
 
 # Distances between the rows of two matrices.
-rule(aten._cdist_forward.default, "... p 1, ... r 1 -> ... p r")
+rule((aten._cdist_forward.default, aten._euclidean_dist.default), "... p 1, ... r 1 -> ... p r")
 rule(aten._cdist_backward.default, "... p r, ... p 1, ... r 1, ... p r -> ... p 1")
-rule(aten._euclidean_dist.default, "... p 1, ... r 1 -> ... p r")
 
 
 def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
@@ -101,5 +96,5 @@ def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | No
 STEADY: dict[Any, Callable[..., Any]] = {aten.linalg_lstsq.default: _lstsq}  # ops that ranks must agree on, bit for bit
 
 
-for op in (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default):
-    rule(op, along(lambda call: call.args[1], linear="0"))
+fft = (aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
+rule(fft, along(lambda call: call.args[1], linear="0"))

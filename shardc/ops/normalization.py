@@ -47,10 +47,9 @@ def _group_norm_rule(spec: str, groups: int) -> Bind:
 
     def bind(call: OpCall) -> Rule:
         shape, count = call.operand.shape, call.args[groups]
-        places = dim_names(len(shape))[2:]
+        places = " ".join(dim_names(len(shape))[2:])
         sizes = {"g": count, "c": shape[1] // count}
-        bound = spec.replace("X", " ".join(["n", "(g c)", *places]))
-        return make_rule(bound, call, whole=" ".join(["c", *places]), sizes=sizes)
+        return make_rule(spec.replace("X", f"n (g c) {places}"), call, whole=f"c {places}", sizes=sizes)
 
     return bind
 
@@ -66,16 +65,11 @@ def _local_group_norm(at: int) -> Local:
     return local
 
 
-rule(
-    aten.native_group_norm.default,
-    _group_norm_rule("X, (g c), (g c) -> X, n g, n g", groups=6),
-    local=_local_group_norm(3),
-)
-rule(
-    aten.native_group_norm_backward.default,
-    _group_norm_rule("X, X, n g, n g, (g c) -> X, (g c), (g c)", groups=8),
-    local=_local_group_norm(5),
-)
+for op, groups, spec in (
+    (aten.native_group_norm.default, 6, "X, (g c), (g c) -> X, n g, n g"),
+    (aten.native_group_norm_backward.default, 8, "X, X, n g, n g, (g c) -> X, (g c), (g c)"),
+):
+    rule(op, _group_norm_rule(spec, groups), local=_local_group_norm(groups - 3))
 
 
 def _batch_norm_rule(training: int | bool) -> Bind:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.language.rule import Bind, Groups, OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, Groups, Local, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
@@ -40,23 +40,18 @@ def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, i
     return (dim, *slice(*bounds).indices(shape[dim]))
 
 
-def _slice_specs(large: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
-    """The specs of the large and of the small side of a slice."""
-    dim, start, end, step = _bounds(large, args)
-    names = dim_names(len(large))
-    size, length = large[dim], end - start
-    if (start, length, step) == (0, size, 1):
-        return " ".join(names), " ".join(names)
-    if step == 1 and length > 0 and size % length == 0 and start % length == 0:
-        return spec_with(names, dim, f"(blk d{dim})"), spec_with(names, dim, f"d{dim}")
-    return spec_with(names, dim, CHUNKED), spec_with(names, dim, CHUNKED)
-
-
-def _slice_rule(spec: str, at: int, linear: str = "0") -> Bind:
+def _slice_rule(spec: str, at: int, linear: str) -> Bind:
     """``L`` and ``S`` in the spec are the large and the small side of a slice; ``at``: the argument that is the dim."""
 
     def bind(call: OpCall) -> Rule:
-        large, small = _slice_specs(_large(spec, call).shape, call.args[at:])
+        shape = _large(spec, call).shape
+        dim, start, end, step = _bounds(shape, call.args[at:])
+        names, size, length = dim_names(len(shape)), shape[dim], end - start
+        large = small = spec_with(names, dim, CHUNKED)
+        if (start, length, step) == (0, size, 1):
+            large = small = " ".join(names)
+        elif step == 1 and length > 0 and size % length == 0 and start % length == 0:
+            large, small = spec_with(names, dim, f"(blk d{dim})"), spec_with(names, dim, f"d{dim}")
         return _piece_rule(spec.replace("L", large).replace("S", small), call, linear)
 
     return bind
@@ -67,30 +62,27 @@ def _large(spec: str, call: OpCall) -> TensorType:
     return call.operand if spec.startswith("L") else call.result
 
 
-def _local_bounds(large: TensorType, local: TensorType, args: Sequence[Any], at: int) -> dict[int, Any]:
-    """Start and end on a rank, for arguments whose ``dim`` is at position ``at``: they scale with the dim."""
-    dim, start, end, _ = _bounds(large.shape, args[at:])
-    size, local_size = large.shape[dim], local.shape[dim]
-    if size in (local_size, end - start):
-        return {}
-    return {at + 1: start * local_size // size, at + 2: end * local_size // size}
+def _local_slice(spec: str, at: int) -> Local:
+    """Start and end scale with the dim; a gradient's shape, an argument too, is that of one rank."""
+
+    def local(call: OpCall, shard: OpCall) -> dict[int, Any]:
+        shape, local_shape = _large(spec, call).shape, _large(spec, shard).shape
+        dim, start, end, _ = _bounds(shape, call.args[at:])
+        size, local_size = shape[dim], local_shape[dim]
+        sizes: dict[int, Any] = {} if spec.startswith("L") else {1: list(local_shape)}
+        if size in (local_size, end - start):
+            return sizes
+        return {**sizes, at + 1: start * local_size // size, at + 2: end * local_size // size}
+
+    return local
 
 
-def _local_slice(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    return _local_bounds(call.operand, shard.operand, call.args, 1)
-
-
-def _local_slice_backward(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    return {1: list(shard.result.shape), **_local_bounds(call.result, shard.result, call.args, 2)}
-
-
-def _local_slice_scatter(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    return _local_bounds(call.operand, shard.operand, call.args, 2)
-
-
-rule(aten.slice.Tensor, _slice_rule("L -> S", 1), local=_local_slice)
-rule(aten.slice_backward.default, _slice_rule("S -> L", 2), local=_local_slice_backward)
-rule(aten.slice_scatter.default, _slice_rule("L, S -> L", 2, linear="01"), local=_local_slice_scatter)
+for op, spec, at, linear in (
+    (aten.slice.Tensor, "L -> S", 1, "0"),
+    (aten.slice_backward.default, "S -> L", 2, "0"),
+    (aten.slice_scatter.default, "L, S -> L", 2, "01"),
+):
+    rule(op, _slice_rule(spec, at, linear), local=_local_slice(spec, at))
 
 
 def _select_rule(spec: str, at: int, default: int | None = None, linear: str | None = "0") -> Bind:
@@ -147,8 +139,7 @@ def _cat_rule(call: OpCall) -> Rule:
     return _piece_rule(f"{', '.join([small] * len(tensors))} -> {large}", call, _all_operands(call))
 
 
-rule(aten.split.Tensor, _split_rule, local=_local_split)
-rule(aten.split_with_sizes.default, _split_rule, local=_local_split)
+rule((aten.split.Tensor, aten.split_with_sizes.default), _split_rule, local=_local_split)
 rule(aten.cat.default, _cat_rule)
 
 
@@ -164,8 +155,7 @@ def _whole_along(call: OpCall, dims: Sequence[int]) -> Rule:
 
 def _chunked_along(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule:
     names = dim_names(len(call.operand.shape))
-    chunks = {names[dim]: 1 for dim in dims} if names else {}
-    spec = " ".join(names)
+    spec, chunks = " ".join(names), {names[dim]: 1 for dim in dims} if names else {}
     return make_rule(f"{spec} -> {spec}", call, linear=linear, chunks=chunks)
 
 
@@ -177,8 +167,7 @@ def _pad_rule(call: OpCall) -> Rule:
 rule(aten.flip.default, lambda call: _chunked_along(call, call.args[1]))
 rule(aten.roll.default, lambda call: _chunked_along(call, argument(call, 2, ()) or range(len(call.operand.shape))))
 rule(aten.rot90.default, lambda call: _whole_along(call, argument(call, 2, (0, 1))))
-rule(aten.triu.default, lambda call: _whole_along(call, (-2, -1)))
-rule(aten.tril.default, lambda call: _whole_along(call, (-2, -1)))
+rule((aten.triu.default, aten.tril.default), lambda call: _whole_along(call, (-2, -1)))
 rule(aten.constant_pad_nd.default, _pad_rule)
 
 
