@@ -85,17 +85,14 @@ rule(aten.multi_margin_loss_backward.default, _margin_rule("l, x, n, 1 -> x", re
 rule(aten.multilabel_margin_loss_forward.default, _margin_rule("x, x -> l, x", reduction=2))
 rule(aten.multilabel_margin_loss_backward.default, _margin_rule("l, x, x, x -> x", reduction=3))
 rule(aten.soft_margin_loss.default, _loss_rule(reduction=2, sees_padding=True))
-rule(aten.soft_margin_loss_backward.default, _loss_backward_rule(reduction=3))
-rule(aten.nll_loss_forward.default, _nll_loss_rule)
-rule(aten.nll_loss_backward.default, _nll_loss_backward_rule)
-rule(aten.nll_loss2d_forward.default, _nll_loss_rule)
-rule(aten.nll_loss2d_backward.default, _nll_loss_backward_rule)
-rule(aten.mse_loss.default, _loss_rule(reduction=2))
-rule(aten.mse_loss_backward.default, _loss_backward_rule(reduction=3))
-rule(aten.smooth_l1_loss.default, _loss_rule(reduction=2))
-rule(aten.smooth_l1_loss_backward.default, _loss_backward_rule(reduction=3))
-rule(aten.huber_loss.default, _loss_rule(reduction=2))
-rule(aten.huber_loss_backward.default, _loss_backward_rule(reduction=3))
+rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss_rule)
+rule((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward_rule)
+rule((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), _loss_rule(reduction=2))
+for op in (
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+):  # fmt: skip
+    rule(op, _loss_backward_rule(reduction=3))
 rule(aten.binary_cross_entropy.default, _loss_rule(reduction=3))
 rule(aten.binary_cross_entropy_backward.default, _loss_backward_rule(reduction=4))
 rule(aten.binary_cross_entropy_with_logits.default, _loss_rule(reduction=4, sees_padding=True))

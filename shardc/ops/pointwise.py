@@ -28,11 +28,6 @@ def _pointwise(linear: str = "") -> Bind:
     return lambda call: pointwise_rule(call, linear)
 
 
-def _masked_fill_rule(call: OpCall) -> Rule:
-    """Filling with zero is linear."""
-    return pointwise_rule(call, linear="0" if call.args[2] == 0 else "")
-
-
 def _cast_rule(call: OpCall) -> Rule:
     """A cast to a wider dtype is linear; to a narrower one it rounds."""
     src, dst = call.operand.dtype, call.result.dtype
@@ -47,15 +42,13 @@ def _division_rule(call: OpCall) -> Rule:
 
 
 # A sum of sums: a partial passes when both sides are partial.
-for op in (aten.add.Tensor, aten.sub.Tensor):
-    rule(op, _pointwise("01"))
+rule((aten.add.Tensor, aten.sub.Tensor), _pointwise("01"))
 rule(aten.where.self, _pointwise("12"))
 
 # Linear in each side apart.
 rule(aten.mul.Tensor, _pointwise("0 1"))
-for op in (aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default):
-    rule(op, _pointwise("0"))
-rule(aten.masked_fill.Scalar, _masked_fill_rule)
+rule((aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default), _pointwise("0"))
+rule(aten.masked_fill.Scalar, lambda call: pointwise_rule(call, linear="0" if call.args[2] == 0 else ""))
 
 # Copies and casts.
 for op in (
@@ -64,11 +57,8 @@ for op in (
 ):  # fmt: skip
     rule(op, _pointwise("0"))
 rule(aten.copy.default, _pointwise("1"))
-for op in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
-    rule(op, _cast_rule)
-
-for op in (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor):
-    rule(op, _division_rule)
+rule((aten._to_copy.default, torch.ops.prims.convert_element_type.default), _cast_rule)
+rule((aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor), _division_rule)
 
 # Gradients of pointwise ops are linear in the incoming gradient.
 for op in (
@@ -99,16 +89,13 @@ def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-for op in (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format):
-    rule(op, "-> ...", sizes=0)
-for op in (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default):
-    rule(op, "_ -> ...", sizes=1)
+rule((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), "-> ...", sizes=0)
+new = (aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default)
+rule(new, "_ -> ...", sizes=1)
 
 # The value of an element depends on its position.
-for op in (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default):
-    rule(op, "-> 1")
-for op in (aten.eye.default, aten.eye.m):
-    rule(op, "-> 1 1")
+rule((aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default), "-> 1")
+rule((aten.eye.default, aten.eye.m), "-> 1 1")
 rule(aten.scalar_tensor.default, "-> ")
 
 

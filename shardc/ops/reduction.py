@@ -19,21 +19,16 @@ def argument(call: OpCall, at: int, default: Any) -> Any:
     return call.args[at] if len(call.args) > at else default
 
 
-def reduced_dims(call: OpCall, at: int = 1, default: int | None = None) -> set[int]:
-    """The dims that ``args[at]`` names: one, several, or all where it is None or empty."""
-    ndim, dims = len(call.operand.shape), argument(call, at, default)
-    if dims is None or dims == []:
-        return set(range(ndim))
-    return {dim % ndim for dim in _several(dims)} if ndim else set()
-
-
 def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None) -> Bind:
-    """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None."""
+    """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None.
+
+    ``args[at]`` names the dims: one, several, or all where it is None or empty.
+    """
 
     def bind(call: OpCall) -> Rule:
-        dims, shape = reduced_dims(call, at, default), call.operand.shape
-        keepdim = len(call.result.shape) == len(shape)
-        names = dim_names(len(shape))
+        ndim, named = len(call.operand.shape), argument(call, at, default)
+        dims = set(range(ndim)) if named in (None, []) or not ndim else {dim % ndim for dim in _several(named)}
+        keepdim, names = len(call.result.shape) == ndim, dim_names(ndim)
         result = " ".join("1" if dim in dims else name for dim, name in enumerate(names) if keepdim or dim not in dims)
         whole = "" if reduce else " ".join(names[dim] for dim in dims)
         spec = f"{' '.join(names)} -> {', '.join([result] * len(call.results))}"
@@ -56,11 +51,11 @@ def along(dims: Callable[[OpCall], int | Sequence[int]], linear: str = "", in_ch
             sizes = shape if tensor is None else tensor.shape
             return " ".join("1" if i in whole and sizes[i] != shape[i] else name for i, name in enumerate(names))
 
-        specs = [", ".join(map(spec, tensors)) for tensors in (call.operands, call.results)]
+        sides = " -> ".join(", ".join(map(spec, tensors)) for tensors in (call.operands, call.results))
         factors = [names[dim] for dim in whole]
         if in_chunks:
-            return make_rule(" -> ".join(specs), call, linear=linear, chunks=dict.fromkeys(factors, 1))
-        return make_rule(" -> ".join(specs), call, linear=linear, whole=" ".join(factors))
+            return make_rule(sides, call, linear=linear, chunks=dict.fromkeys(factors, 1))
+        return make_rule(sides, call, linear=linear, whole=" ".join(factors))
 
     return bind
 
@@ -92,18 +87,13 @@ def _segment_rule(data: int) -> Bind:
 
 rule(aten.segment_reduce.default, _segment_rule(data=1))
 rule(aten._segment_reduce_backward.default, _segment_rule(data=3))
-for op in (aten.sum.default, aten.sum.dim_IntList):
-    rule(op, _reduction("sum", linear="0"))
-for op in (aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList):
-    rule(op, _reduction("sum"))
-for op in (aten.amax.default, aten.max.default):
-    rule(op, _reduction("max"))
-for op in (aten.amin.default, aten.min.default):
-    rule(op, _reduction("min"))
+rule((aten.sum.default, aten.sum.dim_IntList), _reduction("sum", linear="0"))
+rule((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList), _reduction("sum"))
+rule((aten.amax.default, aten.max.default), _reduction("max"))
+rule((aten.amin.default, aten.min.default), _reduction("min"))
 
 # The mean of means is not the mean where pieces differ; canonicalize makes it a sum and a division.
-for op in (aten.mean.default, aten.mean.dim):
-    rule(op, _reduction(None, linear="0"))
+rule((aten.mean.default, aten.mean.dim), _reduction(None, linear="0"))
 for op in (
     aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.logsumexp.default,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
 
 aten = torch.ops.aten
 
@@ -32,22 +33,12 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
         whole += [name] * (common == 1)
         for side in (left, right) if common > 1 else (ahead,):
             side.take(sizes[name], name)
-    ones = [dict(_places_of_ones(shape)) for shape in (src, dst)]
-    for place in (place for place in ones[0] if place in ones[1]):
+    left_ones, right_ones = left.ones(), right.ones()
+    for place in [place for place in left_ones if place in right_ones]:
         name = f"f{len(sizes)}"
         sizes[name] = 1
-        left.factors[ones[0][place]] = right.factors[ones[1][place]] = [name]
+        left.factors[left_ones[place]] = right.factors[right_ones[place]] = [name]
     return f"{left.text} -> {right.text}", sizes, " ".join(whole)
-
-
-def _places_of_ones(shape: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """For each dim of size 1 its place, and the dim: the elements before it, and how many such dims with as many."""
-    count: dict[int, int] = {}
-    for dim, size in enumerate(shape):
-        if size == 1:
-            before = math.prod(shape[:dim])
-            yield (before, count.get(before, 0)), dim
-            count[before] = count.get(before, 0) + 1
 
 
 class _Walk:
@@ -57,6 +48,7 @@ class _Walk:
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = shape
         self.sizes = list(shape)
         self.factors: list[list[str]] = [[] for _ in shape]
         self.rest = math.prod(shape)
@@ -75,6 +67,15 @@ class _Walk:
         self.factors[dim].append(name)
         self.sizes[dim] //= size
         self.rest //= size
+
+    def ones(self) -> dict[tuple[int, int], int]:
+        """The dims of size 1 by their place: the elements before them, and how many such dims with as many."""
+        places: dict[tuple[int, int], int] = {}
+        for dim, size in enumerate(self.shape):
+            if size == 1:
+                before = math.prod(self.shape[:dim])
+                places[before, sum(elements == before for elements, _ in places)] = dim
+        return places
 
     @property
     def text(self) -> str:
@@ -108,10 +109,8 @@ def _expand_rule(call: OpCall) -> Rule:
     """Not linear, though it could be: it would enlarge what is reduced."""
     shape, names = call.operand.shape, dim_names(len(call.result.shape))
     lead = len(names) - len(shape)
-    remaining = [
-        name if size == new else "1"
-        for name, size, new in zip(names[lead:], shape, call.result.shape[lead:], strict=True)
-    ]
+    triples = zip(names[lead:], shape, call.result.shape[lead:], strict=True)
+    remaining = [name if size == new else "1" for name, size, new in triples]
     return make_rule(f"{' '.join(remaining)} -> {' '.join(names)}", call)
 
 
@@ -141,14 +140,16 @@ def _repeat_rule(call: OpCall) -> Rule:
     return make_rule(f"{' '.join(names[lead:])} -> {new} {copied}", call, whole=whole)
 
 
-def _diagonal_rule(
-    spec: str, dims: Callable[[OpCall], Sequence[int]], linear: str = "0", *, has_large_operand: bool = True
-) -> Bind:
-    """``L`` in the spec is a tensor, whose two ``dims`` are whole, ``S`` its diagonal along them, as the last dim."""
+def _diagonal_rule(spec: str, at: int, *defaults: int, linear: str = "0") -> Bind:
+    """``L`` in the spec is a tensor, of which two dims are whole, ``S`` its diagonal along them, as the last dim.
+
+    ``args[at]`` and the argument after it are the two dims, by ``defaults`` where they are left out.
+    """
 
     def bind(call: OpCall) -> Rule:
-        names = dim_names(len((call.operand if has_large_operand else call.result).shape))
-        whole = {dim % len(names) for dim in dims(call)}
+        names = dim_names(len((call.operand if spec.startswith("L") else call.result).shape))
+        named = call.args[at : at + 2]
+        whole = {dim % len(names) for dim in (*named, *defaults[len(named) :])}
         large = " ".join("1" if dim in whole else name for dim, name in enumerate(names))
         small = " ".join([*(name for dim, name in enumerate(names) if dim not in whole), "1"])
         return make_rule(spec.replace("L", large).replace("S", small), call, linear=linear)
@@ -156,40 +157,25 @@ def _diagonal_rule(
     return bind
 
 
-def _dims_after(at: int, *defaults: int) -> Callable[[OpCall], Sequence[int]]:
-    """The two dims that follow the offset, which is ``args[at]``."""
-    return lambda call: [*call.args[at + 1 : at + 3], *defaults[len(call.args[at + 1 : at + 3]) :]]
+def _unfold_rule(spec: str, x: TensorType, dim: int, call: OpCall) -> Rule:
+    """``X`` in the spec are the dims of the tensor with the dim; the places of a window stand last."""
+    names = dim_names(len(x.shape))
+    chunks = {names[dim]: 1} if names else {}
+    return make_rule(spec.replace("X", " ".join(names)), call, linear="0", chunks=chunks)
 
 
-def _unfold_rule(call: OpCall) -> Rule:
-    names, dim = dim_names(len(call.operand.shape)), call.args[1]
-    x, chunks = " ".join(names), {names[dim]: 1} if names else {}
-    return make_rule(f"{x} -> {x} 1", call, linear="0", chunks=chunks)  # the places of a window stand last
-
-
-def _unfold_backward_rule(call: OpCall) -> Rule:
-    names, dim = dim_names(len(call.result.shape)), call.args[2]
-    x, chunks = " ".join(names), {names[dim]: 1} if names else {}
-    return make_rule(f"{x} 1 -> {x}", call, linear="0", chunks=chunks)
-
-
-rule(aten.view.default, _view_rule, sizes=1)
-rule(aten._unsafe_view.default, _view_rule, sizes=1)
-rule(aten.reshape.default, _view_rule, sizes=1)
+rule((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view_rule, sizes=1)
 rule(aten.permute.default, lambda call: _permute_rule(call, call.args[1]))
-rule(aten.transpose.int, _transpose_rule)
-rule(aten.t.default, _transpose_rule)
+rule((aten.transpose.int, aten.t.default), _transpose_rule)
 rule(aten.expand.default, _expand_rule, sizes=1)
 rule(aten.unsqueeze.default, _unsqueeze_rule)
-rule(aten.squeeze.default, _squeeze_rule)
-rule(aten.squeeze.dim, _squeeze_rule)
-rule(aten.squeeze.dims, _squeeze_rule)
+rule((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _squeeze_rule)
 rule(aten.repeat.default, _repeat_rule)
-rule(aten.diagonal.default, _diagonal_rule("L -> S", _dims_after(1, 0, 1)))
-rule(aten.diagonal_backward.default, _diagonal_rule("S -> L", _dims_after(2), has_large_operand=False), sizes=1)
-rule(aten.diagonal_scatter.default, _diagonal_rule("L, S -> L", _dims_after(2, 0, 1), linear="01"))
-rule(aten.diag_embed.default, _diagonal_rule("S -> L", _dims_after(1, -2, -1), has_large_operand=False))
-rule(aten.unfold.default, _unfold_rule)
-rule(aten.unfold_backward.default, _unfold_backward_rule, sizes=1)
+rule(aten.diagonal.default, _diagonal_rule("L -> S", 2, 0, 1))
+rule(aten.diagonal_backward.default, _diagonal_rule("S -> L", 3), sizes=1)
+rule(aten.diagonal_scatter.default, _diagonal_rule("L, S -> L", 3, 0, 1, linear="01"))
+rule(aten.diag_embed.default, _diagonal_rule("S -> L", 2, -2, -1))
+rule(aten.unfold.default, lambda call: _unfold_rule("X -> X 1", call.operand, call.args[1], call))
+rule(aten.unfold_backward.default, lambda call: _unfold_rule("X 1 -> X", call.result, call.args[2], call), sizes=1)
 rule(aten.view_as_real.default, "... -> ... 1", linear="0")
 rule(aten.view_as_complex.default, "... 1 -> ...", linear="0")

@@ -7,7 +7,7 @@ chunks, else whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -82,18 +82,17 @@ def _num_groups(x: TensorType | None, weight: TensorType | None, result: TensorT
     return channels.shape[1] // max(1, weight.shape[1])
 
 
-def _local_convolution(call: OpCall, shard: OpCall) -> dict[int, Any]:
-    x, weight = shard.operands[:2]
-    return {8: _num_groups(x, weight, shard.result, call.args[6])}
-
-
 def _local_convolution_backward(call: OpCall, shard: OpCall) -> dict[int, Any]:
     grad, x, weight = shard.operands[:3]
     groups = _num_groups(x, weight, grad, call.args[7])
     return {9: groups} if call.args[3] is None else {3: [shard.operand.shape[1]], 9: groups}
 
 
-rule(aten.convolution.default, _convolution_rule, local=_local_convolution)
+rule(
+    aten.convolution.default,
+    _convolution_rule,
+    local=lambda call, shard: {8: _num_groups(*shard.operands[:2], shard.result, call.args[6])},
+)
 rule(aten.convolution_backward.default, _convolution_backward_rule, local=_local_convolution_backward)
 
 
@@ -117,34 +116,26 @@ def _over_places(sides: str, count: int, linear: str = "0") -> Bind:
     return bind
 
 
-def _overloads(names: str, ndim: int) -> Iterator[Any]:
+def _overloads(names: str, ndim: int) -> tuple[Any, ...]:
     """The ops of these names for images of so many dims."""
-    return (getattr(aten, name.replace("#", str(ndim))).default for name in names.split())
+    return tuple(getattr(aten, name.replace("#", str(ndim))).default for name in names.split())
 
 
 for ndim in (2, 3):
-    for op in _overloads("max_pool#d_with_indices", ndim):
-        rule(op, _over_places("x -> y y", ndim, linear=""))
-    for op in _overloads("max_pool#d_with_indices_backward", ndim):
-        rule(op, _over_places("y x y -> x", ndim))
-    for op in _overloads("avg_pool#d", ndim):
-        rule(op, _over_places("x -> y", ndim))
-    for op in _overloads("avg_pool#d_backward", ndim):
-        rule(op, _over_places("y x -> x", ndim))
+    rule(_overloads("max_pool#d_with_indices", ndim), _over_places("x -> y y", ndim, linear=""))
+    rule(_overloads("max_pool#d_with_indices_backward", ndim), _over_places("y x y -> x", ndim))
+    rule(_overloads("avg_pool#d", ndim), _over_places("x -> y", ndim))
+    rule(_overloads("avg_pool#d_backward", ndim), _over_places("y x -> x", ndim))
+    x = " ".join(["...", *["1"] * ndim])
+    rule(_overloads("adaptive_max_pool#d", ndim), f"{x} -> {x}, {x}")
+    rule(_overloads("fractional_max_pool#d", ndim), f"{x}, ... 1 -> {x}, {x}")
+    max_backward = _overloads("adaptive_max_pool#d_backward fractional_max_pool#d_backward", ndim)
+    rule(max_backward, f"{x}, {x}, {x} -> {x}", linear="0")
+    rule(_overloads("max_unpool#d", ndim), f"{x}, {x} -> {x}", linear="0")
 rule(aten._adaptive_avg_pool2d.default, _over_places("x -> y", 2))
 rule(aten._adaptive_avg_pool2d_backward.default, _over_places("y x -> x", 2))
 rule(aten._adaptive_avg_pool3d.default, "... 1 1 1 -> ... 1 1 1", linear="0")
 rule(aten._adaptive_avg_pool3d_backward.default, "... 1 1 1, ... 1 1 1 -> ... 1 1 1", linear="0")
-rule(aten.adaptive_max_pool2d.default, "... 1 1 -> ... 1 1, ... 1 1")
-rule(aten.adaptive_max_pool2d_backward.default, "... 1 1, ... 1 1, ... 1 1 -> ... 1 1", linear="0")
-rule(aten.adaptive_max_pool3d.default, "... 1 1 1 -> ... 1 1 1, ... 1 1 1")
-rule(aten.adaptive_max_pool3d_backward.default, "... 1 1 1, ... 1 1 1, ... 1 1 1 -> ... 1 1 1", linear="0")
-rule(aten.fractional_max_pool2d.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1")
-rule(aten.fractional_max_pool2d_backward.default, "... 1 1, ... 1 1, ... 1 1 -> ... 1 1", linear="0")
-rule(aten.fractional_max_pool3d.default, "... 1 1 1, ... 1 -> ... 1 1 1, ... 1 1 1")
-rule(aten.fractional_max_pool3d_backward.default, "... 1 1 1, ... 1 1 1, ... 1 1 1 -> ... 1 1 1", linear="0")
-rule(aten.max_unpool2d.default, "... 1 1, ... 1 1 -> ... 1 1", linear="0")
-rule(aten.max_unpool3d.default, "... 1 1 1, ... 1 1 1 -> ... 1 1 1", linear="0")
 
 for ndim, names in (
     (1, "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d"),
@@ -184,55 +175,45 @@ def _padding_rule(bind: Bind, at: int) -> Bind:
 
 
 for ndim in (1, 2, 3):
-    for op in _overloads("reflection_pad#d replication_pad#d", ndim):
-        rule(op, _padding_rule(_over_places("x -> y", ndim), 1))
-    for op in _overloads("reflection_pad#d_backward replication_pad#d_backward", ndim):
-        rule(op, _padding_rule(_over_places("y x -> x", ndim), 2))
+    rule(_overloads("reflection_pad#d replication_pad#d", ndim), _padding_rule(_over_places("x -> y", ndim), 1))
+    backward = _overloads("reflection_pad#d_backward replication_pad#d_backward", ndim)
+    rule(backward, _padding_rule(_over_places("y x -> x", ndim), 2))
 
 
 # Channels that hold pixels or windows: the window is the minor factor.
 
 
-def _shuffle_rule(spec: str) -> Bind:
-    def bind(call: OpCall) -> Rule:
-        factor = call.args[1]
-        return make_rule(spec, call, linear="0", whole="r s", sizes={"r": factor, "s": factor})
-
-    return bind
+def _grouped_rule(spec: str, sizes: Callable[[OpCall], dict[str, int]]) -> Bind:
+    """A rule of which the factors that ``sizes`` names are whole."""
+    return lambda call: make_rule(spec, call, linear="0", whole=" ".join(sizes(call)), sizes=sizes(call))
 
 
-def _columns_rule(spec: str, kernel: int) -> Bind:
-    def bind(call: OpCall) -> Rule:
-        return make_rule(spec, call, linear="0", whole="k", sizes={"k": math.prod(call.args[kernel])})
-
-    return bind
+def _pixels(call: OpCall) -> dict[str, int]:
+    return {"r": call.args[1], "s": call.args[1]}
 
 
-rule(aten.pixel_shuffle.default, _shuffle_rule("... (c r s) h w -> ... c (h r) (w s)"))
-rule(aten.pixel_unshuffle.default, _shuffle_rule("... c (h r) (w s) -> ... (c r s) h w"))
-rule(
-    aten.channel_shuffle.default,
-    lambda call: make_rule("n (g c) ... -> n (c g) ...", call, linear="0", whole="g", sizes={"g": call.args[1]}),
-)
-rule(aten.im2col.default, _columns_rule("... c 1 1 -> ... (c k) 1", kernel=1))
-rule(aten.col2im.default, _columns_rule("... (c k) 1 -> ... c 1 1", kernel=2))
+rule(aten.pixel_shuffle.default, _grouped_rule("... (c r s) h w -> ... c (h r) (w s)", _pixels))
+rule(aten.pixel_unshuffle.default, _grouped_rule("... c (h r) (w s) -> ... (c r s) h w", _pixels))
+rule(aten.channel_shuffle.default, _grouped_rule("n (g c) ... -> n (c g) ...", lambda call: {"g": call.args[1]}))
+rule(aten.im2col.default, _grouped_rule("... c 1 1 -> ... (c k) 1", lambda call: {"k": math.prod(call.args[1])}))
+rule(aten.col2im.default, _grouped_rule("... (c k) 1 -> ... c 1 1", lambda call: {"k": math.prod(call.args[2])}))
 
 
 # Windows of a cut dim, and their adjoint.
 
 
-def _window_rule(spec: str, is_linear: Callable[[OpCall], bool] = lambda call: True) -> Bind:
-    """``X`` in the spec is the tensor with the dim, ``W`` the one with its windows."""
+def _window_rule(spec: str) -> Bind:
+    """``X`` in the spec is the tensor with the dim, ``W`` the one with its windows; only a fill of 0 is linear."""
 
     def bind(call: OpCall) -> Rule:
         names, window = dim_names(len(call.operand.shape)), Windows(*call.args[3])
         x, joined = (spec_with(names, call.args[2], factors) for factors in ("n", "(n w)"))
-        sizes = {"n": window.count, "w": window.size}
-        bound, linear = spec.replace("X", x).replace("W", joined), "0" if is_linear(call) else ""
-        return make_rule(bound, call, linear=linear, whole="w", sizes=sizes, chunks={"n": window.count})
+        sizes, chunks = {"n": window.count, "w": window.size}, {"n": window.count}
+        bound, linear = spec.replace("X", x).replace("W", joined), "" if any(call.args[4:]) else "0"
+        return make_rule(bound, call, linear=linear, whole="w", sizes=sizes, chunks=chunks)
 
     return bind
 
 
-rule(windows, _window_rule("X -> W", lambda call: bool(call.args[4] == 0)))
+rule(windows, _window_rule("X -> W"))
 rule(overlap_add, _window_rule("W -> X"))
