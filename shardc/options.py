@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardc.language.errors import OptionError, ShardingError, did_you_mean, raise_all
@@ -62,8 +63,8 @@ class Precision:
     MixedPrecisionPolicy with ``cast_forward_inputs``.
     """
 
-    compute: torch.dtype = field(default_factory=lambda: _dtype("bfloat16"))
-    reduce: torch.dtype = field(default_factory=lambda: _dtype("float32"))
+    compute: torch.dtype = field(default_factory=lambda: import_module("torch").bfloat16)
+    reduce: torch.dtype = field(default_factory=lambda: import_module("torch").float32)
     gradients: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -75,13 +76,6 @@ class Precision:
             for name, dtype in dtypes.items()
             if type(dtype).__name__ != "dtype" or not dtype.is_floating_point
         ])  # fmt: skip
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +169,7 @@ class Pipeline:
         dims = self.batch.values() if isinstance(self.batch, Mapping) else [""]
         checks = {
             "cuts": (
-                self.cuts is None
-                or (isinstance(self.cuts, (tuple, list)) and all(isinstance(each, str) for each in self.cuts)),
+                isinstance(self.cuts or (), (tuple, list)) and all(isinstance(glob, str) for glob in self.cuts or ()),
                 "it lists globs over the paths of modules", "say cuts=('h.4', 'h.8')",
             ),
             "max_memory": (
@@ -184,7 +177,7 @@ class Pipeline:
                 "it is a whole number of bytes", "say max_memory=8 * 10**9 for 8 gigabytes",
             ),
             "batch": (
-                all(each is None or type(each) is int for each in dims),
+                all(dim is None or type(dim) is int for dim in dims),
                 "it maps the names of inputs to a dim, or to None", "say batch={'mask': 1, 'table': None}",
             ),
             "loss_scale": (
@@ -319,10 +312,10 @@ def check_model(model: Any) -> None:
     if inner is not None:
         remedy = f"give the {type(inner).__name__} itself, and to parallelize compile='inductor'"
         raise ShardingError(who, f"a {type(inner).__name__} in torch.compile", "it is compiled already", remedy)
-    _check_parts(model)
+    _check_modules(model)
 
 
-def _check_parts(model: nn.Module) -> None:
+def _check_modules(model: nn.Module) -> None:
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -353,9 +346,8 @@ def check_call(args: Any, kwargs: Any, train: Any, differentiable: Any, strict: 
         if not isinstance(value, bool)
     ]
     if isinstance(args, (str, bytes, Mapping)) or not hasattr(args, "__iter__"):
-        remedy = (
-            "say kwargs= for arguments by name" if isinstance(args, Mapping) else "say args=(x,) for a single input"
-        )
+        by_name = isinstance(args, Mapping)
+        remedy = "say kwargs= for arguments by name" if by_name else "say args=(x,) for a single input"
         errors.append(_wrong_type("args", args, "it holds the positional arguments of forward, in order", remedy))
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         problem = "it holds the arguments of forward that are given by name"

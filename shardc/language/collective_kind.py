@@ -3,17 +3,9 @@
 from typing import Literal
 
 CollectiveKind = Literal[
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
-    "send",
-    "recv",
-    "shard_slice",
-    "mask_padding",
-    "rechunk",
-]
+    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice",
+    "mask_padding", "rechunk",
+]  # fmt: skip
 WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # a rank sends its whole operand
 LOCAL_KINDS = ("shard_slice", "mask_padding")  # nothing is sent: a rank's own work, by its position on the mesh
 

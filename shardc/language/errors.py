@@ -22,25 +22,21 @@ class ShardingError(ValueError):
         self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
         super().__init__(error_text(who, what, problem, remedy))
 
-    @staticmethod
-    def all_of(errors: Sequence[ShardingError]) -> ShardingError:
-        """One error of the first one's type that names all of them; equal problems are written once."""
-        groups: dict[tuple[str, str], list[ShardingError]] = {}
-        for error in errors:
-            groups.setdefault((error.problem, error.remedy), []).append(error)
-        texts = []
-        for first, *others in groups.values():
-            likewise = ", ".join(error.who for error in others)
-            texts.append(f"{first}\n  likewise {likewise}" if others else str(first))
-        joined = type(errors[0])(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
-        joined.args = ("\n".join([f"{len(texts)} problems:"] * (len(texts) > 1) + texts),)
-        return joined
-
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
-    """Raise all errors as one; do nothing where there is none."""
-    if errors:
-        raise ShardingError.all_of(errors)
+    """Raise all errors as one of the first one's type, equal problems once; do nothing where there is none."""
+    if not errors:
+        return
+    groups: dict[tuple[str, str], list[ShardingError]] = {}
+    for error in errors:
+        groups.setdefault((error.problem, error.remedy), []).append(error)
+    texts = []
+    for first, *others in groups.values():
+        likewise = ", ".join(error.who for error in others)
+        texts.append(f"{first}\n  likewise {likewise}" if others else str(first))
+    joined = type(errors[0])(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
+    joined.args = ("\n".join([f"{len(texts)} problems:"] * (len(texts) > 1) + texts),)
+    raise joined
 
 
 class OptionError(ShardingError):

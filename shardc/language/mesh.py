@@ -38,10 +38,8 @@ class AxisPart:
 
     def overlaps(self, other: AxisPart) -> bool:
         """Whether the two share a coordinate of the axis."""
-        if self.name != other.name:
-            return False
-        if self == other:
-            return True
+        if self.name != other.name or self == other:
+            return self == other
         return self.pre < other.pre * other.size and other.pre < self.pre * self.size
 
 
@@ -112,7 +110,8 @@ class Mesh:
         self.shape = tuple(axes.values())
         ids: Any = device_ids if device_ids is None or isinstance(device_ids, Iterable) else (device_ids,)
         self.device_ids = ids = None if ids is None else tuple(ids)
-        if ids is not None and not _is_permutation(ids, self.size):
+        are_ranks = ids is None or all(hasattr(rank, "__index__") for rank in ids)
+        if ids is not None and not (are_ranks and sorted(ids) == list(range(self.size))):
             problem = f"{self} has {self.size} ranks, each must appear once"
             raise ShardingError("Mesh", f"device_ids={ids}", problem, f"list each of 0..{self.size - 1} once")
 
@@ -126,12 +125,9 @@ class Mesh:
             return mesh
         names = getattr(mesh, "mesh_dim_names", None)
         if names is None:
-            raise ShardingError(
-                "mesh",
-                f"of type {type(mesh).__name__}",
-                "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names",
-                "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))",
-            )
+            problem = "shardc needs a shardc.Mesh or a DeviceMesh with mesh_dim_names"
+            remedy = "write Mesh(dp=2, tp=4) or init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp'))"
+            raise ShardingError("mesh", f"of type {type(mesh).__name__}", problem, remedy)
         ids = tuple(mesh.mesh.flatten().tolist())
         described = Mesh(**dict(zip(names, mesh.shape, strict=True)))
         described.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
@@ -150,12 +146,8 @@ class Mesh:
     def axis_size(self, name: str) -> int:
         """The number of ranks along an axis; a ShardingError names near axes if there is none."""
         if name not in self.axis_names:
-            raise ShardingError(
-                f"axis {name!r}",
-                f"the mesh is {self}",
-                "it has no such axis",
-                did_you_mean(name, self.axis_names) or f"use one of {', '.join(self.axis_names)}",
-            )
+            remedy = did_you_mean(name, self.axis_names) or f"use one of {', '.join(self.axis_names)}"
+            raise ShardingError(f"axis {name!r}", f"the mesh is {self}", "it has no such axis", remedy)
         return self.shape[self.axis_names.index(name)]
 
     def axis(self, name: str) -> AxisPart:
@@ -213,10 +205,6 @@ def _check_axis(name: str, size: object) -> None:
     if type(size) is not int or size < 1:
         problem = "a size is a whole number of ranks, 1 or more"
         raise ShardingError("Mesh", f"axis {name!r} has size {size!r}", problem, f"write Mesh({name}=2)")
-
-
-def _is_permutation(device_ids: tuple[Any, ...], size: int) -> bool:
-    return all(hasattr(each, "__index__") for each in device_ids) and sorted(device_ids) == list(range(size))
 
 
 @lru_cache(maxsize=256)

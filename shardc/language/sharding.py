@@ -31,20 +31,9 @@ def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int
     return start, end - start
 
 
-def exact_div(size: int, parts: int) -> int:
-    """``size`` divided by a divisor of it; an expression, whose value is unknown, is taken to divide."""
-    if not isinstance(size, int):
-        return size / parts
-    assert size % parts == 0, (size, parts)
-    return size // parts
-
-
 def num_shards(axes: Axes) -> int:
     """The number of pieces that these parts cut a dim into."""
-    count = 1
-    for part in axes:
-        count *= part.size
-    return count
+    return math.prod([part.size for part in axes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +68,10 @@ class DimSharding:
         return DimSharding(remaining(self.axes), minor if any(parts for _, parts in minor) else ())
 
     def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
-        """The dim as separate ``(size, axes)`` dims, each cut whole."""
-        return ((exact_div(size, math.prod(sub for sub, _ in self.minor)), self.axes), *self.minor)
+        """The dim as separate ``(size, axes)`` dims, each cut whole; an expression is taken to divide."""
+        inner = math.prod(sub for sub, _ in self.minor)
+        assert not isinstance(size, int) or size % inner == 0, (size, inner)
+        return ((size // inner if isinstance(size, int) else size / inner, self.axes), *self.minor)
 
     def local_size(self, size: int) -> int:
         """Elements on one rank, padding included."""
@@ -114,20 +105,12 @@ class Sharding:
         for part in self.used_parts:
             size = self.mesh.axis_size(part.name)
             if size % (part.pre * part.size):
-                raise ShardingError(
-                    f"axis part {part.name}:({part.pre}){part.size}",
-                    f"{self.mesh}, {part.name}={size}",
-                    "the axis does not split that way",
-                    f"write {part.name!r}, or {part.name}:(pre)size where pre * size divides {size}",
-                )
-            for other in checked:
-                if part.overlaps(other):
-                    raise ShardingError(
-                        f"sharding {self.text()}",
-                        f"axis {part.name!r} of {self.mesh}",
-                        "an axis can cut one dim of a value, once",
-                        f"write {part.name!r} in one place only",
-                    )
+                who, what = f"axis part {part.name}:({part.pre}){part.size}", f"{self.mesh}, {part.name}={size}"
+                remedy = f"write {part.name!r}, or {part.name}:(pre)size where pre * size divides {size}"
+                raise ShardingError(who, what, "the axis does not split that way", remedy)
+            if any(part.overlaps(other) for other in checked):
+                what, problem = f"axis {part.name!r} of {self.mesh}", "an axis can cut one dim of a value, once"
+                raise ShardingError(f"sharding {self.text()}", what, problem, f"write {part.name!r} in one place only")
             checked.append(part)
 
     @staticmethod
@@ -138,11 +121,7 @@ class Sharding:
     @property
     def cut_axes(self) -> Axes:
         """Every part that cuts a dim."""
-        parts: Axes = ()
-        for dim in self.dims:
-            if dim.axes or dim.minor:
-                parts += dim.all_axes
-        return parts
+        return tuple(part for dim in self.dims for part in dim.all_axes)
 
     @property
     def partial_axes(self) -> Axes:

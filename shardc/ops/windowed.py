@@ -91,7 +91,7 @@ def _local_convolution_backward(call: OpCall, shard: OpCall) -> dict[int, Any]:
 rule(
     aten.convolution.default,
     _convolution_rule,
-    local=lambda call, shard: {8: _num_groups(*shard.operands[:2], shard.result, call.args[6])},
+    local=lambda call, shard: {8: _num_groups(shard.operand, shard.operands[1], shard.result, call.args[6])},
 )
 rule(aten.convolution_backward.default, _convolution_backward_rule, local=_local_convolution_backward)
 

@@ -63,8 +63,9 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
     is the fullest there, and ``saved`` as well.
     """
     sizes = _Sizes(program)
-    if not sizes.has_all(final):  # padded or cut short, where cuts are uneven
-        final = lowered
+    nodes = [node for node in final.graph.nodes if node.op != "output"]
+    if any(sizes.value_of(node, i) is None for node in nodes for i in range(len(final.types(node)))):
+        final = lowered  # a value of the final program is padded or cut short, where cuts are uneven
     if has_stages(final):
         return _pipeline_memory(program, sizes, final)
     live, parameters = [sizes.of_storage(each) for each in storages(final)], parameters_of(final)
@@ -81,23 +82,16 @@ def _pipeline_memory(program: Program, sizes: _Sizes, final: Program) -> dict[st
     sized, schedule, rank = sizes.sized(final), schedule_of(final), fullest(final)
     nodes = dict(zip(final.graph.nodes, sized.graph.nodes, strict=True))
     calls = (node for node in final.graph.nodes if node.op == "call_function")
-    owners = {
-        (nodes[value[0]], value[1]): (nodes[owner[0]], owner[1]) for value, owner in owners_of(final, calls).items()
-    }
+    owners = {(nodes[node], i): (nodes[owner], j) for (node, i), (owner, j) in owners_of(final, calls).items()}
     stages = stages_of(sized)
     here = [stages.stages[stage] for stage, at in enumerate(schedule.place) if at == rank]
     saved, peak = list(rank_bytes(stages, schedule, owners))[rank]
-    parameters = parameters_of(final)
-    gathered = [each for each in storages(final) if is_gathered(final, each.value[0], parameters)]
+    parameters, gathered_here = parameters_of(final), {node for stage in here for node in stage.parts["once"]}
+    gathered = [storage for storage in storages(final) if is_gathered(final, storage.value[0], parameters)]
     nbytes: dict[str, Any] = {
         **stored_bytes(program, {name for stage in here for name in stage.parameters}),
         "saved": saved,
-        "gathered": sum(
-            sizes.of_storage(each).nbytes
-            for stage in here
-            for each in gathered
-            if nodes[each.value[0]] in stage.parts["once"]
-        ),
+        "gathered": sum(sizes.of_storage(one).nbytes for one in gathered if nodes[one.value[0]] in gathered_here),
         "peak": peak,
     }
     return {name: expression_of(nbytes[name]) for name in MEMORY_CLASSES}
@@ -116,11 +110,6 @@ class _Sizes:
         self.program = program
         self.nodes = {node.name: node for node in program.graph.nodes}
 
-    def has_all(self, program: Program) -> bool:
-        """Whether every value of a program is one of ours, perhaps in a bucket."""
-        nodes = (node for node in program.graph.nodes if node.op != "output")
-        return all(self._ours(node, i) is not None for node in nodes for i in range(len(program.types(node))))
-
     def of_storage(self, storage: Storage) -> Storage:
         """The same storage with a size that has an expression."""
         size: Any = Size(storage.nbytes, {self._type(*storage.value).nbytes: 1})
@@ -128,29 +117,27 @@ class _Sizes:
 
     def sized(self, program: Program) -> Program:
         """The program with every value as one dim of its size."""
-
-        def sized_type(node: fx.Node, index: int) -> TensorType | None:
-            type_ = program.local_type(node, index)
-            if type_ is None:
-                return None
-            size: Any = Size(type_.numel, {self._type(node, index).numel: 1})
-            return TensorType((size,), type_.dtype)
-
         copy = program.copy()
         for node, original in zip(copy.graph.nodes, program.graph.nodes, strict=True):
-            if node.op != "output":
-                types = tuple(sized_type(original, i) for i in range(len(program.types(original))))
-                copy.set_type(node, types if program.has_many(original) else types[0])
+            if node.op == "output":
+                continue
+            types: list[TensorType | None] = [None] * len(program.types(original))
+            for i in range(len(types)):
+                type_ = program.local_type(original, i)
+                if type_ is not None:
+                    size: Any = Size(type_.numel, {self._type(original, i).numel: 1})
+                    types[i] = TensorType((size,), type_.dtype)
+            copy.set_type(node, tuple(types) if program.has_many(original) else types[0])
         return copy
 
     def _type(self, node: fx.Node, index: int) -> TensorType:
-        ours = self._ours(node, index)
-        assert ours is not None, node
-        type_ = self.program.local_type(*ours)
+        value = self.value_of(node, index)
+        type_ = value and self.program.local_type(*value)
         assert type_ is not None, node
         return type_
 
-    def _ours(self, node: fx.Node, index: int) -> Value | None:
+    def value_of(self, node: fx.Node, index: int) -> Value | None:
+        """The value of the first program that is one of a later program, perhaps in a bucket; None where none is."""
         parts = members(node)
         if node.name not in self.nodes and index < len(parts):
             node, index = next(results(node, parts[index]), node), 0

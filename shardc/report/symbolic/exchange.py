@@ -112,9 +112,7 @@ def _margins(window: Windows) -> tuple[int, int] | None:
 def _no_expression(symbolic: SymbolicProgram, node: fx.Node) -> ShardingError:
     source = symbolic.reference.source(node)
     where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
-    return ShardingError(
-        f"{node.name} in {where}",
-        f"neighbours exchange the edges of their chunks of {symbolic.reference.type(node)}",
-        "the chunks are not alike or not moved by whole steps, and how many rows that are has no expression",
-        "start from sizes that the mesh divides, or count at sizes: --at ... --recompile",
-    )
+    what = f"neighbours exchange the edges of their chunks of {symbolic.reference.type(node)}"
+    problem = "the chunks are not alike or not moved by whole steps, and how many rows that are has no expression"
+    remedy = "start from sizes that the mesh divides, or count at sizes: --at ... --recompile"
+    return ShardingError(f"{node.name} in {where}", what, problem, remedy)

@@ -98,17 +98,13 @@ class Fitter:
         low, high = self.points[:2]
         if not values[0]:
             return
-        ratios = {
-            name: Fraction(high[name] + shift, low[name] + shift) for name, shift in shifts.items() if low[name] + shift
-        }
+        shifted = {name: (low[name] + shift, high[name] + shift) for name, shift in shifts.items()}
+        ratios = {name: Fraction(end, start) for name, (start, end) in shifted.items() if start}
         for powers in product(POWERS, repeat=len(ratios)):
-            ratio = math.prod(
-                (base**power for base, power in zip(ratios.values(), powers, strict=True)), start=Fraction(1)
-            )
+            power_of = dict(zip(ratios, powers, strict=True))
+            ratio = math.prod((ratios[name] ** power for name, power in power_of.items()), start=Fraction(1))
             if ratio == Fraction(values[1], values[0]):
-                factors = tuple(
-                    (name, shifts[name], power) for name, power in zip(ratios, powers, strict=True) if power
-                )
+                factors = tuple((name, shifts[name], power) for name, power in power_of.items() if power)
                 yield Form((Term(values[0] / Term(Fraction(1), factors).exact(low), factors),))
 
     def _lines(self, values: Sequence[int], name: str) -> Iterator[Form]:

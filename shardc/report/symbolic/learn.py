@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError
@@ -20,12 +20,8 @@ Compile = Callable[[Point], Compiled]
 Levels = Mapping[str, Program]
 LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
 FEW = 2  # repeated modules of the programs that are compiled at many points
-MULTIPLES = (  # primes, so that a product tells its factors; no dim grows as another does, and one more
-    (2, 3, 5, 7, 11, 13),
-    (7, 5, 3, 2, 13, 11),
-    (3, 2, 7, 5, 17, 19),
-    (5, 11, 2, 3, 7, 17),
-)
+# Primes, so that a product tells its factors; no dim grows as another does, and one more.
+MULTIPLES = ((2, 3, 5, 7, 11, 13), (7, 5, 3, 2, 13, 11), (3, 2, 7, 5, 17, 19), (5, 11, 2, 3, 7, 17))
 
 Place = tuple[int, NumberKey | None, int]  # which of the points, a key or any, and the number's value there
 
@@ -68,20 +64,19 @@ class Learned:
                 return next(iter(forms))
         if not forms:
             return Form(offset=size)
-        raise ShardingError(
-            f"a number of {' '.join(key[:-2])}",
-            f"it is {size}, which is {len(forms)} different sizes at {point_text(self.points[0])}",
+        what = f"it is {size}, which is {len(forms)} different sizes at {point_text(self.points[0])}"
+        problem, remedy = (
             "where there are more modules it cannot be told which it is",
             "start from sizes that differ from each other",
         )
+        raise ShardingError(f"a number of {' '.join(key[:-2])}", what, problem, remedy)
 
     @cached_property
     def _forms(self) -> Mapping[Place, set[Form]]:
         forms: dict[Place, set[Form]] = {}
         for (key, values), form in zip(self.keyed, self.lowered.forms, strict=True):
-            for place in self._places_of(key):
-                for i, value in enumerate(values):
-                    forms.setdefault((i, place, value), set()).add(form)
+            for place, (i, value) in product(self._places_of(key), enumerate(values)):
+                forms.setdefault((i, place, value), set()).add(form)
         return forms
 
     def _places_of(self, key: NumberKey) -> tuple[NumberKey | None, ...]:
@@ -149,12 +144,12 @@ def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str 
 def _fitted(fitter: Fitter, key: NumberKey, values: tuple[int, ...]) -> Form:
     form = fitter.fit(values)
     if form is None:
-        raise ShardingError(
-            f"a number of {' '.join(key[:-2])}",
-            f"it is {', '.join(map(str, values))} at {'; '.join(map(point_text, fitter.points))}",
+        what = f"it is {', '.join(map(str, values))} at {'; '.join(map(point_text, fitter.points))}"
+        problem, remedy = (
             "it is no product of symbols that shardc finds",
             "name fewer symbols, or count without --symbolic",
         )
+        raise ShardingError(f"a number of {' '.join(key[:-2])}", what, problem, remedy)
     return form
 
 
@@ -186,22 +181,14 @@ def _points_of_one_plan(compile_: Compile, reference: Point, dims: Sequence[str]
         differences = (first_difference(outline(programs[0][level]), outline(levels[level])) for level in LEVELS)
         difference = next(filter(None, differences), "")
         problem = difference or problem
-        if not difference and _can_tell_apart([*points, point], dims):
+        sizes = [[at[name] for name in dims] for at in (*points, point)]
+        moves = zip(*([b - a for a, b in zip(sizes[0], other, strict=True)] for other in sizes[1:]), strict=True)
+        # A number could be a form of either of two dims if at three points one were a line of the other.
+        are_apart = len(points) < 2 or all(a[0] * b[1] != a[1] * b[0] for a, b in combinations(moves, 2))
+        if not difference and are_apart:
             points.append(point)
             programs.append(levels)
     if len(points) == 3 or not dims:
         return (points * 3)[:3], (programs * 3)[:3]
-    raise ShardingError(
-        "--symbolic",
-        f"the plan at {point_text(reference)}",
-        f"no other sizes have this plan: {problem}",
-        "name fewer symbols, or other sizes to start from",
-    )
-
-
-def _can_tell_apart(points: Sequence[Point], dims: Sequence[str]) -> bool:
-    """Whether at three points no dim is a line of another: a number could then be a form of either."""
-    if len(points) < 3:
-        return True
-    steps = {name: [point[name] - points[0][name] for point in points[1:]] for name in dims}
-    return all(a[0] * b[1] != a[1] * b[0] for a, b in combinations(steps.values(), 2))
+    text, remedy = f"no other sizes have this plan: {problem}", "name fewer symbols, or other sizes to start from"
+    raise ShardingError("--symbolic", f"the plan at {point_text(reference)}", text, remedy)

@@ -94,8 +94,7 @@ class SymbolicPlan:
             return here
         name = self.repeated.symbol
         last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # which is compared with a compile
-        counts = [FEW, FEW + 1, last]
-        several = [(count, self._expressed({**self.reference, name: count})) for count in counts]
+        several = [(count, self._expressed({**self.reference, name: count})) for count in (FEW, FEW + 1, last)]
         return along(name, several, here)
 
     def at(self, point: Point) -> StepCost:
@@ -108,8 +107,7 @@ class SymbolicPlan:
     def program(self, point: Point) -> Program:
         """The localized program at a point, equal to a fresh compile there."""
         whole = {**self.reference, **point}
-        reason = self.why_not(whole)
-        if reason:
+        if reason := self.why_not(whole):
             raise self.refusal(whole, reason)
         return self.substituted(whole)
 
@@ -117,17 +115,17 @@ class SymbolicPlan:
         """Why the plan is not known to be that of a point, which has all symbols; nothing where it is."""
         outside, key = self.region.why_not(point), tuple(sorted(point.items()))
         if not outside and key not in self._reasons:
-            self._reasons[key] = self._other_branch(point) or self._other_plan(point) or self._other_order(point)
+            self._reasons[key] = self._other_branch(point) or self._other_plan(point)
         return outside or self._reasons[key]
 
     def refusal(self, point: Point, reason: str) -> ShardingError:
         """The error for a point where the plan does not hold."""
-        return ShardingError(
-            f"the cost at {point_text(point)}",
+        what, problem = (
             f"this plan is that of {point_text(self.reference)}",
             f"it is not known to be the plan there: {reason}",
-            "compile there (--recompile), or choose sizes inside the region",
         )
+        remedy = "compile there (--recompile), or choose sizes inside the region"
+        return ShardingError(f"the cost at {point_text(point)}", what, problem, remedy)
 
     def substituted(self, point: Point) -> Program:
         """The localized program at a point that has all symbols, in the region or not."""
@@ -173,14 +171,14 @@ class SymbolicPlan:
         return "" if self.learned.captured.agrees(few, captured) else "the model has other numbers there"
 
     def _other_plan(self, point: Point) -> str:
-        """Where the passes choose another plan of a few modules: costs have another order, or sizes are equal."""
-        program = run_passes(self.learned.captured.at(point), until=rematerialize)
-        return first_difference(self.learned.outlines["rematerialize"], outline(program))
+        """Where the passes choose another plan of a few modules, or microbatches of a pipeline go in another order.
 
-    def _other_order(self, point: Point) -> str:
-        """Where another rank of a pipeline is the fullest, or microbatches go in another order."""
-        if self.rank is None:
-            return ""
+        Costs have another order there, or sizes are equal; or another rank is the fullest.
+        """
+        few = run_passes(self.learned.captured.at(point), until=rematerialize)
+        difference = first_difference(self.learned.outlines["rematerialize"], outline(few))
+        if difference or self.rank is None:
+            return difference
         program = self.substituted(point)
         if fullest(program) != self.rank:
             return f"rank {fullest(program)} of the pipeline is the fullest there, and not rank {self.rank}"
@@ -223,12 +221,9 @@ class SymbolicPlan:
         """Raise a ShardingError unless a program with more modules is the one of a compile at another point."""
         program = levels_of(self.compile(point))["rematerialize"]
         if not symbolic.agrees(point, program) or outline(program) != outline(symbolic.reference):
-            raise ShardingError(
-                "--symbolic",
-                f"the plan at {point_text(point)}",
-                f"some of its sizes or choices go by how many modules there are, not as those of {FEW}",
-                "count at sizes: --at ... --recompile",
-            )
+            problem = f"some of its sizes or choices go by how many modules there are, not as those of {FEW}"
+            remedy = "count at sizes: --at ... --recompile"
+            raise ShardingError("--symbolic", f"the plan at {point_text(point)}", problem, remedy)
 
 
 def _order(program: Program) -> list[list[Action]]:

@@ -40,10 +40,9 @@ class Region:
     def why_not(self, point: Point) -> str:
         """The reason why a point is outside; nothing where it is inside."""
         for name, size in point.items():
-            if not self.low[name] <= size <= self.high[name]:
-                return (
-                    f"{name}={size} is not in {self.low[name]} to {self.high[name]}, where the plan was found to hold"
-                )
+            low, high = self.low[name], self.high[name]
+            if not low <= size <= high:
+                return f"{name}={size} is not in {low} to {high}, where the plan was found to hold"
         if math.prod(point[name] for name in self.axes) > RANKS:
             return f"the mesh has more than {RANKS} ranks"
         conditions: list[Condition] = [*self.cuts, *self.lengths]
@@ -71,9 +70,10 @@ def widest(learned: Learned, count: str) -> Region:
     return Region(symbolic.point, symbolic.axes, low, high, tuple(cuts), lengths, tuple(learned.points), count)
 
 
-def _ranges(
-    symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition]
-) -> tuple[Mapping[str, int], Mapping[str, int]]:
+Ranges = tuple[Mapping[str, int], Mapping[str, int]]  # the least and the most of each symbol
+
+
+def _ranges(symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition]) -> Ranges:
     reference, axes, moving = symbolic.point, symbolic.axes, symbolic.moving_axes
     limits = {axis: _most_ranks(axis, cuts) if axis in moving else reference[axis] for axis in axes}
     low, high, conditions = {count: FEW}, {count: MODULES}, independent(cuts)

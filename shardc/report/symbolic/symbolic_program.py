@@ -30,15 +30,11 @@ class SymbolicProgram:
     axes: Sequence[str]
 
     @property
-    def fixed_axes(self) -> set[str]:
-        """The axes that keep their size: that of a pipeline's stages."""
-        pipeline = self.reference.options.pipeline
-        return {pipeline.axis} if pipeline else set()
-
-    @property
     def moving_axes(self) -> list[str]:
-        """The axes that may have other sizes: those of more than one rank."""
-        return [name for name in self.axes if name not in self.fixed_axes and self.point[name] > 1]
+        """The axes that may have other sizes: those of more than one rank, except a pipeline's."""
+        pipeline = self.reference.options.pipeline
+        fixed = pipeline.axis if pipeline else None
+        return [name for name in self.axes if name != fixed and self.point[name] > 1]
 
     def at(self, point: Point) -> Program:
         """The program at other sizes."""

@@ -45,28 +45,20 @@ def digest(plan: SymbolicPlan) -> str:
 def costs_text(plan: SymbolicPlan) -> str:
     """A line for each kind of collective, class of memory, and the operations."""
     cost = plan.cost
-    rows = [
-        (
-            *each.key,
-            *map(expression_text, (each.values, each.bytes)),
-            expression_text(each.wire_bytes, 0 if each.kind in WHOLE_PAYLOAD else ROOM),
-        )
-        for each in cost.traffic
-    ]
-    sends, of = ("bytes that a rank sends", "one rank")
+    rows = []
+    for each in cost.traffic:
+        sent = expression_text(each.wire_bytes, 0 if each.kind in WHOLE_PAYLOAD else ROOM)
+        rows.append((*each.key, expression_text(each.values), expression_text(each.bytes), sent))
+    sends, of = "bytes that a rank sends", "one rank"
     if plan.rank is not None:
         sends, of = "bytes that a rank of each stage sends", f"rank {plan.rank} of the pipeline, the fullest"
     header = ("phase", "kind", "axes", "values", "bytes", sends)
-    memory = [
-        (name, f"{expression_text(size)}{f'  ({PLACE})' * (name in PLACED and size != 0)}")
-        for name, size in cost.memory.items()
-    ]
-    parts = [
-        f"{_columns(header, rows)}{ROUNDED}\n" if rows else "no collectives\n",
-        _columns((f"memory of {of}", "bytes"), memory),
-        _columns(("floating-point operations", "count"), [("one rank", expression_text(cost.flops))]),
-    ]
-    return "\n".join(parts)
+    places = {name: f"  ({PLACE})" for name in PLACED if cost.memory.get(name, 0) != 0}
+    memory = [(name, f"{expression_text(size)}{places.get(name, '')}") for name, size in cost.memory.items()]
+    traffic_text = f"{_columns(header, rows)}{ROUNDED}\n" if rows else "no collectives\n"
+    memory_text = _columns((f"memory of {of}", "bytes"), memory)
+    flops_text = _columns(("floating-point operations", "count"), [("one rank", expression_text(cost.flops))])
+    return "\n".join([traffic_text, memory_text, flops_text])
 
 
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -83,20 +75,14 @@ def region_text(plan: SymbolicPlan) -> str:
     lines = list(map(_typed, region.conditions))
     small = f"{FEW} modules" if plan.repeated else "the model"
     lines.append(f"compiled at {len(region.probes)} points, its ends among them; the passes check each --at on {small}")
-    if plan.rank is not None:
-        lines += _stages(plan)
+    if plan.rank is not None:  # the stages of a pipeline are a part of the plan
+        record = StageRecord(plan.here)
+        name, count = record.schedule.name, record.schedule.num_microbatches
+        lines += [f"{count} microbatches by {name}, whose order and fullest rank are as here, and so are the stages:"]
+        for stage in record.entries():
+            modules = " to ".join(filter(None, dict.fromkeys(stage["modules"])))
+            lines.append(f"stage {stage['stage']} on rank {stage['rank']}: {modules}")
     return f"{table(('symbol', 'from', 'to'), ranges)}\n" + "".join(f"{line}\n" for line in lines)
-
-
-def _stages(plan: SymbolicPlan) -> list[str]:
-    """The stages of a pipeline, which are a part of the plan."""
-    record = StageRecord(plan.here)
-    name, count = record.schedule.name, record.schedule.num_microbatches
-    lines = [f"{count} microbatches by {name}, whose order and fullest rank are as here, and so are the stages:"]
-    for stage in record.entries():
-        modules = " to ".join(filter(None, dict.fromkeys(stage["modules"])))
-        lines.append(f"stage {stage['stage']} on rank {stage['rank']}: {modules}")
-    return lines
 
 
 def expression_text(expression: Any, room: int = 0) -> str:
