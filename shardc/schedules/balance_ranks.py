@@ -25,11 +25,7 @@ Shared = Sequence[tuple[Any, Sequence[int]]]
 
 
 def balance_ranks(
-    weights: Sequence[Any],
-    place: Sequence[int],
-    *,
-    shared: Shared = (),
-    received: ReceivedBytes = lambda ranges: 0,
+    weights: Sequence[Any], place: Sequence[int], *, shared: Shared = (), received: ReceivedBytes = lambda ranges: 0
 ) -> Split:
     """Cut a chain into stages, stage ``s`` on rank ``place[s]``, so that the heaviest rank is as light as possible.
 

@@ -8,17 +8,7 @@ from itertools import accumulate
 
 from shardc.schedules.costs import Costs, StageCost, costs_for
 from shardc.schedules.events import with_messages
-from shardc.schedules.schedule import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Edge,
-    Schedule,
-    edge_of,
-    edges_from,
-    edges_into,
-    operands,
-)
+from shardc.schedules.schedule import RECEIVES, SENDS, Action, Edge, Schedule, edge_of, edges_from, edges_into, operands
 from shardc.schedules.timeline import Task, Timeline, peak_live, timeline
 
 
