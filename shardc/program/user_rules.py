@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,17 +82,17 @@ def register_rule(
     op = overload_of(op)
     who = f"register_rule({op})"
     if op in RULES and not override:
-        raise ShardingError(
-            who, "it has a rule", "a second one would hide it", "say override=True to put yours in its place"
-        )
+        remedy = "say override=True to put yours in its place"
+        raise ShardingError(who, "it has a rule", "a second one would hide it", remedy)
     for name, value in (("linear", linear), ("whole", whole)):
         if not isinstance(value, str):
             what, problem = f"{name}={value!r}", "it is text, words with blanks between them"
             raise ShardingError(who, what, problem, f"say {name}={'0 1' if name == 'linear' else 'd'!r}")
     if not isinstance(spec, str) and not callable(spec):
         raise ShardingError(who, f"spec={spec!r}", "it is no text, and no function of the call", _GRAMMAR)
+    has_local = sizes is not None or local is not None
     if isinstance(spec, str):
-        _check_spec(who, op, spec, linear, whole, sizes is not None or local is not None)
+        _check_spec(who, op, spec, linear, whole, has_local)
     if reduce not in ("sum", "max", "min"):
         raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
 
@@ -101,10 +101,14 @@ def register_rule(
         if text is None:
             return replicated_rule(call)
         if callable(spec):
-            _check_spec(who, op, text, linear, whole, sizes is not None or local is not None)
+            _check_spec(who, op, text, linear, whole, has_local)
         _check_call(who, text, call)
         bound = make_rule(text, call, linear=linear, whole=whole, reduce=reduce)
-        return replace(bound, sees_padding=not uneven and not _sees_no_padding(bound))
+        reduced = [name for name in bound.sizes if bound.leaves_partial(name)]
+        is_linear = reduce == "sum" and all(  # in operands with the factor, so that zeros leave each sum as it is
+            any(all(bound.has(name, bound.operands[i]) for i in group) for group in bound.linear) for name in reduced
+        )
+        return replace(bound, sees_padding=not uneven and not is_linear)
 
     RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
 
@@ -116,21 +120,10 @@ def overload_of(op: Any) -> torch._ops.OpOverload:
         overload = getattr(overload, overload.overloads()[0])
     if not isinstance(overload, torch._ops.OpOverload):
         named = [f"{overload}.{name}" for name in overload.overloads()] if hasattr(overload, "overloads") else []
-        raise ShardingError(
-            f"op {op}",
-            f"of type {type(op).__name__}",
-            "a rule is for one overload of an op of torch.library",
-            f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default",
-        )
+        problem = "a rule is for one overload of an op of torch.library"
+        remedy = f"name one of {', '.join(named)}" if named else "write torch.ops.NAMESPACE.NAME.default"
+        raise ShardingError(f"op {op}", f"of type {type(op).__name__}", problem, remedy)
     return overload
-
-
-def _sees_no_padding(rule: Rule) -> bool:
-    """Whether padding with zeros leaves every sum as it is: the op is linear in operands that have the factor."""
-    partial = [name for name in rule.sizes if rule.leaves_partial(name)]
-    return rule.reduce == "sum" and all(
-        any(all(rule.has(factor, rule.operands[i]) for i in group) for group in rule.linear) for factor in partial
-    )
 
 
 def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local: bool) -> None:
@@ -152,7 +145,9 @@ def _check_spec(who: str, op: Any, spec: str, linear: str, whole: str, has_local
         is_list = any("List" in type_ for type_ in tensors)
         if len(entries) != len(tensors) and not (is_list and len(entries) >= len(tensors) - 1):
             refuse(f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')} of the schema", _GRAMMAR)
-    factors = [_factors(side) for side in (left, right)]
+    dims = [[dim for entry in side.split(",") if entry.strip() != "_" for dim in parse_dims(entry.strip())]
+            for side in (left, right)]  # fmt: skip
+    factors = [{name for dim in side for name in dim} - {"1"} for side in dims]
     if not has_local and (alone := factors[1] - factors[0]):
         refuse(
             f"factor {min(alone)!r} stands in results alone, so that the op must be told one rank's size of it",
@@ -173,48 +168,35 @@ def _check_call(who: str, spec: str, call: OpCall) -> None:
     """Check a spec against a call: an entry for each tensor, a factor for each dim, and one size for each factor."""
     left, _, right = spec.partition("->")
     sizes: dict[str, int] = {}
-    sides = ("operand", left, call.operands), ("result", right, call.results)
-    for side, text, tensors in sides:
+    for side, text, tensors in (("operand", left, call.operands), ("result", right, call.results)):
         entries = text.split(",")
         if len(entries) < len(tensors):
-            raise ShardingError(
-                who, f"spec {spec!r}", f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')}", _GRAMMAR
-            )
+            problem = f"{_count(len(entries), side)} for {_count(len(tensors), 'tensor')}"
+            raise ShardingError(who, f"spec {spec!r}", problem, _GRAMMAR)
         for i, (entry, tensor) in enumerate(zip(entries, tensors, strict=False)):
             if tensor is None or entry.strip() == "_":
                 continue
-            for factor, size in _pairs(who, spec, f"{side} {i}", entry, tensor):
+            for factor, size in _pairs(f"{who}, {side} {i}", entry.strip(), tensor):
                 known = sizes.setdefault(factor, size)
                 if 1 in (known, size):
                     sizes[factor] = max(known, size)
                 elif known != size:
-                    raise ShardingError(
-                        f"{who}, {side} {i}",
-                        f"{tensor} as {entry.strip()!r}",
-                        f"factor {factor!r} is {size} here and {known} in another tensor",
-                        "give the two dims different names",
-                    )
+                    what, remedy = f"{tensor} as {entry.strip()!r}", "give the two dims different names"
+                    problem = f"factor {factor!r} is {size} here and {known} in another tensor"
+                    raise ShardingError(f"{who}, {side} {i}", what, problem, remedy)
 
 
-def _pairs(who: str, spec: str, tensor_name: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
+def _pairs(who: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
     """The factors that are alone in a dim, with its size."""
-    dims = parse_dims(entry.strip())
+    dims = parse_dims(entry)
     has_dots = ("...",) in dims
     if len(dims) - has_dots > len(tensor.shape) or (not has_dots and len(dims) != len(tensor.shape)):
-        raise ShardingError(
-            f"{who}, {tensor_name}",
-            f"{tensor} as {entry.strip()!r}",
-            f"{_count(len(dims) - has_dots, 'entry')} for {_count(len(tensor.shape), 'dim')}",
-            "name each dim; '...' stands for any number of leading dims",
-        )
+        problem = f"{_count(len(dims) - has_dots, 'entry')} for {_count(len(tensor.shape), 'dim')}"
+        remedy = "name each dim; '...' stands for any number of leading dims"
+        raise ShardingError(who, f"{tensor} as {entry!r}", problem, remedy)
     sizes = tensor.shape[len(tensor.shape) - len(dims) + 1 :] if has_dots and dims[0] == ("...",) else tensor.shape
     named = dims[1:] if has_dots and dims[0] == ("...",) else () if has_dots else dims
     yield from ((dim[0], size) for dim, size in zip(named, sizes, strict=True) if len(dim) == 1)
-
-
-def _factors(side: str) -> set[str]:
-    entries = [entry.strip() for entry in side.split(",")]
-    return {name for entry in entries if entry != "_" for dim in parse_dims(entry) for name in dim} - {"1"}
 
 
 def _count(number: int, what: str) -> str:
@@ -258,29 +240,27 @@ class WrongRule(AssertionError):
 
 def check(case: Case) -> None:
     """Check every factor in 2 and in 3 pieces, every two at once, every linear group; raises a WrongRule."""
-    sizes, factors = case.rule.sizes, cuttable(case.rule)
+    rule, factors = case.rule, cuttable(case.rule)
+    checks: list[tuple[str, Callable[[], None]]] = []
     cuts = [{factor: count} for factor in factors for count in (2, 3)]
     cuts += [{one: 2, other: 3} for one, other in itertools.combinations(factors, 2)]
     for pieces in cuts:
-        if all(sizes[factor] % count == 0 for factor, count in pieces.items()):
-            with _failing_as(" and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())):
-                _check_cuts(case, pieces)
+        if all(rule.sizes[factor] % count == 0 for factor, count in pieces.items()):
+            what = " and ".join(f"{factor} in {count} pieces" for factor, count in pieces.items())
+            checks.append((what, partial(_check_cuts, case, pieces)))
+    dims = [dim for tensor in (*rule.operands, *rule.results) if tensor is not None for dim in tensor]
     for factor in factors:
-        if _may_be_padded(case.rule, factor):
-            with _failing_as(f"{factor} with padding"):
-                _check_padding(case, factor)
-    for group in case.rule.linear:
+        is_alone = all(len(dim) == 1 for dim in dims if factor in dim)
+        if is_alone and not rule.sees_padding and not rule.is_even and rule.leaves_partial(factor):
+            checks.append((f"{factor} with padding", partial(_check_padding, case, factor)))
+    for group in rule.linear:
         if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
-            with _failing_as(f"operands {sorted(group)} as sums of two terms"):
-                _check_linear(case, group)
-
-
-@contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (AssertionError, RuntimeError) as error:
-        raise WrongRule(what) from error
+            checks.append((f"operands {sorted(group)} as sums of two terms", partial(_check_linear, case, group)))
+    for what, run in checks:
+        try:
+            run()
+        except (AssertionError, RuntimeError) as error:
+            raise WrongRule(what) from error
 
 
 def cuttable(rule: Rule) -> list[str]:
@@ -292,25 +272,22 @@ def _check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
     """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
     sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
     arguments = _local_arguments(case, sizes)
-    indices = itertools.product(*map(range, pieces.values()))
-    results_at = {index: case.run(_cut_operands(case, pieces, index), arguments) for index in indices}
+    results_at: dict[Any, list[Tensor | None]] = {}
+    for index in itertools.product(*map(range, pieces.values())):
+        tensors, whole_sizes = list(case.tensors), dict(case.rule.sizes)
+        for (factor, count), i in zip(pieces.items(), index, strict=True):
+            for t, (tensor, dims) in enumerate(zip(tensors, case.rule.operands, strict=True)):
+                if tensor is not None and dims is not None and case.rule.has(factor, dims):
+                    piece = _refine(tensor, dims, whole_sizes).chunk(count, _place(dims, factor))[i]
+                    tensors[t] = _merge(piece, dims)
+            whole_sizes[factor] //= count
+        results_at[index] = case.run(tensors, arguments)
     for r, (whole, dims) in enumerate(zip(case.results, case.rule.results, strict=True)):
         if whole is not None and dims is not None:
             parts = {index: part for index, results in results_at.items() if (part := results[r]) is not None}
             assert {tuple(part.shape) for part in parts.values()} == {_local_shape(dims, whole.shape, sizes)}
             if not whole.is_meta:
                 _assert_same(case, _put_together(case.rule, r, parts, list(pieces), dict(sizes)), whole)
-
-
-def _cut_operands(case: Case, pieces: Mapping[str, int], index: Sequence[int]) -> list[Tensor | None]:
-    sizes, tensors = dict(case.rule.sizes), list(case.tensors)
-    for (factor, count), i in zip(pieces.items(), index, strict=True):
-        for t, dims in enumerate(case.rule.operands):
-            tensor = tensors[t]
-            if tensor is not None and dims is not None and case.rule.has(factor, dims):
-                tensors[t] = _merge(_refine(tensor, dims, sizes).chunk(count, _place(dims, factor))[i], dims)
-        sizes[factor] //= count
-    return tensors
 
 
 def _put_together(rule: Rule, r: int, parts: dict[Any, Tensor], factors: list[str], sizes: dict[str, int]) -> Tensor:
@@ -338,10 +315,8 @@ def _join(rule: Rule, r: int, parts: list[Tensor], factor: str, sizes: Mapping[s
 
 def _refine(tensor: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
     """The tensor with one dim a factor; a dim without factors stays."""
-    shape = [
-        s for factors, size in zip(dims, tensor.shape, strict=True) for s in ([sizes[f] for f in factors] or [size])
-    ]
-    return tensor.reshape(shape)
+    pairs = zip(dims, tensor.shape, strict=True)
+    return tensor.reshape([s for factors, size in pairs for s in ([sizes[f] for f in factors] or [size])])
 
 
 def _merge(tensor: Tensor, dims: Dims) -> Tensor:
@@ -355,9 +330,8 @@ def _place(dims: Dims, factor: str) -> int:
 
 
 def _local_shape(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(
-        math.prod(sizes[f] for f in factors) if factors else size for factors, size in zip(dims, shape, strict=True)
-    )
+    pairs = zip(dims, shape, strict=True)
+    return tuple(math.prod(sizes[f] for f in factors) if factors else size for factors, size in pairs)
 
 
 def _local_types(
@@ -373,32 +347,21 @@ def _local_arguments(case: Case, sizes: Mapping[str, int]) -> dict[int, Any]:
     entry = op_rule(case.op)
     if entry is None or entry.local is None:
         return {}
-    shard = replace(
-        case.call,
-        operands=_local_types(case.call.operands, case.rule.operands, sizes),
-        results=_local_types(case.call.results, case.rule.results, sizes),
-    )
-    return entry.local(case.call, shard)
+    operands = _local_types(case.call.operands, case.rule.operands, sizes)
+    results = _local_types(case.call.results, case.rule.results, sizes)
+    return entry.local(case.call, replace(case.call, operands=operands, results=results))
 
 
 def _assert_same(case: Case, result: Tensor, expected: Tensor) -> None:
     assert result.dtype == expected.dtype
     if "empty" not in str(case.op):
         scale = max([1.0, *expected.abs().flatten().tolist()]) if _is_number(expected) else 1
-        torch.testing.assert_close(
-            result, expected, rtol=0, atol=TOLERANCE.get(expected.dtype, 0) * scale, equal_nan=True
-        )
+        tolerance = TOLERANCE.get(expected.dtype, 0) * scale
+        torch.testing.assert_close(result, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def _is_number(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _may_be_padded(rule: Rule, factor: str) -> bool:
-    """Whether a cut that does not divide the factor leaves padding that a reduction reads."""
-    tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
-    is_alone = all(len(dim) == 1 for dims in tensors for dim in dims if factor in dim)
-    return is_alone and not rule.sees_padding and not rule.is_even and rule.leaves_partial(factor)
 
 
 def _check_padding(case: Case, factor: str) -> None:
@@ -457,19 +420,6 @@ def _as_results(returned: Any) -> list[Tensor | None]:
     return [entry if isinstance(entry, Tensor) else None for entry in entries]
 
 
-def _type_of(tensor: Tensor | None) -> TensorType | None:
-    return None if tensor is None else TensorType.of(tensor)
-
-
-def without_chunks(rule: Rule) -> Rule:
-    """The rule with chunked factors left out, whose chunks differ in size on each tensor and are checked elsewhere."""
-
-    def whole(dims: Dims | None) -> Dims | None:
-        return dims and tuple(() if len(dim) == 1 and dim[0] in rule.chunks else dim for dim in dims)
-
-    return replace(rule, operands=tuple(map(whole, rule.operands)), results=tuple(map(whole, rule.results)))
-
-
 def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any = None) -> Case:
     """The case of a call with real arguments; ``rule`` binds another rule than the op's own."""
     graph = fx.Graph()
@@ -478,19 +428,27 @@ def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any
 
     def placeholder(tensor: Tensor) -> fx.Node:
         node = graph.placeholder(f"x{len(tensors)}")
-        program.set_type(node, _type_of(tensor))
+        program.set_type(node, TensorType.of(tensor))
         tensors[node] = tensor
         return node
 
     own_args, own_kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # the op may write to them
     returned = op(*own_args, **own_kwargs)
+    results = _as_results(returned)
     args, kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # no tensor twice
     node = graph.call_function(op, *_map_tensors(placeholder, (args, kwargs)))
-    types = tuple(map(_type_of, _as_results(returned)))
+    types = tuple(None if result is None else TensorType.of(result) for result in results)
     program.set_type(node, types if isinstance(returned, (tuple, list)) else types[0])
-    bound = without_chunks(rule(program.call(node)) if rule else program.rule(node))
+    bound: Rule = rule(program.call(node)) if rule else program.rule(node)
+
+    def without_chunks(dims: Dims | None) -> Dims | None:
+        """Chunks of a factor differ in size on each tensor, and are checked elsewhere."""
+        return dims and tuple(() if len(dim) == 1 and dim[0] in bound.chunks else dim for dim in dims)
+
+    operand_dims, result_dims = (tuple(map(without_chunks, side)) for side in (bound.operands, bound.results))
+    bound = replace(bound, operands=operand_dims, results=result_dims)
     values = tuple(None if operand is None else tensors[operand] for operand in operands(node))
-    return Case(op, args, kwargs, program.call(node), bound, values, tuple(_as_results(returned)))
+    return Case(op, args, kwargs, program.call(node), bound, values, tuple(results))
 
 
 def _map_tensors(change: Callable[[Tensor], Any], argument: Any) -> Any:
