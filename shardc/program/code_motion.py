@@ -67,7 +67,9 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
     """
     zero = program.options.zero
     kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
-    gradients = _gradients_of_parameters(program)
+    parameters, ends = set(parameters_of(program).values()), list(ends_of(program))
+    others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters}
+    gradients = {node for *_, node in ends} - others  # results that are gradients of parameters and nothing else
     linear: set[fx.Node] = set()  # ops whose result reaches gradients of parameters alone
     reductions: set[fx.Node] = set()
     for node in reversed(list(program.graph.nodes)):
@@ -81,13 +83,6 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
         elif _is_linear(program, node):
             linear.add(node)
     return frozenset(_closed(program, reductions))
-
-
-def _gradients_of_parameters(program: Program) -> set[fx.Node]:
-    """Results that are gradients of parameters and nothing else."""
-    parameters, ends = set(parameters_of(program).values()), list(ends_of(program))
-    others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters}
-    return {node for *_, node in ends if node is not None} - others
 
 
 def _is_linear(program: Program, node: fx.Node) -> bool:

@@ -144,12 +144,11 @@ def wire_bytes(kind: CollectiveKind, payload: int, group_size: int) -> int:
 
     all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all.
     """
-    n = group_size
-    if kind in LOCAL_KINDS or n == 1:
+    if kind in LOCAL_KINDS or group_size == 1:
         return 0
     if kind in WHOLE_PAYLOAD:
         return payload
-    once = payload * (n - 1) // n
+    once = payload * (group_size - 1) // group_size
     return 2 * once if kind == "all_reduce" else once
 
 
@@ -166,13 +165,10 @@ def adds_microbatches(node: fx.Node) -> bool:
 def group_size(mesh: Mesh, kind: CollectiveKind, args: tuple[Any, ...]) -> int:
     """The number of ranks in one group of a collective, given its arguments after the value."""
     axes = parse_parts(args[0], mesh)
-    if kind == "collective_permute" and _moving(axes) == _moving(parse_parts(args[1], mesh)):
-        return 1
+    if kind == "collective_permute":
+        before, after = ([part for part in parts if part.size != 1] for parts in (axes, parse_parts(args[1], mesh)))
+        return 1 if before == after else num_shards(axes)
     return num_shards(axes)
-
-
-def _moving(axes: Axes) -> Axes:
-    return tuple(part for part in axes if part.size != 1)
 
 
 # The effect of a collective on a sharding and on local shapes.
@@ -226,9 +222,11 @@ def _uncut(src: Sharding, axes: Axes, dim: int) -> Sharding:
     """Remove ``axes`` from the minor end of a dim."""
     cut = src.dims[dim]
     ends = part_ends(cut.axes + axes)
-    had, gone = split_parts(cut.axes, ends), split_parts(axes, ends)
-    assert gone and not cut.minor and had[-len(gone) :] == gone, f"{axes} are not the minor cuts of dim {dim} of {src}"
-    return src.with_dim(dim, DimSharding(merge_parts(had[: -len(gone)])))
+    parts, gone = split_parts(cut.axes, ends), split_parts(axes, ends)
+    assert gone and not cut.minor and parts[-len(gone) :] == gone, (
+        f"{axes} are not the minor cuts of dim {dim} of {src}"
+    )
+    return src.with_dim(dim, DimSharding(merge_parts(parts[: -len(gone)])))
 
 
 def _cut(src: Sharding, axes: Axes, dim: int) -> Sharding:
@@ -243,28 +241,26 @@ def _reduced(src: Sharding, axes: Axes, op: str) -> Sharding:
     """Remove ``axes`` from the partial ones."""
     ends = part_ends(src.partial_axes + axes)
     gone = split_parts(axes, ends)
-    found = [(piece, by) for part, by in src.partial for piece in split_parts((part,), ends)]
-    assert all((part, op) in found for part in gone), f"no {op} over {axes} is open in {src}"
-    return replace(src, partial=tuple((part, by) for part, by in found if part not in gone))
+    partial = [(piece, by) for part, by in src.partial for piece in split_parts((part,), ends)]
+    assert all((part, op) in partial for part in gone), f"no {op} over {axes} is open in {src}"
+    return replace(src, partial=tuple((part, by) for part, by in partial if part not in gone))
 
 
 def _permuted(src: Sharding, axes: Axes, new_axes: Axes) -> Sharding:
     """Replace on each dim the run of ``axes`` by as many pieces of ``new_axes``."""
     ends, gone, new = part_ends(axes), split_parts(axes, part_ends(src.cut_axes)), list(new_axes)
-    found = tuple(part for cut in src.dims for part in split_parts(cut.axes, ends) if part in gone)
-    dims = tuple(_exchanged(cut, ends, gone, new) for cut in src.dims)
-    assert found == gone and not new, f"{axes} cannot give way to {new_axes} in {src}"
-    return replace(src, dims=dims)
-
-
-def _exchanged(cut: DimSharding, ends: dict[str, list[int]], gone: Axes, new: list[AxisPart]) -> DimSharding:
-    had = split_parts(cut.axes, ends)
-    run = [i for i, part in enumerate(had) if part in gone]
-    if not run:
-        return cut
-    first, last = run[0], run[-1] + 1
-    assert not cut.minor and len(run) == last - first, f"{gone} is no run of {cut}"
-    return DimSharding(merge_parts(had[:first] + _take(new, _weight(had[first:last])) + had[last:]))
+    removed: Axes = ()
+    dims = list(src.dims)
+    for dim, cut in enumerate(src.dims):
+        parts = split_parts(cut.axes, ends)
+        run = [i for i, part in enumerate(parts) if part in gone]
+        if run:
+            first, last = run[0], run[-1] + 1
+            assert not cut.minor and len(run) == last - first, f"{gone} is no run of {cut}"
+            removed += parts[first:last]
+            dims[dim] = DimSharding(merge_parts(parts[:first] + _take(new, _weight(parts[first:last])) + parts[last:]))
+    assert removed == gone and not new, f"{axes} cannot give way to {new_axes} in {src}"
+    return replace(src, dims=tuple(dims))
 
 
 def _take(parts: list[AxisPart], weight: int) -> Axes:
@@ -302,14 +298,10 @@ def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
     """The position with another index along these parts."""
     for part in reversed(axes):
         index, digit = divmod(index, part.size)
-        position += (digit - mesh.coordinate(position, part)) * _stride(mesh, part)
+        ranks_of_axis = math.prod(mesh.shape[mesh.axis_names.index(part.name) :])
+        stride = ranks_of_axis // (part.pre * part.size)
+        position += (digit - mesh.coordinate(position, part)) * stride
     return position
-
-
-def _stride(mesh: Mesh, part: AxisPart) -> int:
-    """The distance of two positions whose coordinates along a part differ by one."""
-    i = mesh.axis_names.index(part.name)
-    return math.prod(mesh.shape[i:]) // (part.pre * part.size)
 
 
 def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) -> int:
@@ -328,16 +320,11 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
         return wire // max(rows) * sum(rows) * ranks // len(rows) if wire else 0
     if kind == "collective_permute" and wire:
         src, dst = (parse_parts(axes, mesh) for axes in args[:2])
-        among = _along(mesh, src + dst)
+        names = {part.name for part in src + dst}
+        among = Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name in names})
         giving = sum(source_position(among, i, src, dst) != i for i in range(among.size))
         return wire * giving * ranks // among.size
     return wire * ranks
-
-
-def _along(mesh: Mesh, axes: Axes) -> Mesh:
-    """The mesh of these axes alone."""
-    names = {part.name for part in axes}
-    return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name in names})
 
 
 Fit = tuple[int, int]  # a dim, and the size that it must have
@@ -366,12 +353,11 @@ def payload_numel(
 ) -> int:
     """Elements of the larger of one rank's input and output, padded to equal pieces."""
     before, after = fits(kind, args, count, src_shape, dst_shape)
-    larger, fit = (
-        (dst_shape, after and (after[0], count * src_shape[after[0]])) if kind == "all_gather" else (src_shape, before)
-    )
-    sizes = list(larger)
-    if fit:
-        sizes[fit[0]] = fit[1]
+    sizes = list(dst_shape if kind == "all_gather" else src_shape)
+    if kind == "all_gather" and after:
+        sizes[after[0]] = count * src_shape[after[0]]
+    elif before:
+        sizes[before[0]] = before[1]
     return math.prod(sizes)
 
 

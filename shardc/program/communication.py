@@ -121,8 +121,7 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     return Collective(
         kind, args[0], dtype_name(after.dtype), before.shape, after.shape, payload, wire, total, name=node.name,
         phase=program.source(node).phase, node=", ".join(each.name for each in operands),
-        source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node),
-        ranks=ranks,
+        source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node), ranks=ranks,
     )  # fmt: skip
 
 

@@ -93,14 +93,11 @@ def _result_layouts(call: CallKey) -> Layout | tuple[Layout | None, ...]:
         if result is None:
             layouts.append(None)
             continue
-        owner = next((i for i, each in enumerate(tensors) if _share_memory(each, result)), None)
+        memory = result.untyped_storage()._cdata
+        owner = next((i for i, each in enumerate(tensors) if each.untyped_storage()._cdata == memory), None)
         layouts.append(Layout.of(result, owner))
         tensors.append(result)
     return layouts[0] if isinstance(returned, Tensor) and layouts[0] else tuple(layouts)
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @dataclass(frozen=True, slots=True)

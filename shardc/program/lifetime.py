@@ -86,10 +86,8 @@ def storages(program: Program) -> Iterator[Storage]:
     last = dict.fromkeys(owners.values(), -1)
     saved: set[Value] = set()  # read by the backward part
     for i, node in enumerate(order):
-        operand_values = (
-            _results(program, operand(node)) if is_getitem(node) else map(program.value, node.all_input_nodes)
-        )
-        reads = [owners[value] for value in operand_values]
+        read = _results(program, operand(node)) if is_getitem(node) else map(program.value, node.all_input_nodes)
+        reads = [owners[value] for value in read]
         last |= dict.fromkeys([*reads, *(owners[value] for value in _results(program, node))], i)
         saved |= set(reads if i >= bwd else ())
     last |= {owners[program.value(node)]: len(order) for node in program.results if node is not None}
@@ -127,7 +125,10 @@ def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
     """The results of a node's call on meta tensors; new tensors where a runtime allocates them."""
     if is_getitem(node):
         return values[operand(node)][node.args[1]]
-    if is_annotation(node) or _does_nothing(program, node):
+    is_of_one_rank = (
+        node.target in COLLECTIVES and group_size(program.mesh, collective_kind(node), node.args[1:]) == 1  # type: ignore[arg-type]
+    )
+    if is_annotation(node) or is_of_one_rank:
         return values[operand(node)]
     if node.op == "placeholder" or node.target in MOVES:
         return _new(program, node)
@@ -145,14 +146,6 @@ def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
 def _new(program: Program, node: fx.Node) -> Any:
     tensors = [type_ and torch.empty(type_.shape, dtype=type_.dtype, device="meta") for type_ in program.types(node)]
     return tuple(tensors) if program.has_many(node) else tensors[0]
-
-
-def _does_nothing(program: Program, node: fx.Node) -> bool:
-    """Whether a node is a collective in groups of one rank."""
-    if node.target not in COLLECTIVES:
-        return False
-    assert program.mesh is not None
-    return group_size(program.mesh, collective_kind(node), node.args[1:]) == 1
 
 
 # Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.

@@ -58,43 +58,39 @@ def hold_opaques(traced: fx.GraphModule) -> None:
         if node.target is torch.ops.shardc.opaque.default:
             key, operands = node.args
             node.target, node.args = _ALIVE[key], tuple(operands)
-        elif node.op == "call_function" and (isinstance(node.target, HigherOrderOperator) or _nests(node)):
-            _flatten(traced, node)
-
-
-def _nests(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return node.target is not getitem and (
-        isinstance(value, dict) or any(isinstance(entry, (tuple, list, dict)) for entry in entries)
-    )
+        elif node.op == "call_function":
+            value = node.meta.get("val")
+            entries = value if isinstance(value, (tuple, list)) else ()
+            nests = isinstance(value, dict) or any(isinstance(entry, (tuple, list, dict)) for entry in entries)
+            if isinstance(node.target, HigherOrderOperator) or (nests and node.target is not getitem):
+                _flatten(traced, node)
 
 
 def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
     """Replace a node by an opaque call, and the getitems of its results by those of the call."""
-    given, nest = pytree.tree_flatten((node.args, node.kwargs))
-    places = [i for i, leaf in enumerate(given) if isinstance(leaf, fx.Node) and _body(traced, leaf) is None]
+    arguments, nest = pytree.tree_flatten((node.args, node.kwargs))
+    places = [i for i, leaf in enumerate(arguments) if isinstance(leaf, fx.Node) and _body(traced, leaf) is None]
     fixed = [_body(traced, leaf) if isinstance(leaf, fx.Node) and i not in places else leaf
-             for i, leaf in enumerate(given)]  # fmt: skip
+             for i, leaf in enumerate(arguments)]  # fmt: skip
     leaves, shape = pytree.tree_flatten(node.meta["val"])
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     target: Any = node.target
-    called = flat_call(target, fixed, nest, places)
+    call_target = flat_call(target, fixed, nest, places)
 
     def run(*operands: Tensor) -> list[Tensor]:
-        found = pytree.tree_leaves(called(*operands))
-        return [found[i] for i in tensors]
+        results = pytree.tree_leaves(call_target(*operands))
+        return [results[i] for i in tensors]
 
     types = tuple(TensorType.of(leaves[i]) for i in tensors)
-    inner = next((leaf for leaf in given if isinstance(leaf, torch._ops.OpOverload)), target)
+    inner = next((leaf for leaf in arguments if isinstance(leaf, torch._ops.OpOverload)), target)
     name = str(inner if str(target).startswith("auto_functionalized") else target).removesuffix(".default")
     opaque = Opaque(name, run, types, tags=tuple(getattr(inner, "tags", ())))
     with traced.graph.inserting_before(node):
-        made = traced.graph.call_function(opaque, tuple(given[i] for i in places))
-    made.meta["val"] = [leaves[i] for i in tensors]
-    places_of = [tensors.index(i) if i in tensors else None for i in range(len(leaves))]
-    _repoint(node, made, pytree.tree_unflatten(places_of, shape))
+        replacement = traced.graph.call_function(opaque, tuple(arguments[i] for i in places))
+    replacement.meta["val"] = [leaves[i] for i in tensors]
+    indices = [tensors.index(i) if i in tensors else None for i in range(len(leaves))]
+    _repoint(node, replacement, pytree.tree_unflatten(indices, shape))
 
 
 def flat_call(target: Any, given: Sequence[Any], nest: Any, places: Sequence[int]) -> Callable[..., Any]:
@@ -116,21 +112,21 @@ def _body(traced: fx.GraphModule, node: fx.Node) -> Any:
     return None if isinstance(value, Tensor) else value
 
 
-def _repoint(node: fx.Node, made: fx.Node, places: Any) -> None:
-    """Let getitems of ``node`` read from ``made``; ``places``: its index for each result, nested like the results."""
-    if isinstance(places, int):
-        with node.graph.inserting_after(made):
-            only = node.graph.call_function(getitem, (made, places))
-        only.meta["val"] = made.meta["val"][places]
+def _repoint(node: fx.Node, source: fx.Node, indices: Any) -> None:
+    """Let getitems of ``node`` read from ``source``; ``indices``: of each result there, nested like the results."""
+    if isinstance(indices, int):
+        with node.graph.inserting_after(source):
+            only = node.graph.call_function(getitem, (source, indices))
+        only.meta["val"] = source.meta["val"][indices]
         node.replace_all_uses_with(only)
         return
     for user in list(node.users):
         assert user.target is getitem, user
-        picked = places[user.args[1]]
-        if isinstance(picked, int):
-            user.args = (made, picked)
+        index = indices[user.args[1]]
+        if isinstance(index, int):
+            user.args = (source, index)
         else:
-            _repoint(user, made, picked)
+            _repoint(user, source, index)
 
 
 def call(forward: Opaque, backward: Opaque, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:

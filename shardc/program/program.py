@@ -206,10 +206,9 @@ class Program:
     def sharding(self, node: fx.Node) -> Sharding:
         """The sharding of a node with one result (or of a getitem)."""
         producer, index = self.value(node)
-        found: Shardings = producer.meta["sharding"]
-        result = found[index] if isinstance(found, tuple) else found
-        assert result is not None, node
-        return result
+        sharding = self.shardings(producer)[index]
+        assert sharding is not None, node
+        return sharding
 
     def shardings(self, node: fx.Node) -> tuple[Sharding | None, ...]:
         """The shardings of a node's results; empty before propagate."""

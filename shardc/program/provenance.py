@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shardc.language.sharding import Sharding, TensorType
 
@@ -124,17 +124,13 @@ class StorageChange:
     stored: Sharding
     computed: Sharding
     option: str
+    origins: ClassVar[Mapping[str, Origin]] = {}  # no axis comes from an annotation
 
     @property
     def text(self) -> str:
         """The change in a few words."""
         stored, computed = self.stored.text(self.type), self.computed.text(self.type)
         return f"{self.name} is stored as {stored} by zero, and computed on as {computed}"
-
-    @property
-    def origins(self) -> Mapping[str, Origin]:
-        """None: no axis comes from an annotation."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +183,12 @@ class StageCrossing:
     target: int
     values: tuple[str, ...]
     option: str
+    origins: ClassVar[Mapping[str, Origin]] = {}  # a message is sent in whatever sharding the value has
 
     @property
     def text(self) -> str:
         """The message in a few words."""
         return f"stage {self.target} reads what stage {self.source} makes"
-
-    @property
-    def origins(self) -> Mapping[str, Origin]:
-        """None: a message is sent in whatever sharding the value has."""
-        return {}
 
 
 Cause = ShardingChange | NeighbourEdges | StorageChange | StageCrossing

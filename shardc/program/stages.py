@@ -193,25 +193,17 @@ class ValueKinds:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.parameters = {node: name for name, node in parameters_of(program).items()}
-        self.timed = self._find_timed()
-        self.own = self._find_own()
-        self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
-        self.late = descendants(*self.closing)
-
-    def _find_timed(self) -> set[fx.Node]:
-        timed: set[fx.Node] = set()
-        for node in self.program.graph.nodes:
+        self.timed: set[fx.Node] = set()
+        for node in program.graph.nodes:
             if node.op == "output" or adds_microbatches(node):
                 continue
-            shardings = (self.program.sharding(node),) if is_getitem(node) else self.program.shardings(node)
-            if any(map(is_cut_in_time, shardings)) or not timed.isdisjoint(node.all_input_nodes):
-                timed.add(node)
-        return timed
-
-    def _find_own(self) -> set[fx.Node]:
-        of_parameters = descendants(*self.parameters)
+            shardings = (program.sharding(node),) if is_getitem(node) else program.shardings(node)
+            if any(map(is_cut_in_time, shardings)) or not self.timed.isdisjoint(node.all_input_nodes):
+                self.timed.add(node)
         work = [node for node in self.timed if node.target is dot or is_sent(node)]
-        return self.timed & (of_parameters | descendants(*work))
+        self.own = self.timed & descendants(*self.parameters, *work)
+        self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
+        self.late = descendants(*self.closing)
 
     def check(self) -> None:
         """Raise an OptionError for ops that need the whole batch in the middle of a step."""
@@ -224,21 +216,17 @@ class ValueKinds:
             if (not adds_microbatches(node) and MICROBATCH in axes_of(node)) or node in twice or node in timed_late
         }
         first = [node for node in sorted(whole_batch) if whole_batch.isdisjoint(node.all_input_nodes)]
-        by_location = {self._where(node): node for node in reversed(first)}  # the first at each location
-        raise_all([self._whole_batch_error(*each) for each in reversed(by_location.items())])
-
-    def _where(self, node: fx.Node) -> str:
-        source = self.program.source(node)
-        return ", ".join(word for word in (source.module, source.location) if word) or "the model"
-
-    def _whole_batch_error(self, where: str, node: fx.Node) -> OptionError:
-        sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
-        what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
-        return OptionError(
-            f"{node.name} in {where}", cause_text(self.program.causes(node)) or what,
-            "it needs the whole batch in the middle of a step, and a microbatch is a part of one",
-            "compute it of each sample by itself, or leave pipeline out",
-        )  # fmt: skip
+        errors: dict[str, OptionError] = {}  # the first at each location
+        problem = "it needs the whole batch in the middle of a step, and a microbatch is a part of one"
+        for node in first:
+            source = self.program.source(node)
+            where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
+            sums = ", ".join(str(each) for each in node.all_input_nodes if each in self.late)
+            what = f"{node.target} reads {sums}, made of a sum over the batch" if sums else f"{node.target}"
+            what = cause_text(self.program.causes(node)) or what
+            remedy = "compute it of each sample by itself, or leave pipeline out"
+            errors.setdefault(where, OptionError(f"{node.name} in {where}", what, problem, remedy))
+        raise_all(list(errors.values()))
 
 
 class StageAssignment:
@@ -250,7 +238,13 @@ class StageAssignment:
         self.stage: dict[fx.Node, int] = {}
         self.part: dict[fx.Node, Part] = {}
         self._find_stages()
-        self._split_backward()
+        sent = [node for way, nodes in self.crossings().items() if way.part != "forward" for node in nodes]
+        for node in ancestors(*sent):  # backward that another stage's backward needs
+            if self.part.get(node) == "weight_gradient":
+                self.part[node] = "input_gradient"
+        for node in self.own:
+            if is_getitem(node):
+                self.part[node] = self.part[operand(node)]
 
     def _find_stages(self) -> None:
         tangents = [node for (kind, _), node in self.program.named_inputs.items() if kind == "tangent"]
@@ -267,52 +261,35 @@ class StageAssignment:
             if node not in self.stage:
                 read = [self.stage[user] for user in node.users if user in self.stage]
                 self.stage[node] = max(read, default=self._tag(node, last))
-            elif node in gradients and self._is_mask(node):
-                self.stage[node] = min(self.stage[node], max(self._readers(node), default=last))
-
-    def _is_mask(self, node: fx.Node) -> bool:
-        """Whether a call is local and keeps the size of its operand, and so runs where its result is read."""
-        is_local = any(member.kind in LOCAL_KINDS for member in members(node))
-        return is_local and self.program.local_type(node) == self.program.local_type(operand(node))
-
-    def _readers(self, node: fx.Node) -> list[int]:
-        """The stages that read a value; its own stage for a sum over microbatches."""
-        return [self.stage.get(user, self.stage[node]) for user in node.users]
+            elif node in gradients and any(member.kind in LOCAL_KINDS for member in members(node)):
+                if self.program.local_type(node) == self.program.local_type(operand(node)):  # runs where it is read
+                    own = self.stage[node]  # also where a sum over microbatches reads it
+                    self.stage[node] = min(own, max((self.stage.get(user, own) for user in node.users), default=last))
 
     def _tag(self, node: fx.Node, default: int) -> int:
         source = self.program.source(operand(node) if is_getitem(node) else node)
         return default if source.stage < 0 else source.stage
 
-    def _split_backward(self) -> None:
-        """The backward calls that another stage's backward needs are part of the input gradient."""
-        sent = [node for crossing, nodes in self.crossings().items() if crossing.part != "forward" for node in nodes]
-        for node in ancestors(*sent):
-            if self.part.get(node) == "weight_gradient":
-                self.part[node] = "input_gradient"
-        for node in self.own:
-            if is_getitem(node):
-                self.part[node] = self.part[operand(node)]
-
     def crossings(self) -> dict[Crossing, set[fx.Node]]:
         """The values that a stage sends to another for each microbatch."""
-        found: dict[Crossing, set[fx.Node]] = defaultdict(set)
+        crossings: dict[Crossing, set[fx.Node]] = defaultdict(set)
         for node in self.own:
             for user in node.users:
                 if user in self.stage and self.stage[user] != self.stage[node]:
                     is_down = self.stage[user] < self.stage[node]
                     assert is_down or self.part[node] == "forward", f"{node}, read by {user}"
                     part: Part = "input_gradient" if is_down else "forward"
-                    found[Crossing(self.stage[node], self.stage[user], part)].add(node)
-        return found
+                    crossings[Crossing(self.stage[node], self.stage[user], part)].add(node)
+        return crossings
 
     def holders(self) -> dict[fx.Node, set[int]]:
         """The stages that read each parameter; the first stage if none does."""
-        found: dict[fx.Node, set[int]] = {node: set() for node in self.kinds.parameters}
+        holders: dict[fx.Node, set[int]] = {node: set() for node in self.kinds.parameters}
         for stage in range(self.program.num_stages):
             own = {node for node in self.own if self.stage[node] == stage}
-            for node in reached(own, _down(self.kinds.own - own)) & set(found):
-                found[node].add(stage)
-        return {node: stages or {0} for node, stages in found.items()}
+            for node in reached(own, _down(self.kinds.own - own)) & set(holders):
+                holders[node].add(stage)
+        return {node: stages or {0} for node, stages in holders.items()}
 
     def home(self) -> dict[int, int]:
         """By index, the stage of each output that microbatches cut."""
@@ -375,9 +352,7 @@ def _parts(assignment: StageAssignment, stage: int, closing: set[fx.Node]) -> tu
 
 def _down(without: set[fx.Node]) -> Callable[[fx.Node], Iterable[fx.Node]]:
     """The step from a node to its operands, except ``without``, and except past a sum over microbatches."""
-    return lambda node: (
-        () if adds_microbatches(node) else (each for each in node.all_input_nodes if each not in without)
-    )
+    return lambda node: () if adds_microbatches(node) else [x for x in node.all_input_nodes if x not in without]
 
 
 def _in_order(parts: Mapping[Part, set[fx.Node]]) -> Calls:

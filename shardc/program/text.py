@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx
 
 from shardc.language.mesh import MICROBATCH
-from shardc.language.sharding import Sharding, TensorType
 from shardc.language.text import table
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
@@ -21,11 +20,18 @@ def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str
     """A program at any level: inputs, a line a value under its phase and module, results; or ``only`` some nodes."""
     names = value_names(program)
     nodes = {None, *program.graph.nodes} if only is None else set(only)
+    inputs = [
+        f"  {input_text(program, put, node)}"
+        for put, node in zip(program.inputs, program.placeholders, strict=True)
+        if node in nodes and (put.kind != "random" or node.users)
+    ]
+    ends = zip(program.outputs, program.results, strict=True)
+    results = [f"  {result_text(program, output, node, names)}" for output, node in ends if node in nodes]
     parts = [
         f"program ({program.level}){_mesh_text(program)}\n",
-        _lines("inputs", _input_lines(program, nodes)),
+        _lines("inputs", inputs),
         "\n".join([*_body_lines(program, names, nodes), ""])[1:],
-        _lines("results", _result_lines(program, names, nodes)),
+        _lines("results", results),
         notes_text(program) if only is None else "",
     ]
     return "\n".join(part for part in parts if part.strip())
@@ -37,8 +43,8 @@ def notes_text(program: Program) -> str:
 
 
 def _lines(title: str, lines: Iterable[str]) -> str:
-    found = list(lines)
-    return "\n".join([title, *found, ""]) if found else ""
+    listed = list(lines)
+    return "\n".join([title, *listed, ""]) if listed else ""
 
 
 def rank_axes(program: Program) -> dict[str, int]:
@@ -60,7 +66,7 @@ def _mesh_text(program: Program) -> str:
 
 def value_names(program: Program) -> dict[fx.Node, str]:
     """The printed name of each node: an input's is the user's, all others the node's."""
-    names = (_input_name(given) for given in program.inputs)
+    names = map(_input_name, program.inputs)
     return {node: node.name for node in program.graph.nodes} | dict(zip(program.placeholders, names, strict=True))
 
 
@@ -71,8 +77,8 @@ def value_name(program: Program, node: fx.Node) -> str:
     return next(_input_name(put) for put, its in zip(program.inputs, program.placeholders, strict=True) if its is node)
 
 
-def _input_name(given: Input) -> str:
-    return f"tangent({given.name})" if given.kind == "tangent" else given.name
+def _input_name(put: Input) -> str:
+    return f"tangent({put.name})" if put.kind == "tangent" else put.name
 
 
 def type_text(program: Program, node: fx.Node) -> str:
@@ -81,31 +87,17 @@ def type_text(program: Program, node: fx.Node) -> str:
     types, shardings = program.types(producer), program.shardings(producer)
     if program.level == "localized" or not shardings:
         shardings = (None,) * len(types)
-    texts = list(map(_sharded_text, types, shardings))
-    many = program.has_many(producer) and producer is node
-    return f"({', '.join(texts)})" if many else texts[index]
+    texts = [
+        "None" if type_ is None else str(type_) if sharding is None else sharding.text(type_)
+        for type_, sharding in zip(types, shardings, strict=True)
+    ]
+    has_many = program.has_many(producer) and producer is node
+    return f"({', '.join(texts)})" if has_many else texts[index]
 
 
-def _sharded_text(type_: TensorType | None, sharding: Sharding | None) -> str:
-    return "None" if type_ is None else str(type_) if sharding is None else sharding.text(type_)
-
-
-def _input_lines(program: Program, nodes: Container[fx.Node | None]) -> Iterator[str]:
-    for input_, node in zip(program.inputs, program.placeholders, strict=True):
-        if node in nodes and (input_.kind != "random" or node.users):
-            yield f"  {input_text(program, input_, node)}"
-
-
-def input_text(program: Program, given: Input, node: fx.Node) -> str:
+def input_text(program: Program, put: Input, node: fx.Node) -> str:
     """``parameter up.weight: f32[64@tp, 8]``."""
-    return f"{given.kind} {given.name}: {type_text(program, node)}".replace("random random", "random")
-
-
-def _result_lines(program: Program, names: dict[fx.Node, str], nodes: Container[fx.Node | None]) -> Iterator[str]:
-    for output, node in zip(program.outputs, program.results, strict=True):
-        if node not in nodes:
-            continue
-        yield f"  {result_text(program, output, node, names)}"
+    return f"{put.kind} {put.name}: {type_text(program, node)}".replace("random random", "random")
 
 
 def result_text(program: Program, output: Output, node: fx.Node | None, names: dict[fx.Node, str]) -> str:
@@ -141,15 +133,12 @@ def call_line(program: Program, node: fx.Node, names: dict[fx.Node, str], called
 def op_names(program: Program) -> dict[Any, str]:
     """The printed name of each op: ``aten.add.Tensor`` is ``add``, unless an op of our own has that name."""
     targets = {node.target for node in program.calls}
-    own = {getattr(target, "__name__", "") for target in targets if not hasattr(target, "_schema")}
-    return {target: _op_name(target, own) for target in targets}
-
-
-def _op_name(target: Any, own: set[str]) -> str:
-    if not hasattr(target, "_schema"):
-        return str(target.__name__)
-    namespace, name = str(target).split(".")[:2]
-    return name if namespace == "aten" and name not in own else f"{namespace}.{name}"
+    names: dict[Any, str] = {target: target.__name__ for target in targets if not hasattr(target, "_schema")}  # type: ignore[union-attr]
+    own = set(names.values())
+    for target in targets - names.keys():
+        namespace, name = str(target).split(".")[:2]
+        names[target] = name if namespace == "aten" and name not in own else f"{namespace}.{name}"
+    return names
 
 
 def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) -> str:
@@ -174,7 +163,7 @@ def _argument(value: Any, names: dict[fx.Node, str]) -> str:
 
 def remarks_of(program: Program) -> dict[fx.Node, str]:
     """For each reshard and collective its causes and the bytes that one rank sends, in full."""
-    by_name = {found.name: f"{found.wire_bytes} B on the wire" for found in collectives_of(program)}
+    by_name = {each.name: f"{each.wire_bytes} B on the wire" for each in collectives_of(program)}
     remarks = {}
     for node in program.calls:
         parts = [by_name[node.name]] if node.name in by_name else []
@@ -190,21 +179,19 @@ def remarks_of(program: Program) -> dict[fx.Node, str]:
 def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
     """Each parameter and buffer with its sharding, its local type and bytes, and the stages that hold it."""
     rows = []
-    for given, node in zip(program.inputs, program.placeholders, strict=True):
+    for put, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
-        if local is not None and given.kind in ("parameter", "buffer"):
+        if local is not None and put.kind in ("parameter", "buffer"):
             stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
-            rows.append((given.name, type_text(program, node), str(local), local.nbytes, stages))
+            rows.append((put.name, type_text(program, node), str(local), local.nbytes, stages))
     return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
 
 
 def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
     """The ops without a rule, which run whole on every rank."""
     names, called = value_names(program), op_names(program)
-    rows = [
-        (names[node], call_text(node, names, called), program.source(node).module, program.source(node).location)
-        for node in nodes
-    ]
+    sources = ((node, program.source(node)) for node in nodes)
+    rows = [(names[node], call_text(node, names, called), place.module, place.location) for node, place in sources]
     return table(("run whole, having no rule", "call", "module", "source"), rows) if rows else ""
 
 

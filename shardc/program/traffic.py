@@ -83,18 +83,10 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     if not collectives:
         return traffic_text(())
     listed = [
-        (
-            c.name,
-            "+".join(c.axes),
-            c.phase,
-            f"{c.dtype}{list(c.local_shape_in)}",
-            f"{c.dtype}{list(c.local_shape_out)}",
-            c.wire_bytes,
-            shortened(c.source),
-            cause_text(c.causes, most=2),
-        )
+        (c.name, "+".join(c.axes), c.phase, f"{c.dtype}{list(c.local_shape_in)}", f"{c.dtype}{list(c.local_shape_out)}",
+         c.wire_bytes, shortened(c.source), cause_text(c.causes, most=2))
         for c in collectives
-    ]
+    ]  # fmt: skip
     header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
     if any(c.stage is not None for c in collectives):
         header = ("stage", "times", *header)  # type: ignore[assignment]
