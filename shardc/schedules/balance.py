@@ -118,7 +118,7 @@ def ideals(num_units: int, edges: Iterable[tuple[int, int]], most: int = MOST_ID
     needs = [0] * num_units
     for source, reader in edges:
         needs[reader] |= 1 << source
-    latest, found = {0}, [0]
+    latest, masks = {0}, [0]
     for _ in range(num_units):
         latest = {
             mask | 1 << unit
@@ -126,10 +126,10 @@ def ideals(num_units: int, edges: Iterable[tuple[int, int]], most: int = MOST_ID
             for unit in range(num_units)
             if not mask >> unit & 1 and needs[unit] & ~mask == 0
         }
-        found += sorted(latest)
-        if len(found) > most:
+        masks += sorted(latest)
+        if len(masks) > most:
             return None
-    return found
+    return masks
 
 
 BestSuffix = dict[int, tuple[int, int, int]]  # by state: the sum of squares, the bytes, the next state

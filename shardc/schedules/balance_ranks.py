@@ -59,11 +59,6 @@ class RankLoads:
     weights: Sequence[Any]
     shared: Shared
 
-    @property
-    def num_units(self) -> int:
-        """The number of units."""
-        return len(self.weights)
-
     @cached_property
     def sums(self) -> tuple[Any, ...]:
         """The weight of all units before each, and at the end of all units."""
@@ -71,16 +66,13 @@ class RankLoads:
 
     def of(self, ranges: Ranges) -> int:
         """The weight of a rank with these units."""
-        return sum(self.sums[end] - self.sums[start] for start, end in ranges) + sum(
-            weight
-            for weight, units in self.shared
-            if any(start <= unit < end for unit in units for start, end in ranges)
-        )
+        shared = (weight for weight, units in self.shared if any(a <= unit < b for unit in units for a, b in ranges))
+        return sum(self.sums[end] - self.sums[start] for start, end in ranges) + sum(shared)
 
     def all(self, cuts: Sequence[int], place: Sequence[int]) -> list[int]:
         """The weight of each rank."""
         ranges: dict[int, Ranges] = {}
-        for rank, stage in zip(place, pairwise([0, *cuts, self.num_units]), strict=True):
+        for rank, stage in zip(place, pairwise([0, *cuts, len(self.weights)]), strict=True):
             ranges[rank] = (*ranges.get(rank, ()), stage)
         return [self.of(each) for each in ranges.values()]
 
@@ -89,16 +81,16 @@ def _improved(loads: RankLoads, place: Sequence[int], cuts: tuple[int, ...]) -> 
     """Move one cut anywhere, or two by one unit, as long as the heaviest rank becomes lighter or ranks more even."""
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
-        each = loads.all(cuts, place)
-        return max(each), sum(load * load for load in each)
+        by_rank = loads.all(cuts, place)
+        return max(by_rank), sum(load * load for load in by_rank)
 
     def moves() -> Iterator[tuple[int, ...]]:
-        bounds = (0, *cuts, loads.num_units)
+        bounds = (0, *cuts, len(loads.weights))
         for i in range(len(cuts)):
             yield from ((*cuts[:i], to, *cuts[i + 1 :]) for to in range(bounds[i] + 1, bounds[i + 2]))
         for (i, j), (di, dj) in product(combinations(range(len(cuts)), 2), product((-1, 1), repeat=2)):
             both = (*cuts[:i], cuts[i] + di, *cuts[i + 1 : j], cuts[j] + dj, *cuts[j + 1 :])
-            if all(a < b for a, b in pairwise((0, *both, loads.num_units))):
+            if all(a < b for a, b in pairwise((0, *both, len(loads.weights)))):
                 yield both
 
     while cost(best := min(moves(), key=cost, default=cuts)) < cost(cuts):
@@ -110,7 +102,7 @@ def _best_cuts(
     loads: RankLoads, place: Sequence[int], num_ranks: int, most: int, received: ReceivedBytes
 ) -> tuple[int, ...] | None:
     """The best cuts, or None where they cannot be found. ``most``: a weight of the heaviest rank that is possible."""
-    size, ranks = loads.num_units, tuple(range(num_ranks))
+    size, ranks = len(loads.weights), tuple(range(num_ranks))
     if len(place) == num_ranks:
         return chain_path(size, num_ranks, lambda _, a, b: loads.of(((a, b),)), lambda a, b: received(((a, b),))).best()
     is_v = tuple(place) == ranks + ranks[::-1]
@@ -139,7 +131,7 @@ class _TwoRanges:
     @property
     def start(self) -> State:
         """Where the ranges of the first rank begin."""
-        return 0, self.loads.num_units if self.middle is None else self.middle
+        return 0, len(self.loads.weights) if self.middle is None else self.middle
 
     def least(self) -> int:
         """The least possible weight of the heaviest rank; ``most`` if none is less."""
@@ -184,7 +176,7 @@ class _TwoRanges:
     def _ends(self, num_left: int, state: State) -> Iterator[State]:
         """Where two ranges may end, neither of them too heavy; ``num_left``: the number of later ranks."""
         (a, b), middle = state, self.middle
-        size, sums = self.loads.num_units, self.loads.sums
+        size, sums = len(self.loads.weights), self.loads.sums
 
         def while_light(ends: range, start: int) -> Iterator[int]:
             return takewhile(lambda end: abs(sums[end] - sums[start]) <= self.most, ends)

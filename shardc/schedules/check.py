@@ -37,12 +37,20 @@ def check(schedule: Schedule) -> None:
 
     A compute-only schedule is checked as if its messages were inserted.
     """
-    raise_all(list(_impossible_actions(schedule)))
+    crossing, impossible = set(schedule.crossing()), []
+    remedy = "take it out, or say the place, the edges and num_microbatches that it belongs to"
+    for rank, action in schedule.walk():
+        if problem := _why_impossible(schedule, rank, action, crossing):
+            impossible.append(ShardingError(f"schedule {schedule.name}, rank {rank}", str(action), problem, remedy))
+    raise_all(impossible)
     raise_all([*_incomplete_stages(schedule), *_wrong_reductions(schedule)])
     if schedule.has_messages:
         raise_all(list(_unpaired_messages(schedule)))
         raise_all(list(_unordered_channels(schedule)))
-    rendezvous = _rendezvous_graph(schedule)
+    sends = [action for _, action in schedule.walk() if action.kind in SENDS]
+    meetings = [Rendezvous(send, edge_of(send).receive(send.microbatch)) for send in sends]
+    # what must end before what, if every send waits for its receive
+    rendezvous = _graph(schedule, {end: meeting for meeting in meetings for end in (meeting.send, meeting.receive)})
     if not nx.is_directed_acyclic_graph(rendezvous):
         data = _graph(schedule, {})
         circle = [node for node, *_ in nx.find_cycle(rendezvous if nx.is_directed_acyclic_graph(data) else data)]
@@ -50,15 +58,6 @@ def check(schedule: Schedule) -> None:
         remedy = "order the actions otherwise, or let with_messages() say where messages stand"
         raise ShardingError(f"schedule {schedule.name}", what, "these wait for each other for ever", remedy)
     peak_bytes(schedule)
-
-
-def _impossible_actions(schedule: Schedule) -> Iterator[ShardingError]:
-    crossing = set(schedule.crossing())
-    for rank, action in schedule.walk():
-        problem = _why_impossible(schedule, rank, action, crossing)
-        if problem:
-            remedy = "take it out, or say the place, the edges and num_microbatches that it belongs to"
-            yield ShardingError(f"schedule {schedule.name}, rank {rank}", str(action), problem, remedy)
 
 
 def _why_impossible(schedule: Schedule, rank: int, action: Action, crossing: set[Edge]) -> str:
@@ -97,10 +96,9 @@ def _wrong_reductions(schedule: Schedule) -> Iterator[ShardingError]:
     for stage, rank in enumerate(schedule.place) if counts else ():
         row = [action.kind for action in schedule.actions[rank] if action.stage == stage]
         if counts[stage] != 1 or any(kind in ("W", "B", "I") for kind in row[row.index("REDUCE") :]):
-            what = f"{counts[stage]} REDUCE of stage {stage}"
+            who, what = f"schedule {schedule.name}, rank {rank}", f"{counts[stage]} REDUCE of stage {stage}"
             remedy = "call with_reductions() on a schedule that has none"
-            problem = "each stage has one, after its last backward"
-            yield ShardingError(f"schedule {schedule.name}, rank {rank}", what, problem, remedy)
+            yield ShardingError(who, what, "each stage has one, after its last backward", remedy)
 
 
 def _unpaired_messages(schedule: Schedule) -> Iterator[ShardingError]:
@@ -125,13 +123,12 @@ def _unordered_channels(schedule: Schedule) -> Iterator[ShardingError]:
         elif action.kind in RECEIVES:
             receives[schedule.place[edge_of(action).source], rank].append(action)
     for source, target in sorted(sends):
-        pairs = zip(sends[source, target], receives[source, target], strict=True)
-        for at, (send, receive) in enumerate(pairs):
+        for at, (send, receive) in enumerate(zip(sends[source, target], receives[source, target], strict=True)):
             if edge_of(send).receive(send.microbatch) != receive:
                 who = f"schedule {schedule.name}, rank {source} to rank {target}, message {at}"
-                what = f"{send} is received as {receive}"
                 problem = "messages of a channel come in the order in which they are sent"
-                yield ShardingError(who, what, problem, "receive in the order of the sends, or call with_messages()")
+                remedy = "receive in the order of the sends, or call with_messages()"
+                yield ShardingError(who, f"{send} is received as {receive}", problem, remedy)
                 break
 
 
@@ -144,13 +141,6 @@ class Rendezvous:
 
     def __str__(self) -> str:
         return f"{self.send} = {self.receive}"
-
-
-def _rendezvous_graph(schedule: Schedule) -> nx.DiGraph[Hashable]:
-    """The graph of what must end before what, if every send waits for its receive."""
-    sends = [action for _, action in schedule.walk() if action.kind in SENDS]
-    meetings = [Rendezvous(send, edge_of(send).receive(send.microbatch)) for send in sends]
-    return _graph(schedule, {end: meeting for meeting in meetings for end in (meeting.send, meeting.receive)})
 
 
 def _graph(schedule: Schedule, contracted: dict[Action, Rendezvous]) -> nx.DiGraph[Hashable]:

@@ -53,15 +53,12 @@ def _gpipe(_: int, __: int, stages: Sequence[int], count: int, ___: int | None) 
     yield from (Action("B", stage, i) for stage in reversed(stages) for i in range(count))
 
 
-def _one_forward_one_backward(
-    rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None
-) -> Iterator[Action]:
+def _1f1b(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
     """PipeDream-flush: stage i of K has at most K - i microbatches in flight. Narayanan et al. 2021.
 
     Another cap falls evenly from the first stage to one microbatch on the last.
     """
-    ahead = lead(rank, num_ranks, cap or num_ranks)
-    return _spell(stages, count, ("F", min(1 + ahead, count)), ("B F", count))
+    return _spell(stages, count, ("F", min(1 + lead(rank, num_ranks, cap or num_ranks), count)), ("B F", count))
 
 
 def _interleaved(
@@ -137,7 +134,7 @@ def _spell(stages: Sequence[int], count: int, *words: tuple[str, int]) -> Iterat
 Order = Callable[[int, int, Sequence[int], int, int | None], Iterator[Action]]
 ORDERS: dict[str, Order] = {
     "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
+    "1f1b": _1f1b,
     "interleaved": _interleaved,
     "interleaved-zb": _interleaved_zero_bubble,
     "zb-h1": _zero_bubble_1,

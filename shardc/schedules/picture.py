@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from html import escape
 from math import ceil
 
@@ -102,16 +102,12 @@ def chrome_trace(timeline: Timeline) -> str:
         for thread, lane in enumerate(lanes):
             ids = {"pid": process, "tid": thread}
             events.append({"name": "thread_name", "ph": "M", **ids, "args": {"name": _title(lane)}})
-            events += [event | ids for event in _slices(timeline, lane)]
+            for task in (
+                task for task in timeline.on(lane) if task.seconds
+            ):  # ends are rounded like starts: no overlap
+                start, end = round(timeline.starts[task.name] * 1e9), round(timeline.end(task) * 1e9)
+                kind = getattr(task.name, "category", "") or _kind(task) or "message"
+                times = {"ts": start / 1e3, "dur": (end - start) / 1e3}  # microseconds
+                events.append({"name": str(task.name), "cat": kind, "ph": "X", **times, **ids})
     lines = ",\n  ".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n  {lines}\n]}}\n'
-
-
-def _slices(timeline: Timeline, lane: Hashable) -> Iterator[dict[str, object]]:
-    """Events of the tasks on a lane, in microseconds; ends are rounded like starts, so that no two overlap."""
-    for task in timeline.on(lane):
-        if task.seconds:
-            start, end = round(timeline.starts[task.name] * 1e9), round(timeline.end(task) * 1e9)
-            kind = getattr(task.name, "category", "") or _kind(task) or "message"
-            times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-            yield {"name": str(task.name), "cat": kind, "ph": "X", **times}

@@ -30,9 +30,14 @@ def fastest(
     Raises an OptionError if no candidate needs so little memory.
     """
     best, num_stages = _Best(costs, memory), len(costs.stages)
-    for candidate in _named_candidates(num_stages, count, num_ranks, edges):
-        if place in (None, candidate.place):
-            best.offer(makespan(candidate, costs, best.makespan), candidate)
+    known = set()  # the same order may have several names
+    for name in (name for name in ORDERS if fits(name, num_stages, num_ranks)):
+        for cap in (None, *range(1, max(2 * num_ranks, count) + 1)) if name in LINEAR else (None,):
+            candidate = schedule_named(name, edges, num_stages, count, num_ranks, cap)
+            if candidate.actions not in known and place in (None, candidate.place):
+                known.add(candidate.actions)
+                candidate = candidate if cap is None else replace(candidate, name=f"{name}, {cap} in flight")
+                best.offer(makespan(candidate, costs, best.makespan), candidate)
     places = {"list": looped_place(num_stages, num_ranks)}
     if num_stages > num_ranks:
         places["list in a V"] = v_place(num_stages, num_ranks)
@@ -80,17 +85,6 @@ class _Best:
             self.schedule, self.makespan, self.peak = candidate, makespan, peak
 
 
-def _named_candidates(num_stages: int, count: int, num_ranks: int, edges: tuple[Edge, ...]) -> Iterator[Schedule]:
-    """Each distinct order once, under the first of its names."""
-    known = set()
-    for name in (name for name in ORDERS if fits(name, num_stages, num_ranks)):
-        for cap in (None, *range(1, max(2 * num_ranks, count) + 1)) if name in LINEAR else (None,):
-            candidate = schedule_named(name, edges, num_stages, count, num_ranks, cap)
-            if candidate.actions not in known:
-                known.add(candidate.actions)
-                yield candidate if cap is None else replace(candidate, name=f"{name}, {cap} in flight")
-
-
 def _searches(frame: Schedule, costs: Costs, memory: int | None) -> Iterator[tuple[str, list[float], Policy]]:
     """For each run of the list scheduler its name, the bytes that each rank may save, and its policy."""
     ranks = range(frame.num_ranks)
@@ -129,7 +123,18 @@ def lower_bound(frame: Schedule, costs: Costs | StageCost | None = None, memory:
     stage, whose W comes last.
     """
     costs = costs_for(frame.num_stages, costs)
-    heads, tails, count = _heads(frame, costs), _tails(frame, costs), frame.num_microbatches
+    leaving, entering, count = edges_from(frame.edges), edges_into(frame.edges), frame.num_microbatches
+    heads = [0.0] * frame.num_stages  # when the first microbatch reaches each stage
+    tails = [
+        cost.weight for cost in costs.stages
+    ]  # from a stage's last I to the end: its W, or earlier stages' backward
+    for stage in range(frame.num_stages):  # edges of forward go to later stages, edges of backward to earlier ones
+        for edge in entering.get((stage, "F"), ()):
+            end = heads[edge.source] + costs.stages[edge.source].forward
+            heads[stage] = max(heads[stage], end + _transfer(frame, costs, edge))
+        for edge in leaving.get((stage, "B"), ()):
+            after = costs.stages[edge.target].input + tails[edge.target]
+            tails[stage] = max(tails[stage], _transfer(frame, costs, edge) + after)
     bounds = []
     for rank in range(frame.num_ranks):
         stages = frame.stages_on(rank)
@@ -142,26 +147,6 @@ def lower_bound(frame: Schedule, costs: Costs | StageCost | None = None, memory:
             early = max(0, count - room) * cost.weight
             bounds.append(head + count * (cost.forward + cost.input) + early + tails[stages[0]])
     return max(bounds)
-
-
-def _heads(frame: Schedule, costs: Costs) -> list[float]:
-    """The earliest time at which the first microbatch reaches each stage; edges of forward go to later stages."""
-    entering, heads = edges_into(frame.edges), [0.0] * frame.num_stages
-    for stage in range(frame.num_stages):
-        for edge in entering.get((stage, "F"), ()):
-            end = heads[edge.source] + costs.stages[edge.source].forward
-            heads[stage] = max(heads[stage], end + _transfer(frame, costs, edge))
-    return heads
-
-
-def _tails(frame: Schedule, costs: Costs) -> list[float]:
-    """The least time from a stage's last I to the end of the step: its own W, or the backward of earlier stages."""
-    leaving, tails = edges_from(frame.edges), [cost.weight for cost in costs.stages]
-    for stage in range(frame.num_stages):
-        for edge in leaving.get((stage, "B"), ()):
-            after = costs.stages[edge.target].input + tails[edge.target]
-            tails[stage] = max(tails[stage], _transfer(frame, costs, edge) + after)
-    return tails
 
 
 def _transfer(frame: Schedule, costs: Costs, edge: Edge) -> float:

@@ -104,9 +104,20 @@ class _Tasks:
         seconds = self.costs.seconds(action)
         if action.kind == "REDUCE":
             return Task(action, (rank,), seconds)
-        reads = self._reads(action)
+        stage, microbatch = action.stage, action.microbatch
+        saved = Saved("I" if action.kind == "W" else "F", stage, microbatch)
+        entering = operands(action, self.entering)
+        reads: tuple[Hashable, ...] = tuple(Message(edge, microbatch) if edge else saved for _, edge in entering)
         transfers = (each for each in reads if isinstance(each, Message) and self.schedule.is_crossing(each.edge))
-        return Task(action, (rank,), seconds, tuple(transfers), reads, self._makes(action), reads)
+        makes: dict[Hashable, int] = {}  # for messages and for backward
+        if action.makes_messages:
+            messages = [Message(edge, microbatch) for edge in self.leaving.get((stage, action.phase), ())]
+            makes |= {message: self._bytes(message) for message in messages}
+        if action.kind == "F" and not self.schedule.is_forward_only:
+            makes[Saved("F", stage, microbatch)] = self.costs.stages[stage].saved
+        if action.kind == "I":
+            makes[Saved("I", stage, microbatch)] = self.costs.stages[stage].held
+        return Task(action, (rank,), seconds, tuple(transfers), reads, makes, reads)  # nothing else reads them
 
     def transfer(self, send: Action) -> Task:
         """The transfer of a message on its channel, once it is sent and its receive is posted."""
@@ -114,28 +125,6 @@ class _Tasks:
         channel = (self.schedule.place[edge.source], self.schedule.place[edge.target])
         ends = (send, edge.receive(send.microbatch))
         return Task(Message(edge, send.microbatch), (channel,), self.costs.transfer_seconds(edge), ends)
-
-    def _reads(self, action: Action) -> tuple[Hashable, ...]:
-        """The values that a computation reads; nothing reads them after it."""
-        return tuple(
-            Message(edge, action.microbatch)
-            if edge
-            else Saved("I" if action.kind == "W" else "F", action.stage, action.microbatch)
-            for _, edge in operands(action, self.entering)
-        )
-
-    def _makes(self, action: Action) -> dict[Hashable, int]:
-        """The bytes of each value that a computation makes for messages and for backward."""
-        stage, microbatch, cost = action.stage, action.microbatch, self.costs.stages[action.stage]
-        makes: dict[Hashable, int] = {}
-        if action.makes_messages:
-            messages = [Message(edge, microbatch) for edge in self.leaving.get((stage, action.phase), ())]
-            makes |= {message: self._bytes(message) for message in messages}
-        if action.kind == "F" and not self.schedule.is_forward_only:
-            makes[Saved("F", stage, microbatch)] = cost.saved
-        if action.kind == "I":
-            makes[Saved("I", stage, microbatch)] = cost.held
-        return makes
 
     def _bytes(self, message: Message) -> int:
         return self.costs.message_bytes.get(message.edge, 0)

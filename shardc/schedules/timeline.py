@@ -69,9 +69,8 @@ class Timeline:
     def span(self) -> tuple[float, ...]:
         """Seconds from the start of each rank's first computation to the end of its last."""
         rows = [[task for task in self.on(rank) if task.seconds] for rank in self.ranks]
-        return tuple(
-            max(map(self.end, row)) - min(self.starts[task.name] for task in row) if row else 0 for row in rows
-        )
+        starts = [min((self.starts[task.name] for task in row), default=0) for row in rows]
+        return tuple(max(map(self.end, row), default=0) - start for row, start in zip(rows, starts, strict=True))
 
     @property
     def bubble(self) -> float:
