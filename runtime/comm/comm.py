@@ -69,7 +69,6 @@ class Traffic:
     bytes: Counter[str] = field(default_factory=Counter)
 
     def count(self, kind: CollectiveKind, num_bytes: int) -> None:
-        """Count one collective."""
         self.calls[kind] += 1
         self.bytes[kind] += num_bytes
 
@@ -166,14 +165,15 @@ class BucketLayout:
         rows = buffer if buffer.dim() == 2 else buffer.unsqueeze(0)
         share = self.count if self.kind == "reduce_scatter" else 1
         pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
-        return [self._result(*each) for each in zip(pieces, self.parts, self.shapes, strict=True)]
-
-    def _result(self, piece: Tensor, part: Member, shape: tuple[int, ...]) -> Tensor:
-        if part.kind == "all_gather":
-            return join(piece.reshape(self.count, *shape), part.args[1]).contiguous()  # a view would hold all
-        if part.kind == "reduce_scatter":
-            shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
-        return piece.view(shape)
+        results = []
+        for piece, part, shape in zip(pieces, self.parts, self.shapes, strict=True):
+            if part.kind == "all_gather":  # a view would hold all
+                results.append(join(piece.reshape(self.count, *shape), part.args[1]).contiguous())
+                continue
+            if part.kind == "reduce_scatter":
+                shape = tuple(size // self.count if dim == part.args[2] else size for dim, size in enumerate(shape))
+            results.append(piece.view(shape))
+        return results
 
 
 def put(places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:

@@ -34,11 +34,12 @@ class TorchComm(LocalCollectives):
     """
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
-        self.device_mesh = device_mesh
-        self.mesh = Mesh.of(device_mesh)
+        self.device_mesh, self.mesh = device_mesh, Mesh.of(device_mesh)
         self.position = own_position(device_mesh)
         self.positions = (self.position,)
-        self.device = device_of(device_mesh)
+        self.device = torch.device(device_mesh.device_type)
+        if self.device.type != "cpu":
+            self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
         self.traffic = (Traffic(),)
         self.gathers_in_place = self.device.type == "cpu"
         self._groups: dict[Axes, Group] = {}
@@ -167,13 +168,6 @@ def own_position(device_mesh: DeviceMesh) -> int:
     for index, size in zip(coordinate, device_mesh.shape, strict=True):
         position = position * size + index
     return position
-
-
-def device_of(device_mesh: DeviceMesh) -> torch.device:
-    """The device that this process computes on."""
-    if device_mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
 
 
 def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:

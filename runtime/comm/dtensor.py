@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.language.cut import join_dim
 from shardc.language.errors import ShardingError
-from shardc.language.mesh import AxisPart, Mesh
+from shardc.language.mesh import Mesh
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
 
@@ -118,16 +118,25 @@ def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, n
                 name, f"placements {tuple(placed)}", f"{placement} on axis {axis!r} is neither cut nor whole",
                 "redistribute it to Replicate or Shard first",
             )  # fmt: skip
-        stretches = getattr(placement, "split_factor", 1)
-        row = rows[placement.dim]
-        rows[placement.dim] = _cut(row, stretches, Digit(mesh.axis_size(axis), axis), f"{name}, dim {placement.dim}")
-    return Sharding(mesh, tuple(_dim_sharding(row, mesh) for row in rows))
+        stretches, new = getattr(placement, "split_factor", 1), Digit(mesh.axis_size(axis), axis)
+        rows[placement.dim] = _cut(rows[placement.dim], stretches, new, f"{name}, dim {placement.dim}")
+    digits = [[digit for digit in row if digit.size > 1 or digit.axis] for row in rows]
+    cuts = {axis: DimSharding((mesh.axis(axis),)) for axis in mesh.axis_names}
+    subdims = [[(digit.size, cuts.get(digit.axis, WHOLE)) for digit in row] for row in digits]
+    return Sharding(mesh, tuple(map(join_dim, subdims)))
 
 
 def _digits(cut: DimSharding, size: int, sharding: Sharding, name: str) -> list[Digit]:
     row: list[Digit] = []
     for sub, axes in cut.subdims(size):
-        row += [_axis_digit(part, sharding, name) for part in axes]
+        for part in axes:
+            if not sharding.mesh.is_whole(part):
+                raise ShardingError(
+                    name, f"{sharding}, cut by the part {sharding.mesh.print_part(part)} of axis {part.name!r}",
+                    "a DTensor is cut by whole axes of the mesh only",
+                    f"split {part.name!r} into two axes of the mesh, or leave this value whole over it",
+                )  # fmt: skip
+            row.append(Digit(part.size, part.name))
         row.append(Digit(ceil_div(sub, num_shards(axes))))
     return row
 
@@ -145,34 +154,17 @@ def _check_gatherable(row: list[Digit], sharding: Sharding, who: str) -> None:
     )  # fmt: skip
 
 
-def _axis_digit(part: AxisPart, sharding: Sharding, name: str) -> Digit:
-    if not sharding.mesh.is_whole(part):
-        axis = part.name
-        raise ShardingError(
-            name, f"{sharding}, cut by the part {sharding.mesh.print_part(part)} of axis {axis!r}",
-            "a DTensor is cut by whole axes of the mesh only",
-            f"split {axis!r} into two axes of the mesh, or leave this value whole over it",
-        )  # fmt: skip
-    return Digit(part.size, part.name)
-
-
 def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
-    """The row with a new digit after ``stretches`` elements of uncut runs."""
-    done: list[Digit] = []
-    rest = list(row)
+    """The row with the first uncut run after ``stretches`` elements of uncut runs cut by a new digit."""
+    done, rest = list[Digit](), list(row)
     while stretches > 1:
         digit = rest.pop(0)
         if not digit.axis:
-            taken = math.gcd(digit.size, stretches)
-            stretches //= taken
-            rest[:0] = [Digit(digit.size // taken)] * (digit.size > taken)
-            digit = Digit(taken)
+            factor = math.gcd(digit.size, stretches)
+            stretches //= factor
+            rest[:0] = [Digit(digit.size // factor)] * (digit.size > factor)
+            digit = Digit(factor)
         done.append(digit)
-    return done + _take(rest, new, who)
-
-
-def _take(rest: list[Digit], new: Digit, who: str) -> list[Digit]:
-    """The row with its first uncut run cut by the new digit."""
     at = next((i for i, digit in enumerate(rest) if not digit.axis and digit.size > 1), None)
     if at is None or rest[at].size % new.size:
         size = 1 if at is None else rest[at].size
@@ -180,9 +172,5 @@ def _take(rest: list[Digit], new: Digit, who: str) -> list[Digit]:
             who, f"{size} elements left to cut by {new.axis}={new.size}", "the cut is uneven",
             f"choose sizes that divide by {new.size}",
         )  # fmt: skip
-    return [*rest[:at], new, *[Digit(rest[at].size // new.size)] * (rest[at].size > new.size), *rest[at + 1 :]]
-
-
-def _dim_sharding(row: Sequence[Digit], mesh: Mesh) -> DimSharding:
-    cuts = [DimSharding((mesh.axis(digit.axis),)) if digit.axis else WHOLE for digit in row]
-    return join_dim([(digit.size, cut) for digit, cut in zip(row, cuts, strict=True) if digit.size > 1 or digit.axis])
+    remaining = [Digit(rest[at].size // new.size)] * (rest[at].size > new.size)
+    return [*done, *rest[:at], new, *remaining, *rest[at + 1 :]]

@@ -99,8 +99,7 @@ class Workers:
     def _replies(self, timeout: float | None) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._connections):
-            waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
-            ready = wait(waiting, timeout)
+            ready = wait([c for rank, c in enumerate(self._connections) if rank not in results], timeout)
             if not ready:
                 missing = sorted(set(range(len(self._connections))) - set(results))
                 problem = "one may wait for a collective that another does not make"
@@ -109,18 +108,15 @@ class Workers:
                 )
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
-                results[rank] = self._reply(rank)
+                try:
+                    is_good, results[rank] = pickle.loads(self._connections[rank].recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    code = self._processes[rank].exitcode
+                    raise RuntimeError(f"rank {rank} died with exit code {code}") from None
+                if not is_good:
+                    raise RuntimeError(f"rank {rank} failed:\n{results[rank]}")
         return [results[rank] for rank in range(len(self._connections))]
-
-    def _reply(self, rank: int) -> Any:
-        try:
-            is_good, value = pickle.loads(self._connections[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self._processes[rank].join()
-            raise RuntimeError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
-        if not is_good:
-            raise RuntimeError(f"rank {rank} failed:\n{value}")
-        return value
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:

@@ -43,8 +43,11 @@ def all_gather(gathers: Sequence[Gather], group: Group) -> Callable[[], list[Ten
     def finish() -> list[Tensor]:
         _wait(works)
         results = {i: _joined(row, *gathers[i]) for i, row in zip(alone, rows, strict=False)}
-        if small:
-            results |= zip(small, _unpacked(rows[-1].view(group.size, -1), [gathers[i] for i in small]), strict=True)
+        if small:  # one copy of each, two if its dim is not the first
+            sizes = [gathers[i][0].numel() for i in small]
+            flats = [_memory(*gathers[i], group.size).view(group.size, -1) for i in small]
+            torch.split_with_sizes_copy(rows[-1].view(group.size, -1), sizes, 1, out=flats)
+            results |= {i: _joined(flat, *gathers[i]) for i, flat in zip(small, flats, strict=True)}
         return [results[i] for i in range(len(gathers))]
 
     return finish
@@ -61,7 +64,8 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
     alone = [i for i in range(len(reductions)) if i not in small]
     sent = [split(x, size, dim) for x, dim in (reductions[i] for i in alone)]
     if small:
-        sent.append(torch.cat([_pieces(*reductions[i], size) for i in small], 1))
+        pieces = [x if dim == 0 else split(x, size, dim) for x, dim in (reductions[i] for i in small)]
+        sent.append(torch.cat([piece.reshape(size, piece.numel() // size) for piece in pieces], 1))
     received = [[torch.empty_like(each[0]) if i != group.index else each[i] for i in indices] for each in sent]
     with in_range("c10d::reduce_scatter"):
         works = _exchange([[each[i] for each in sent] for i in indices], received, group)
@@ -101,35 +105,18 @@ def _wait(works: Works) -> None:
 
 
 def _rows(x: Tensor, dim: int, into: Tensor | None, group: Group) -> Tensor:
-    """Memory for the pieces of all ranks, stacked, with this rank's filled in: ``into`` itself if it fits."""
-    shape = (group.size, *x.shape)
-    rows = into.view(shape) if into is not None and _fits(into, x, dim, group.size) else x.new_empty(shape)
+    """Memory for the pieces of all ranks, with this rank's filled in."""
+    rows = _memory(x, dim, into, group.size)
     if rows[group.index].data_ptr() != x.data_ptr() or not x.is_contiguous():
         rows[group.index].copy_(x)
     return rows
 
 
-def _pieces(x: Tensor, dim: int, count: int) -> Tensor:
-    """One row for each of equal pieces along ``dim``."""
-    return (x if dim == 0 else split(x, count, dim)).reshape(count, x.numel() // count)
-
-
-def _unpacked(rows: Tensor, gathers: Sequence[Gather]) -> list[Tensor]:
-    """The gathered values from the packed rows of all ranks: one copy of each, two if its dim is not the first."""
-    count = len(rows)
-    flats = [
-        into.view(count, x.numel())
-        if into is not None and _fits(into, x, dim, count)
-        else x.new_empty(count, x.numel())
-        for x, dim, into in gathers
-    ]
-    torch.split_with_sizes_copy(rows, [x.numel() for x, *_ in gathers], 1, out=flats)
-    return [_joined(flat, *each) for flat, each in zip(flats, gathers, strict=True)]
-
-
-def _fits(into: Tensor, x: Tensor, dim: int, count: int) -> bool:
-    """Whether ``into`` is contiguous memory for the pieces of ``count`` ranks, one after the other."""
-    return dim == 0 and into.is_contiguous() and into.numel() == count * x.numel()
+def _memory(x: Tensor, dim: int, into: Tensor | None, count: int) -> Tensor:
+    """Memory for the pieces of ``count`` ranks, stacked: ``into`` itself if they are contiguous there."""
+    shape = (count, *x.shape)
+    fits = into is not None and dim == 0 and into.is_contiguous() and into.numel() == count * x.numel()
+    return into.view(shape) if into is not None and fits else x.new_empty(shape)
 
 
 def _joined(rows: Tensor, x: Tensor, dim: int, into: Tensor | None) -> Tensor:

@@ -44,14 +44,17 @@ def private_loopback() -> Iterator[bool]:
     Yields whether the system allows it (Linux, as root); if not, they share the usual one.
     """
     try:
+        import fcntl
+
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    except OSError:
+    except (ImportError, OSError):
         yield False
         return
     try:
         is_private = _system("unshare", _NETWORK) == 0
-        if is_private:
-            _switch_on()
+        if is_private:  # the loopback interface is down in a new network
+            with socket.socket() as any_socket:
+                fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", loopback().encode(), _UP_AND_RUNNING))
         yield is_private
     finally:
         _system("setns", before, _NETWORK)
@@ -60,12 +63,3 @@ def private_loopback() -> Iterator[bool]:
 
 def _system(name: str, *args: int) -> int:
     return int(getattr(ctypes.CDLL(None), name)(*args))
-
-
-def _switch_on() -> None:
-    """Bring up the loopback interface, which is down in a new network."""
-    import fcntl
-
-    with socket.socket() as any_socket:
-        request = struct.pack("16sh14x", loopback().encode(), _UP_AND_RUNNING)
-        fcntl.ioctl(any_socket, _SET_FLAGS, request)

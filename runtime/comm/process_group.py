@@ -39,11 +39,6 @@ class Group:
     adds_locally: bool
 
     @property
-    def name(self) -> str:
-        """The name of the process group."""
-        return self.process.group_name
-
-    @property
     def inverse(self) -> tuple[int, ...]:
         """For each rank within the process group, its index."""
         return tuple(self.order.index(rank) for rank in range(self.size))
@@ -60,7 +55,7 @@ OPS: dict[str, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp
 def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
     """The pieces of all ranks, joined along ``dim``: one copy, none if ``dim`` is the first."""
     if _is_functional(x):
-        finish = _waiting(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+        finish = _waiting(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.process.group_name))
     else:
         result = x.new_empty(group.size * x.numel())
         finish = _after(group.process._allgather_base(result, x.reshape(-1)), result)
@@ -70,7 +65,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
 def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
     """The reduction over all ranks; in the operand's memory if it ``is_own``, that is, nobody else reads it."""
     if _is_functional(x):
-        return _waiting(c10d.all_reduce(x.contiguous(), op, group.name))
+        return _waiting(c10d.all_reduce(x.contiguous(), op, group.process.group_name))
     result = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
     return _after(group.process.allreduce([result], _options(AllreduceOptions, op)), result)
 
@@ -82,7 +77,7 @@ def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
         received = _exchange(pieces, group)
         return lambda: REDUCE_STACKED[op](_arrange(received(), group.order))
     if _is_functional(x):
-        finish = _waiting(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.name))
+        finish = _waiting(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.process.group_name))
     else:
         result, options = pieces.new_empty(pieces[0].numel()), _options(ReduceScatterOptions, op)
         finish = _after(group.process._reduce_scatter_base(result, pieces.flatten(), options), result)
@@ -136,7 +131,7 @@ def _exchange(pieces: Tensor, group: Group) -> Finish:
 def _all_to_all(flat: Tensor, receives: list[int], sends: list[int], group: Group) -> Finish:
     """Send ``sends[i]`` elements to rank i of the process group, and receive ``receives[i]`` from it, both in order."""
     if _is_functional(flat):
-        return _waiting(c10d.all_to_all_single(flat, receives, sends, group.name))
+        return _waiting(c10d.all_to_all_single(flat, receives, sends, group.process.group_name))
     result = flat.new_empty(sum(receives))
     return _after(group.process.alltoall_base(result, flat, receives, sends), result)
 

@@ -18,9 +18,8 @@ def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
     """The piece of a whole tensor of the rank at ``position``, without padding; a view where possible."""
     if not sharding.cut_axes:
         return whole
-    piece = _narrow(
-        whole.reshape(_refined_shape(sharding, tuple(whole.shape))), region(sharding, whole.shape, position)
-    )
+    refined = whole.reshape(_refined_shape(sharding, whole.shape))
+    piece = _narrow(refined, region(sharding, whole.shape, position))
     return piece.reshape(_piece_shape(sharding, tuple(piece.shape)))
 
 
@@ -82,12 +81,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    own = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return own.reshape(-1).view(torch.uint8)
+    own = [x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b)]
+    return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in own))
 
 
 def _narrow(whole: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:

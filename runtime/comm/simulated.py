@@ -14,20 +14,11 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.program.collective import source_position, wire_bytes
 
-from .comm import (
-    REDUCE,
-    BucketLayout,
-    LocalCollectives,
-    PartNames,
-    Places,
-    Results,
-    Rows,
-    Tensors,
-    Traffic,
-    chunk,
-    start_packed,
-)
+from . import comm
+from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Rows, Tensors, Traffic, chunk
 from .halo import HALO_KINDS, exchange_of
+
+Act = Callable[[Tensors], Tensors]  # from the operands of a group's ranks to their results
 
 
 class SimulatedComm(LocalCollectives):
@@ -37,9 +28,7 @@ class SimulatedComm(LocalCollectives):
     """
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
-        self.mesh = mesh
-        self.positions = tuple(range(mesh.size))
-        self.device = torch.device(device)
+        self.mesh, self.positions, self.device = mesh, tuple(range(mesh.size)), torch.device(device)
         self.traffic = tuple(Traffic() for _ in self.positions)
         self.gathers_in_place = False
 
@@ -50,7 +39,7 @@ class SimulatedComm(LocalCollectives):
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """Run the collective of a bucket at once, on one buffer a rank."""
-        return start_packed(self, layout, [layout.pack(row) for row in rows])
+        return comm.start_packed(self, layout, [layout.pack(row) for row in rows])
 
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Each rank of a group gets the pieces of all, joined along ``dim``."""
@@ -62,9 +51,11 @@ class SimulatedComm(LocalCollectives):
 
     def reduce_scatter(self, xs: Tensors, axes: PartNames, op: str, dim: int) -> Tensors:
         """Each rank of a group gets its piece along ``dim`` of the reduction of all."""
-        return self._in_groups(
-            "reduce_scatter", xs, axes, lambda group: [x.clone() for x in _chunks(_reduced(group, op), len(group), dim)]
-        )
+
+        def reduce(group: Tensors) -> Tensors:
+            return [piece.clone() for piece in _chunks(_reduced(group, op), len(group), dim)]
+
+        return self._in_groups("reduce_scatter", xs, axes, reduce)
 
     def all_to_all(self, xs: Tensors, axes: PartNames, src_dim: int, dst_dim: int) -> Tensors:
         """The i-th rank of a group gets the i-th piece along ``dst_dim`` of every rank, joined along ``src_dim``."""
@@ -95,9 +86,7 @@ class SimulatedComm(LocalCollectives):
                     self.traffic[position].count("collective_permute", num_bytes)
         return results
 
-    def _in_groups(
-        self, kind: CollectiveKind, xs: Tensors, axes: PartNames, act: Callable[[Tensors], Tensors]
-    ) -> Tensors:
+    def _in_groups(self, kind: CollectiveKind, xs: Tensors, axes: PartNames, act: Act) -> Tensors:
         results = list(xs)
         for group in self.mesh.groups(parse_parts(axes, self.mesh)):
             if len(group) == 1:
@@ -114,4 +103,4 @@ def _chunks(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
 
 
 def _reduced(group: Tensors, op: str) -> Tensor:
-    return functools.reduce(REDUCE[op], group)
+    return functools.reduce(comm.REDUCE[op], group)

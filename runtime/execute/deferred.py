@@ -49,18 +49,14 @@ class Deferred:
         """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``."""
         key = totals is not None, totals is not None and totals.is_own, is_last
         if key not in self._parts:
-            self._parts[key] = self._new_part(*key)
+            order = self._before
+            if is_last:
+                order = self._all if self._reads_open_slots_first else [*self._before, *self.closing]
+            if totals is not None:
+                order = self._with_additions(order, totals.is_own)
+            kept = self._results if is_last else self.open | self._results
+            self._parts[key] = RepeatedInstructions(with_deaths(with_waits(order), kept))
         return self._parts[key]
-
-    def _new_part(self, has_totals: bool, is_own: bool, is_last: bool) -> RepeatedInstructions:
-        order = self._before
-        if is_last:
-            order = self._all if self._reads_open_slots_first else [*self._before, *self.closing]
-        if has_totals:
-            order = self._with_additions(order, is_own)
-        return RepeatedInstructions(
-            with_deaths(with_waits(order), self._results if is_last else self.open | self._results)
-        )
 
     @property
     def _reads_open_slots_first(self) -> bool:
@@ -79,8 +75,10 @@ class Deferred:
         A contraction that nobody else reads adds to the total directly.
         """
         places, result = self._places(order), list[Instruction]()
+        add = Tensor.add_ if is_own else torch.add
         for i, each in enumerate((*order, None)):
-            result += [self._addition(slot, is_own) for slot, place in places.items() if place == i]
+            slots = [slot for slot, place in places.items() if place == i]
+            result += [plain_call(add, (Slot(slot + self._offset), Slot(slot)), slot) for slot in slots]
             if each is None:
                 continue
             if places.get(each.result) == i + 1 and isinstance(each.target, BoundDot) and len(each.args) == 2:
@@ -104,10 +102,6 @@ class Deferred:
                 elif places[slot] == end:
                     places[slot] = i
         return places
-
-    def _addition(self, slot: int, is_own: bool) -> Instruction:
-        target = Tensor.add_ if is_own else torch.add
-        return plain_call(target, (Slot(slot + self._offset), Slot(slot)), slot)
 
 
 def move(sums: Sums, envs: Sequence[Env], offset: int = 0) -> None:

@@ -30,6 +30,8 @@ from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Values, run
 
+Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
+
 
 class Runner:
     """Runs the parts of one program, as ``Executor`` says. By default it defers no reductions and keeps no values.
@@ -37,17 +39,15 @@ class Runner:
     What is ``saved`` for backward is a runner's own.
     """
 
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
         """Run the update part: compute what is kept until a parameter is written."""
         raise NotImplementedError
 
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], Any]:
+    def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, Any]:
         """Run the forward part: the outputs, and the values that are saved for backward."""
         raise NotImplementedError
 
-    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> Rows:
         """Run the backward part: the gradients."""
         raise NotImplementedError
 
@@ -58,11 +58,11 @@ class Runner:
 
     def accumulate(
         self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[list[list[Tensor | None]], Sums]:
+    ) -> tuple[Rows, Sums]:
         """Run the backward part without the reductions of deferred gradients."""
         raise NotImplementedError
 
-    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+    def close(self, sums: Sums) -> Rows:
         """Run the reductions of deferred gradients."""
         raise NotImplementedError
 
@@ -128,9 +128,8 @@ class Executor(Runner):
         has_constants = is_eager and comm is not None and len(comm.positions) == 1
         once = constants(program) if has_constants else []
         whole, left_out = split(program), set(once)
-        parts = [
-            [node for node in part if node not in left_out] for part in (whole.update, whole.forward, whole.backward)
-        ]
+        calls = (whole.update, whole.forward, whole.backward)
+        parts = [[node for node in part if node not in left_out] for part in calls]
         prepare, update, fwd, bwd = (
             with_waits(instructions(part, self._slots, device, program, is_eager, before))
             for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
@@ -148,7 +147,7 @@ class Executor(Runner):
                 run(with_deaths(prepare, read), [self._blank], comm)
             share(self._blank)
 
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
         """Run the update part on the parameters among ``inputs``, one row for each rank.
 
         Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others.
@@ -159,14 +158,12 @@ class Executor(Runner):
         for some in [self._update] if is_together else [[each] for each in self._update]:
             self._run(some, envs, into)
             results = [each.result for each in some if each.result in outputs]
-            for slot, (env, values) in product(results, zip(envs, into or (), strict=False)):
+            for slot, (env, values) in product(results, zip(envs, into, strict=False)):
                 if (target := values[outputs[slot]]) is not None and target is not env[slot]:
                     env[slot] = target.copy_(env[slot])
         return [self._collect(env, "update") for env in envs]
 
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], SavedEnvs]:
+    def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
         """Run the forward part on ``inputs``, one row for each rank, parallel to the program's, None for tangents.
 
         ``computed``: results of ``update``; without them the update part runs first. Returns for each rank the outputs,
@@ -181,32 +178,30 @@ class Executor(Runner):
                     env[slot] = values[i]
         self._run(self._fwd, envs)
         outputs = [self._collect(env, "forward") for env in envs]
-        saved = self._empty_envs(len(envs))
+        saved = [list(self._blank) for _ in envs]
         for (env, copy), slot in product(zip(envs, saved, strict=True), self._saved):
             copy[slot] = env[slot]
         return outputs, SavedEnvs(tuple(saved), self._used_up)
 
-    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
+    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
         """Run the backward part on ``tangents``, one row for each rank, parallel to the program's inputs.
 
         Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what was
         saved unless told to ``keep`` it. RuntimeError if that was freed before.
         """
-        envs = saved.take(keep)
-        self._fill(envs, tangents)
+        envs = self._filled(saved.take(keep), tangents)
         self._run(self._bwd, envs)
         return [self._collect(env, "backward") for env in envs]
 
     def accumulate(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[list[list[Tensor | None]], Sums]:
+    ) -> tuple[Rows, Sums]:
         """Run the backward part without the reductions that may be deferred, and add to the ``totals`` of earlier runs.
 
         Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them and
         returns all gradients and no sums. Else as ``backward``.
         """
-        envs = saved.take(keep)
-        self._fill(envs, tangents)
+        envs = self._filled(saved.take(keep), tangents)
         for env in envs:
             env += [None] * len(self._slots)
         if totals is not None:
@@ -215,16 +210,15 @@ class Executor(Runner):
         sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
         return [self._collect(env, "backward") for env in envs], sums
 
-    def close(self, sums: Sums) -> list[list[Tensor | None]]:
+    def close(self, sums: Sums) -> Rows:
         """Run the deferred reductions: for each rank the ``deferred`` gradients, with None for the others."""
-        envs = self._empty_envs(len(sums))
+        envs = [list(self._blank) for _ in sums]
         move(sums, envs)
         self._run(self._deferred.closing, envs)
         return [self._collect(env, "backward") for env in envs]
 
     @cached_property
     def deferred(self) -> frozenset[int]:
-        """The indices of outputs whose reductions may run once for several backwards."""
         return frozenset(i for slot, i in self._results_by_part["backward"] if slot in self._deferred_slots)
 
     @cached_property
@@ -236,11 +230,9 @@ class Executor(Runner):
         return Deferred(self._bwd, self._deferred_slots, self._slots_of("backward"), len(self._slots))
 
     def keeps_input(self, index: int) -> bool:
-        """Whether an input is saved for backward."""
         return self._inputs[index] in self._saved
 
     def keeps_output(self, index: int) -> bool:
-        """Whether an output is saved for backward."""
         return self._results[index] in self._saved
 
     @cached_property
@@ -249,24 +241,19 @@ class Executor(Runner):
         ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part_of[i] == "update"]
         return {(self._slots[node], member): i for each, i in ends for node, member in [self.program.value(each)]}
 
-    def _run(
-        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
-    ) -> None:
-        run(instructions, envs, self.comm, self._gathers if into else {}, into or ())
+    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] = ()) -> None:
+        run(instructions, envs, self.comm, self._gathers if into else {}, into)
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
-        envs = self._empty_envs(len(inputs))
-        self._fill(envs, inputs)
-        return envs
+        return self._filled([list(self._blank) for _ in inputs], inputs)
 
-    def _empty_envs(self, count: int) -> list[Env]:
-        return [list(self._blank) for _ in range(count)]
-
-    def _fill(self, envs: Sequence[Env], inputs: Sequence[Values]) -> None:
+    def _filled(self, envs: Sequence[Env], inputs: Sequence[Values]) -> list[Env]:
+        """The envs with the inputs of each rank, None for those that are there already."""
         for env, values in zip(envs, inputs, strict=True):
             for slot, value in zip(self._inputs, values, strict=True):
                 if value is not None:
                     env[slot] = value
+        return list(envs)
 
     def _collect(self, env: Env, part: str) -> list[Tensor | None]:
         """The results of a part, parallel to the program's outputs."""
@@ -284,29 +271,25 @@ LARGEST = 2**20  # bytes; a larger constant is not worth its memory between step
 
 
 def constants(program: Program) -> list[fx.Node]:
-    """The calls whose results are small and the same at every step, in program order.
+    """The calls of torch's ops and of local collectives whose results are small and the same at every step, in order.
 
     Results whose memory a user may see are not among them: those that are returned, or may share memory with one.
     """
     result: dict[fx.Node, None] = {}
     for node in program.calls:
-        if result.keys() >= set(node.all_input_nodes) and not program.has_many(node) and _is_repeatable(node):
-            type_ = program.local_type(node)
-            if type_ is not None and type_.nbytes <= LARGEST:
+        target: Any = node.target
+        if target in COLLECTIVES:
+            is_repeatable = collective_kind(node) in LOCAL_KINDS
+        else:
+            is_torch = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+            is_repeatable = is_torch and torch.Tag.nondeterministic_seeded not in target.tags
+        if is_repeatable and result.keys() >= set(node.all_input_nodes) and not program.has_many(node):
+            if (type_ := program.local_type(node)) is not None and type_.nbytes <= LARGEST:
                 result[node] = None
     for node in reversed(list(result)):
         if not all(user in result or is_new(user) for user in node.users):
             del result[node]
     return list(result)
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a call is one of torch's ops or of local collectives, and has the same result each time."""
-    if node.target in COLLECTIVES:
-        return collective_kind(node) in LOCAL_KINDS
-    target: Any = node.target
-    is_torch = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-    return is_torch and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def share(values: list[Any]) -> None:

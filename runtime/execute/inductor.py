@@ -16,12 +16,11 @@ from shardc.program.program import Program
 
 from ..comm.comm import Comm, Traffic
 from ..comm.ranges import in_range
-from .executor import Executor, Runner, SavedEnvs
+from .executor import Executor, Rows, Runner, SavedEnvs
 from .interpreter import Values
 
 Compiled = Callable[..., Sequence[Tensor]]
 Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
-
 
 # Random bits wrap modulo 2**64, but indices that Inductor propagates do not. The overlap passes are those that torch
 # recommends; without them every collective starts after all computation.
@@ -49,63 +48,60 @@ class InductorRunner(Runner):
         self._bwd: CompiledPart | None = None
 
     def keeps_input(self, index: int) -> bool:
-        """Whether an input is saved for backward."""
         return self._executor.keeps_input(index)
 
     def keeps_output(self, index: int) -> bool:
-        """Whether an output is saved for backward."""
         return self._executor.keeps_output(index)
 
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] | None = None) -> list[list[Tensor | None]]:
-        """Run the update part, as the executor does."""
+    def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
         return self._executor.update(inputs, into)
 
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], SavedEnvs]:
-        """Run the forward part, as the executor does."""
+    def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
+        def run(tables: Sequence[Table]) -> Sequence[Table]:
+            outputs, saved = self._executor.forward(tables[0], tables[1] or None)
+            return outputs, saved.envs
+
         tables = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
-            self._fwd = CompiledPart(self._traced_forward, tables, self._comm)
+            self._fwd = CompiledPart(run, tables, self._comm)
         with in_range("forward/(model)/inductor"):
             outputs, envs = self._fwd(tables)
         return outputs, SavedEnvs(tuple(envs))
 
-    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> list[list[Tensor | None]]:
-        """Run the backward part, as the executor does."""
+    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
+        def run(tables: Sequence[Table]) -> Sequence[Table]:
+            envs, tangents = tables
+            return (self._executor.backward(SavedEnvs(tuple(map(list, envs))), tangents),)
+
         tables = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
-            self._bwd = CompiledPart(self._traced_backward, tables, self._comm)
+            self._bwd = CompiledPart(run, tables, self._comm)
         with in_range("backward/(model)/inductor"):
             (gradients,) = self._bwd(tables)
         return gradients
-
-    def _traced_forward(self, tables: Sequence[Table]) -> Sequence[Table]:
-        inputs, computed = tables
-        outputs, saved = self._executor.forward(inputs, computed or None)
-        return outputs, saved.envs
-
-    def _traced_backward(self, tables: Sequence[Table]) -> Sequence[Table]:
-        saved, tangents = tables
-        return (self._executor.backward(SavedEnvs(tuple(list(env) for env in saved)), tangents),)
 
 
 class CompiledPart:
     """One compiled part, with tables in and out.
 
-    State: ``_places``: the indices of tensors among the flat arguments; ``_lengths`` and ``_result_lengths``: those of
-    the rows of arguments and results; ``_sent``: the traffic of a run.
+    State: ``_places``: the indices of tensors among the flat arguments; ``_result_lengths``: those of the rows of
+    results; ``_sent``: the traffic of a run.
     """
 
     def __init__(self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Comm) -> None:
-        self._run, self._comm = run, comm
-        flat = _flat(example)
+        flat, lengths, self._comm = _flat(example), _lengths(example), comm
         assert all(value is None or isinstance(value, Tensor) for value in flat), list(map(type, flat))
         self._places = [i for i, value in enumerate(flat) if value is not None]
-        self._count, self._lengths = len(flat), _lengths(example)
+
+        def run_flat(*tensors: Tensor) -> list[Any]:
+            values = dict(zip(self._places, tensors, strict=True))
+            results = run(_nested(map(values.get, range(len(flat))), lengths))
+            self._result_lengths = _lengths(results)
+            return _flat(results)
+
         before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
         self._exchange(before)
-        graph = make_fx(self._run_flat, tracing_mode="fake")(*(flat[i] for i in self._places))
+        graph = make_fx(run_flat, tracing_mode="fake")(*(flat[i] for i in self._places))
         self._exchange(before)
         self._sent = before
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
@@ -119,14 +115,6 @@ class CompiledPart:
             traffic.calls.update(sent.calls)
             traffic.bytes.update(sent.bytes)
         return _nested(results, self._result_lengths)
-
-    def _run_flat(self, *tensors: Tensor) -> list[Any]:
-        filled: list[Tensor | None] = [None] * self._count
-        for i, tensor in zip(self._places, tensors, strict=True):
-            filled[i] = tensor
-        results = self._run(_nested(filled, self._lengths))
-        self._result_lengths = _lengths(results)
-        return _flat(results)
 
     def _exchange(self, others: Sequence[Traffic]) -> None:
         """Swap the traffic counters with others, since tracing sends nothing."""

@@ -58,14 +58,8 @@ class Instruction:
     line: str = ""
 
 
-def instructions(
-    part: Sequence[fx.Node],
-    slots: Mapping[fx.Node, int],
-    device: torch.device,
-    program: Program,
-    is_eager: bool,
-    before: Sequence[fx.Node] = (),
-) -> list[Instruction]:
+def instructions(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.device, program: Program,
+                 is_eager: bool, before: Sequence[fx.Node] = ()) -> list[Instruction]:  # fmt: skip
     """The instructions of a part of a program.
 
     ``is_eager``: ops run rather than being traced for a compiler, so that kernels are chosen here. ``before``: calls of
@@ -75,20 +69,16 @@ def instructions(
     fused = set(products.values())
     order = {node: i for i, node in enumerate((*before, *part), -len(before))} if is_eager else {}
     order |= {product: order[node] for node, product in products.items()}
-    return [
-        _biased(node, products[node], slots, program)
-        if node in products
-        else _instruction(node, slots, device, program, order)
-        for node in part
-        if node not in fused
-    ]
-
-
-def _biased(node: fx.Node, product: fx.Node, slots: Mapping[fx.Node, int], program: Program) -> Instruction:
-    """A contraction and the addition of its bias as one instruction."""
-    operands = operand(product, 0), operand(product, 1), operand(node, 1)
-    target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
-    return plain_call(target, args, slots[node], range_name(program, product), program.source(node).location)
+    result = []
+    for node in part:
+        if (product := products.get(node)) is not None:  # a contraction and the addition of its bias
+            operands = operand(product, 0), operand(product, 1), operand(node, 1)
+            target, args = BoundDot(str(product.args[2])), tuple(Slot(slots[each]) for each in operands)
+            line = program.source(node).location
+            result.append(plain_call(target, args, slots[node], range_name(program, product), line))
+        elif node not in fused:
+            result.append(_instruction(node, slots, device, program, order))
+    return result
 
 
 def plain_call(
@@ -124,20 +114,12 @@ def _instruction(
     target = with_names(target, tuple(named)) if named else target
     target = custom(target, node.name) if is_custom(node.target) else target
     collective = _collective(program, node) if program.level == "localized" else ""
+    layout = BucketLayout.of(program, node) if collective and is_bucket else None
+    name, line = "" if is_getitem(node) or is_view(node) else range_name(program, node), program.source(node).location
     return Instruction(
-        target,
-        args,
-        kwargs,
-        tuple(_slots(args)),
-        call_of(target, args, kwargs),
-        slots[node],
-        "" if is_getitem(node) or is_view(node) else range_name(program, node),
-        collective,
-        BucketLayout.of(program, node) if collective and is_bucket else None,
-        is_bucket or is_own,
-        next(earlier, -1),
-        line=program.source(node).location,
-    )
+        target, args, kwargs, tuple(_slots(args)), call_of(target, args, kwargs), slots[node], name, collective, layout,
+        is_bucket or is_own, next(earlier, -1), line=line,
+    )  # fmt: skip
 
 
 def _collective(program: Program, node: fx.Node) -> str:
@@ -173,13 +155,8 @@ def call_of(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 _compiled = lru_cache(maxsize=4096)(partial(compile, filename="<call>", mode="eval"))  # constants are not in the text
 
 
-def expression(
-    target: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    constants: dict[str, Any],
-    name_of: Callable[[int], str],
-) -> str:
+def expression(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], constants: dict[str, Any],
+               name_of: Callable[[int], str]) -> str:  # fmt: skip
     """The Python expression of a call. Its constants are added to ``constants`` by name; ``name_of`` names slots."""
 
     def text(argument: Any) -> str:

@@ -12,7 +12,7 @@ from shardc.language.errors import CaptureError, ShardingError, note_place_in_mo
 
 from ..comm.comm import Comm, start_packed
 from ..comm.ranges import WAIT, in_range, is_profiled
-from .code import Code, RepeatedInstructions
+from .code import RepeatedInstructions
 from .instruction import Env, Instruction
 
 Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
@@ -20,13 +20,8 @@ Places = Mapping[tuple[int, int], int]  # by slot and bucket member of a gather,
 Wait = Callable[[], Sequence[Any]]  # waits for a collective, and returns its results
 
 
-def run(
-    instructions: Iterable[Instruction],
-    envs: Sequence[Env],
-    comm: Comm | None,
-    places: Places | None = None,
-    into: Sequence[Values] = (),
-) -> None:
+def run(instructions: Iterable[Instruction], envs: Sequence[Env], comm: Comm | None, places: Places | None = None,
+        into: Sequence[Values] = ()) -> None:  # fmt: skip
     """Run instructions, with one ``Env`` for each rank of ``comm`` that lives in this process.
 
     Collectives are started in program order, which is the same on every rank, and waited for before their first reader.
@@ -34,7 +29,12 @@ def run(
     """
     if isinstance(instructions, RepeatedInstructions) and len(envs) == 1 and not is_profiled():
         if (code := instructions.code()) is not None:
-            _run_code(code, envs[0], comm, places or {}, into)
+            try:
+                code.run(envs[0], lambda each, rows, buffer: _start(each, rows, comm, places or {}, into, buffer))
+            except Exception as error:
+                if (failed := code.instruction_of(error)) is not None:
+                    _add_location(error, failed)
+                raise
             return
     started: dict[int, tuple[Instruction, Wait]] = {}
     for each in instructions:
@@ -51,15 +51,6 @@ def run(
             env[slot] = None
     for each, wait in started.values():
         _finish(each, wait, envs)
-
-
-def _run_code(code: Code, env: Env, comm: Comm | None, places: Places, into: Sequence[Values]) -> None:
-    try:
-        code.run(env, lambda each, rows, buffer: _start(each, rows, comm, places, into, buffer))
-    except Exception as error:
-        if (each := code.instruction_of(error)) is not None:
-            _add_location(error, each)
-        raise
 
 
 def _call(each: Instruction, envs: Sequence[Env]) -> None:
@@ -86,14 +77,8 @@ def _add_location(error: Exception, each: Instruction) -> None:
         error.add_note(f"in {location}")
 
 
-def _start(
-    each: Instruction,
-    rows: Sequence[Sequence[Any]],
-    comm: Comm | None,
-    places: Places,
-    into: Sequence[Values],
-    buffer: Tensor | None = None,
-) -> Wait:
+def _start(each: Instruction, rows: Sequence[Sequence[Any]], comm: Comm | None, places: Places, into: Sequence[Values],
+           buffer: Tensor | None = None) -> Wait:  # fmt: skip
     """Start a collective of operands, one row for each rank, or of the ``buffer`` that contains them."""
     assert comm is not None, each
     if each.layout is not None and buffer is not None:

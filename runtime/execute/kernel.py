@@ -29,22 +29,18 @@ Kernel = Callable[..., Any]
 
 
 def biased_products(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
-    """The additions of a bias to a contraction that has no other reader, each with its contraction."""
+    """The additions of a bias, a row, to a contraction that has no other reader, each with its contraction."""
     inside, result = set(part), {}
     for node in part:
         if node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2:
             product, bias = node.all_input_nodes
-            if product in inside and product.target is dot and len(product.users) == 1:
-                if node.args == (product, bias) and _is_bias(program, product, bias, node):
+            is_sum = product in inside and product.target is dot and node.args == (product, bias)
+            if is_sum and len(product.users) == 1 and BoundDot(str(product.args[2])).takes_bias:
+                whole, row = program.type(product), program.value_type(program.value(bias))
+                is_row = row.shape == whole.shape[-1:] and row.dtype == whole.dtype and len(whole.shape) > 1
+                if is_row and program.type(node) == whole:
                     result[node] = product
     return result
-
-
-def _is_bias(program: Program, product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
-    """Whether the product's own kernel can add ``bias``: one row, of the product's dtype."""
-    whole, row = program.type(product), program.value_type(program.value(bias))
-    is_row = row.shape == whole.shape[-1:] and len(whole.shape) > 1 and program.type(total) == whole
-    return is_row and row.dtype == whole.dtype and BoundDot(str(product.args[2])).takes_bias
 
 
 def overwriting(
