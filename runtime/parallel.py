@@ -26,14 +26,8 @@ RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
-def parallel_module(
-    model: nn.Module,
-    mesh: Any,
-    compile_fn: CompileFn,
-    runtime: str = "auto",
-    backend: str = "eager",
-    pipeline: Pipeline | None = None,
-) -> ParallelModule:
+def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto", backend: str = "eager",
+                    pipeline: Pipeline | None = None) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
@@ -52,9 +46,8 @@ def parallel_module(
     if pipeline is None:
         return ParallelModule(model, conversion_on(mesh, device), compile_fn, RUNNERS[backend])
     if backend != "eager":
-        raise ShardingError(
-            "parallelize", f"compile={backend!r} with a pipeline", "stages run eagerly", "leave compile or pipeline out"
-        )
+        what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
+        raise ShardingError("parallelize", what, "stages run eagerly", remedy)
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
     kind = PipelineModule if isinstance(conversion, PipelineConversion) else ParallelModule
     return kind(model, conversion, compile_fn, make_runner)

@@ -59,14 +59,12 @@ def cut_inputs(program: Program, inputs: Values) -> list[list[Tensor | None]]:
     assert program.mesh is not None
     shardings = [program.sharding(node) for node in program.placeholders]
     pairs = list(zip(inputs, shardings, strict=True))
-    return [
-        [None if value is None else _piece(value, sharding, position) for value, sharding in pairs]
-        for position in range(program.mesh.size)
-    ]
 
+    def piece(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
+        return pad(shard(whole, sharding, position), sharding, whole.shape, position)
 
-def _piece(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
-    return pad(shard(whole, sharding, position), sharding, whole.shape, position)
+    ranks = range(program.mesh.size)
+    return [[None if value is None else piece(value, cut, rank) for value, cut in pairs] for rank in ranks]
 
 
 def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | None]:
@@ -77,8 +75,7 @@ def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | No
         if node is None or not present:
             whole.append(None)
             continue
-        sharding = program.sharding(node)
-        shape = program.global_type(node).shape
+        sharding, shape = program.sharding(node), program.global_type(node).shape
         whole.append(unshard(present, sharding, shape, f"{output.kind} {output.name!r}"))
     return whole
 

@@ -26,15 +26,9 @@ from ..comm.shards import region as piece_bounds
 Region = tuple[Tensor, ...]  # for each dim the int64 indices of the elements
 
 
-def whole_region(shape: Sequence[int], device: torch.device) -> Region:
-    """The region of a whole value."""
-    return tuple(torch.arange(size, device=device) for size in shape)
-
-
 def piece_region(sharding: Sharding, shape: tuple[int, ...], position: int, device: torch.device) -> Region:
     """The region of a value that the rank at a position holds."""
-    bounds = iter(piece_bounds(sharding, shape, position))
-    region: list[Tensor] = []
+    bounds, region = iter(piece_bounds(sharding, shape, position)), list[Tensor]()
     for dim, size in zip(sharding.dims, shape, strict=True):
         subs = [sub for sub, _ in dim.subdims(size)]
         starts = [next(bounds) for _ in subs]
@@ -57,24 +51,8 @@ def is_all(index: Tensor, size: int) -> bool:
 
 def broadcast_region(region: Region, shape: Sequence[int]) -> Region:
     """The region of a broadcast operand of ``shape`` that a region of the result needs."""
-    last = region[len(region) - len(shape) :]
-    pairs = zip(last, shape, strict=True)
+    pairs = zip(region[len(region) - len(shape) :], shape, strict=True)
     return tuple(index.new_zeros(min(len(index), 1)) if size == 1 else index for index, size in pairs)
-
-
-def reshape_region(region: Region, shape: Sequence[int], source: Sequence[int]) -> Region | None:
-    """The region of a value of shape ``source`` that a region of its view of ``shape`` is.
-
-    None if it is not a region there: a run of a matrix's elements is one only if it consists of whole rows.
-    """
-    result: list[Tensor] = []
-    for (start, stop), sizes in _groups(shape, source):
-        joined = join_index(region[start:stop], shape[start:stop]).to(region[0].device if region else "cpu")
-        split = split_index(joined, sizes)
-        if split is None:
-            return None
-        result += split
-    return tuple(result)
 
 
 def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -107,8 +85,7 @@ def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int
     result: list[tuple[tuple[int, int], Sequence[int]]] = []
     i = j = 0
     while i < len(shape) or j < len(source):
-        start, first = i, j
-        left, right = 1, 1
+        start, first, left, right = i, j, 1, 1
         while (left != right or (i, j) == (start, first)) and (i < len(shape) or j < len(source)):
             if j == len(source) or (i < len(shape) and left <= right):
                 left, i = left * shape[i], i + 1
@@ -186,27 +163,24 @@ class Evaluator:
         return self.program.value_type(self.program.value(node)).shape
 
     def _compute(self, node: fx.Node, region: Region) -> Tensor:
-        result = None
-        if node.target in REGIONAL:
-            result = REGIONAL[node.target](self, node, region)
-        elif node.target in STEADY:
-            result = self._elementwise(node, region)
-        return take(self._all(node), region) if result is None else result.contiguous()
-
-    def _elementwise(self, node: fx.Node, region: Region) -> Tensor:
         def part(each: fx.Node) -> Tensor:
             return self.at(each, broadcast_region(region, self.shape(each)))
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), part)
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result
+        result: Tensor | None = None
+        if node.target in REGIONAL:
+            result = REGIONAL[node.target](self, node, region)
+        elif node.target in STEADY:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), part)
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return take(self._all(node), region) if result is None else result.contiguous()
 
     def _all(self, node: fx.Node) -> Any:
         """The whole value of a node, or the tuple of its values."""
         if node not in self._whole:
-            self._whole[node] = self._run(node)
-            if isinstance(self._whole[node], Tensor) and node.all_input_nodes:
-                self.whole |= {_name(node)} if self._whole[node].numel() >= self._numel else set()
+            value = self._whole[node] = self._run(node)
+            if isinstance(value, Tensor) and node.all_input_nodes and value.numel() >= self._numel:
+                target = operand(node).target if is_getitem(node) else node.target
+                self.whole.add(str(getattr(target, "__name__", target)))
         return self._whole[node]
 
     def _run(self, node: fx.Node) -> Any:
@@ -218,17 +192,13 @@ class Evaluator:
             raise Unwritten
 
         def whole(each: fx.Node) -> Any:
-            many = each.op == "placeholder" or is_getitem(each)
-            return self._all(each) if many else self.at(each, whole_region(self.shape(each), self.device))
+            if each.op == "placeholder" or is_getitem(each):
+                return self._all(each)
+            return self.at(each, tuple(torch.arange(size, device=self.device) for size in self.shape(each)))
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), whole)
         device = {"device": self.device} if takes_device(node.target) else {}
         return node.target(*args, **kwargs, **device)  # type: ignore[operator]
-
-
-def _name(node: fx.Node) -> str:
-    several = operand(node) if is_getitem(node) else node
-    return str(getattr(several.target, "__name__", several.target))
 
 
 # Ops for which the needed region of their operands is known; they return None if it is no region.
@@ -250,9 +220,15 @@ def _full(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _reshape(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor | None:
-    source = operand(node)
-    needed = reshape_region(region, evaluator.shape(node), evaluator.shape(source))
-    return None if needed is None else evaluator.at(source, needed).reshape([len(index) for index in region])
+    """None if the elements are no region of the operand: a run of a matrix's elements is one if it has whole rows."""
+    source, shape, needed = operand(node), evaluator.shape(node), list[Tensor]()
+    for (start, stop), sizes in _groups(shape, evaluator.shape(source)):
+        joined = join_index(region[start:stop], shape[start:stop]).to(evaluator.device)
+        split = split_index(joined, sizes)
+        if split is None:
+            return None
+        needed += split
+    return evaluator.at(source, tuple(needed)).reshape([len(index) for index in region])
 
 
 def _permute(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
@@ -268,11 +244,10 @@ def _expand(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _select(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    source, args = operand(node), arguments(node)
-    shape = evaluator.shape(source)
-    dim = args["dim"] % len(shape)
-    at = torch.tensor([args["index"] % shape[dim]], device=evaluator.device)
-    return evaluator.at(source, (*region[:dim], at, *region[dim:])).squeeze(dim)
+    source = operand(node)
+    dim, at = _place(node, evaluator.shape(source))
+    index = torch.tensor([at], device=evaluator.device)
+    return evaluator.at(source, (*region[:dim], index, *region[dim:])).squeeze(dim)
 
 
 def _slice(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
@@ -281,14 +256,19 @@ def _slice(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _select_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
-    args, shape = arguments(node), evaluator.shape(node)
-    dim = args["dim"] % len(shape)
-    at = args["index"] % shape[dim]
+    dim, at = _place(node, evaluator.shape(node))
     return _scattered(evaluator, node, region, dim, at, at + 1, 1)
 
 
 def _slice_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
     return _scattered(evaluator, node, region, *_bounds(node, evaluator.shape(node)))
+
+
+def _place(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int]:
+    """``dim, index`` of a selected row, as numbers within the shape."""
+    args = arguments(node)
+    dim = args["dim"] % len(shape)
+    return dim, args["index"] % shape[dim]
 
 
 def _bounds(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -302,9 +282,8 @@ def _scattered(
     evaluator: Evaluator, node: fx.Node, region: Region, dim: int, start: int, end: int, step: int
 ) -> Tensor:
     """A value with a slice of a dim overwritten; neither of the two is evaluated if the region has none of it."""
-    index = region[dim]
+    index, source = region[dim], operand(node, 1)
     is_new = (index >= start) & (index < end) & ((index - start) % step == 0)
-    source = operand(node, 1)
     new = (*region[:dim], (index[is_new] - start) // step, *region[dim + 1 :])
     old = (*region[:dim], index[~is_new], *region[dim + 1 :])
     if len(evaluator.shape(source)) < len(region):
@@ -323,10 +302,8 @@ def _scattered(
 def _cat(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
     args = arguments(node)
     dim = args["dim"] % len(region)
-    result = torch.empty(
-        [len(each) for each in region], dtype=evaluator.program.type(node).dtype, device=evaluator.device
-    )
-    start = 0
+    dtype, start = evaluator.program.type(node).dtype, 0
+    result = torch.empty([len(index) for index in region], dtype=dtype, device=evaluator.device)
     for part in args["tensors"]:
         size = evaluator.shape(part)[dim] if len(evaluator.shape(part)) == len(region) else 0
         is_here = (region[dim] >= start) & (region[dim] < start + size)

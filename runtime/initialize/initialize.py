@@ -31,9 +31,7 @@ def initialize(
     conversion = conversion_on(mesh, "cpu")
     device = conversion.comm.device
     evaluator = Evaluator(initialized.program, torch.tensor([seed, 0], device=device), initialized.constants, device)
-    tensors: dict[str, Tensor] = {}
-    unwritten: list[str] = []
-    whole: dict[str, set[str]] = {}
+    tensors, unwritten, whole = dict[str, Tensor](), list[str](), dict[str, set[str]]()
     for output, node in zip(initialized.program.outputs, initialized.program.results, strict=True):
         assert node is not None, output
         shape = initialized.program.value_type(initialized.program.value(node)).shape
@@ -44,9 +42,11 @@ def initialize(
             unwritten.append(output.name)
         if sharding.cut_axes and evaluator.whole:
             whole[output.name] = evaluator.whole
-    _check_written(unwritten)
-    _report_whole(whole)
-    _install(initialized.model, tensors)
+    _check(unwritten, whole)
+    for name, parameter in state_names(initialized.model)[0].items():
+        tensors[name] = nn.Parameter(tensors[name], requires_grad=parameter.requires_grad)
+        tensors[name].__dict__.update(parameter.__dict__)
+    set_tensors(initialized.model, tensors)
     return initialized.model
 
 
@@ -54,8 +54,7 @@ def _placed(
     evaluator: Evaluator, conversion: Conversion, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
 ) -> Tensor:
     """The value as the model holds it; ranks in this process that hold the same piece compute it once."""
-    shared: dict[Any, Tensor] = {}
-    pieces: list[Tensor] = []
+    shared, pieces = dict[Any, Tensor](), list[Tensor]()
     for position in conversion.comm.positions:
         where = region(sharding, shape, position)
         if where not in shared:
@@ -65,15 +64,8 @@ def _placed(
     return conversion.converter(sharding, shape, name).to_tensor(pieces, is_plain=False)
 
 
-def _install(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    values = dict(tensors)
-    for name, parameter in state_names(model)[0].items():
-        values[name] = nn.Parameter(tensors[name], requires_grad=parameter.requires_grad)
-        values[name].__dict__.update(parameter.__dict__)
-    set_tensors(model, values)
-
-
-def _check_written(unwritten: list[str]) -> None:
+def _check(unwritten: list[str], whole: Mapping[str, set[str]]) -> None:
+    """ShardingError for values that no initializer writes, a warning for those that every rank made whole."""
     if unwritten:
         raise ShardingError(
             f"initial value of {', '.join(unwritten[:8])}" + (", ..." if len(unwritten) > 8 else ""),
@@ -81,9 +73,6 @@ def _check_written(unwritten: list[str]) -> None:
             "no initialiser writes it, so it has no value",
             "give the function that makes the model, init_parameters(lambda: Model(config), ...), or say initialize=",
         )
-
-
-def _report_whole(whole: Mapping[str, set[str]]) -> None:
     if whole:
         who = f"initial value of {', '.join(whole)}"
         what = f"{', '.join(sorted(set().union(*whole.values())))} makes it"

@@ -37,32 +37,24 @@ class Work:
 
 def works(device: torch.device) -> Iterator[Work]:
     """All work for a device."""
-    yield from _products(device)
-    yield from _attention(device)
-    yield from _others(device)
-    yield _update(device)
-    one = torch.ones((), device=device)
-    yield Work("add", "call", lambda: one + one, nbytes=12, repeat=200)
-
-
-def _products(device: torch.device) -> Iterator[Work]:
     is_cpu = device.type == "cpu"
     for dtype in (torch.float32, torch.float64) if is_cpu else (torch.float32, torch.bfloat16):
         for m, k, n in (PRODUCTS if dtype is torch.float32 else PRODUCTS[:2]) if is_cpu else LARGE:
             a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
             name = dtype_name(dtype)
             yield Work(f"mm {m}x{k}x{n}", "flops", lambda a=a, b=b: a @ b, 2 * m * k * n, dtype=name)  # type: ignore[misc]
-
-
-def _attention(device: torch.device) -> Iterator[Work]:
     q, k, v = (torch.randn(4, 4, 256, 64, device=device, requires_grad=True) for _ in range(3))
 
-    def run() -> tuple[Tensor, ...]:
+    def attention() -> tuple[Tensor, ...]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad(out, (q, k, v), out.detach())
 
     flops = 7 * 2 * 4 * 4 * 256 * 256 * 64  # of 2 products forward and 5 backward
-    yield Work("attention", "attention", run, flops)
+    yield Work("attention", "attention", attention, flops)
+    yield from _others(device)
+    yield _update(device)
+    one = torch.ones((), device=device)
+    yield Work("add", "call", lambda: one + one, nbytes=12, repeat=200)
 
 
 def _others(device: torch.device) -> Iterator[Work]:

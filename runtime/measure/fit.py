@@ -54,7 +54,10 @@ def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
     """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind."""
     kinds = dict.fromkeys(each.kind for each in sent)
     by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
-    shares = [_overlap(each) for each in beside]
+    shares = []  # of the collective's time, the part during which the computation went on
+    for each in beside:
+        computing, sending, both = map(_median, (each.computing, each.sending, each.both))
+        shares.append(min(1.0, max(0.0, (computing + sending - both) / min(computing, sending))))
     return Link(*_fitted(sent), median(shares) if shares else 1.0, "the measured link", by_kind)
 
 
@@ -84,12 +87,6 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     if x < 0:
         return 0.0, bt / bb
     return (x, y) if y > 0 else (at / aa, LEAST / max(row[1] for row in rows))
-
-
-def _overlap(pair: Beside) -> float:
-    """The part of the collective's time during which the computation went on."""
-    computing, sending, both = map(_median, (pair.computing, pair.sending, pair.both))
-    return min(1.0, max(0.0, (computing + sending - both) / min(computing, sending)))
 
 
 def fitted_device(computed: Sequence[Computed], name: str) -> Device:

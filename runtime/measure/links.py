@@ -64,7 +64,8 @@ class Bench:
         self.computing = [Case(work.run, work.repeat) for work in self.works]
         self.sent = [each for axis in comm.mesh.axis_names for each in self._collectives(axis)]
         self.beside = [(axis, *self._both(axis)) for axis in comm.mesh.axis_names if comm.mesh.axis_size(axis) > 1]
-        self._warm_up()
+        for case in self._cases:
+            case.run()
 
     def round(self) -> None:
         """Time every case once."""
@@ -81,19 +82,16 @@ class Bench:
         dist.all_gather_object(rows, [case.seconds for case in self._cases])
         count = len(self.computing)
         rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # seconds of each rank
-        latest = zip(*(max(ranks, key=sum) for ranks in rounds), strict=True)
+        latest = zip(*(max(each, key=sum) for each in rounds), strict=True)
         computed = [work.computed(seconds) for work, seconds in zip(self.works, latest, strict=True)]
-        slowest = iter(
-            [tuple(map(max, zip(*each, strict=True))) for each in zip(*(r[count:] for r in rows), strict=True)]
-        )
+        ranks = zip(*(row[count:] for row in rows), strict=True)
+        slowest = iter([tuple(map(max, zip(*each, strict=True))) for each in ranks])
         sent = [replace(each, seconds=next(slowest)) for each, _ in self.sent]
         beside = [Beside(axis, *(next(slowest) for _ in range(3))) for axis, *_ in self.beside]
-        links = {
-            ANY if axis == UNNAMED else axis: fitted_link(
-                [each for each in sent if each.axis == axis], [each for each in beside if each.axis == axis]
-            )
-            for axis, *_ in self.beside
-        }
+        links = {}
+        for axis, *_ in self.beside:
+            own = [each for each in sent if each.axis == axis], [each for each in beside if each.axis == axis]
+            links[ANY if axis == UNNAMED else axis] = fitted_link(*own)
         return Machine(links, fitted_device(computed, f"the measured {self.comm.device.type}"))
 
     @property
@@ -102,18 +100,18 @@ class Bench:
         return [*self.computing, *(case for _, case in self.sent), *both]
 
     def _collectives(self, axis: str) -> Iterator[tuple[Sent, Case]]:
-        """Collectives over one axis, of all kinds and sizes."""
+        """Collectives over one axis, of all kinds and sizes, on operands that nobody else reads."""
+
+        def send(kind: CollectiveKind, x: Tensor, args: tuple[Any, ...]) -> object:
+            return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
+
         count = self.comm.mesh.axis_size(axis)
         for kind, (args, shape) in KINDS.items() if count > 1 else ():
             for numel in SIZES:
                 x = torch.ones(shape(numel, count), device=self.comm.device)
                 payload = x.nbytes * (count if kind == "all_gather" else 1)
                 sent = Sent(axis, kind, count, wire_bytes(kind, payload, count), ())
-                yield sent, Case(partial(self._send, kind, x, axis, args))
-
-    def _send(self, kind: CollectiveKind, x: Tensor, axis: str, args: tuple[Any, ...]) -> object:
-        """Run a collective as a program does, on an operand that nobody else reads."""
-        return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
+                yield sent, Case(partial(send, kind, x, args))
 
     def _both(self, axis: str) -> tuple[Case, Case, Case]:
         """Matrix products, an all_reduce that takes about as long, and both at once."""
@@ -131,10 +129,6 @@ class Bench:
             finish()
 
         return Case(compute, 3), Case(lambda: start()(), 3), Case(both, 3)
-
-    def _warm_up(self) -> None:
-        for case in self._cases:
-            case.run()
 
     def _time(self, case: Case) -> None:
         self._synchronize()

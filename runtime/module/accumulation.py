@@ -52,8 +52,7 @@ class Accumulation(StepWatcher):
         self._expected = self._count
 
     def note_step(self) -> None:
-        """The next backward is the first again."""
-        self._count = 0
+        self._count = 0  # the next backward is the first again
 
 
 class DeferredReduction:
@@ -65,14 +64,8 @@ class DeferredReduction:
     ``is_own``: the sums share no memory.
     """
 
-    def __init__(
-        self,
-        sums: Sums,
-        reduce: Reduce,
-        parameters: Sequence[Tensor],
-        before: DeferredReduction | None = None,
-        is_own: bool = False,
-    ) -> None:
+    def __init__(self, sums: Sums, reduce: Reduce, parameters: Sequence[Tensor],
+                 before: DeferredReduction | None = None, is_own: bool = False) -> None:  # fmt: skip
         self._sums, self._reduce, self._is_own = sums, reduce, is_own
         self._initial: Mapping[int, Tensor] = {} if before is None else before._initial
         self._results: Mapping[int, Tensor] = {}
@@ -86,21 +79,22 @@ class DeferredReduction:
     def of_gradients(parameters: Mapping[int, Tensor], reduce: Reduce) -> DeferredReduction | None:
         """One that adds to the parameters' gradients, as ``zero_grad(set_to_none=False)`` leaves them.
 
-        The gradients keep their memory and their objects. None unless all of them are there, and whole.
+        The gradients keep their memory and their objects. None unless all are there, reduced, and cut like parameters.
         """
-        initial = {i: piece for i, each in parameters.items() if (piece := _reduced_piece(each)) is not None}
-        if len(initial) < len(parameters):
-            return None
+        initial: dict[int, Tensor] = {}
+        for i, parameter in parameters.items():
+            gradient: Any = parameter.grad
+            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor) or gradient.requires_grad:
+                return None
+            initial[i] = gradient._local_tensor
+            if gradient.placements != parameter.placements or type(initial[i]) is not Tensor:
+                return None
         deferred = DeferredReduction([], reduce, list(parameters.values()))
         deferred._initial = initial
         for i, parameter in parameters.items():
-            gradient: Any = parameter.grad
+            gradient = parameter.grad
             gradient._local_tensor = DeferredGradient(deferred, i, initial[i], initial[i].dtype)
         return deferred
-
-    def is_open(self, reduce: Reduce) -> bool:
-        """Whether no gradient was read yet, and ``reduce`` is what will reduce them."""
-        return bool(self._sums) and self._reduce == reduce
 
     def take(self) -> Totals | None:
         """The sums, for a backward that adds to them; None without any."""
@@ -144,13 +138,9 @@ class DeferredGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls: type, deferred: DeferredReduction, output: int, like: Tensor, dtype: torch.dtype
-    ) -> DeferredGradient:
+    def __new__(cls: type, deferred: DeferredReduction, output: int, like: Tensor, dtype: torch.dtype) -> Any:
         """``output``: the index of the program's output; ``like``: a tensor of the shard's shape and device."""
-        gradient: DeferredGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=dtype, device=like.device
-        )
+        gradient: Any = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         gradient.deferred, gradient.output = deferred, output
         return gradient
 
@@ -167,10 +157,8 @@ class DeferredGradient(Tensor):
             if accumulated.deferred.successor is added.deferred:  # the sums include what was accumulated
                 accumulated.deferred = added.deferred
                 return accumulated
-        args, kwargs = pytree.tree_map_only(
-            DeferredGradient, lambda each: each.deferred.result(each.output), (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
+        reduced = pytree.tree_map_only(DeferredGradient, lambda each: each.deferred.result(each.output), (args, kwargs))
+        return func(*reduced[0], **(reduced[1] or {}))
 
 
 def deferred_gradient(deferred: DeferredReduction, index: int, parameter: Tensor) -> DTensor:
@@ -187,14 +175,5 @@ def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> Defer
     pieces = [parameter.grad._local_tensor for parameter in parameters if isinstance(parameter.grad, DTensor)]
     deferred = [piece.deferred for piece in pieces if isinstance(piece, DeferredGradient)]
     is_one = len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
-    return deferred[0] if is_one and deferred[0].is_open(reduce) else None
-
-
-def _reduced_piece(parameter: Tensor) -> Tensor | None:
-    """The shard of a gradient that has its parameter's sharding and is reduced."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return None
-    is_alike = gradient.placements == parameter.placements and not gradient.requires_grad
-    piece = gradient._local_tensor
-    return piece if is_alike and type(piece) is Tensor else None
+    is_open = is_one and bool(deferred[0]._sums) and deferred[0]._reduce == reduce  # no gradient was read yet
+    return deferred[0] if is_open else None

@@ -8,29 +8,28 @@ from itertools import pairwise
 
 from torch import Tensor, preserve_format
 
+from ..execute.executor import Rows
 from ..execute.interpreter import Values
 
 
-def separate_rows(
-    rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()
-) -> list[list[Tensor | None]]:
+def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:
     """For each position its gradients in memory of their own; a row that several microbatches share is one row.
 
     ``own``: the indices of gradients that are known to share no memory.
     """
-    results: dict[tuple[int, ...], list[Tensor | None]] = {}
-    keys = [tuple(map(id, (*row, *tangent))) for row, tangent in zip(rows, tangents, strict=True)]
-    for key, row, tangent in zip(keys, rows, tangents, strict=True):
-        if key not in results:
-            results[key] = separate(row, tangent, own)
-    return [results[key] for key in keys]
+    pairs = {tuple(map(id, (*row, *tangent))): (row, tangent) for row, tangent in zip(rows, tangents, strict=True)}
+    results = {key: _separate(row, tangent, own) for key, (row, tangent) in pairs.items()}
+    return [results[tuple(map(id, (*row, *tangent)))] for row, tangent in zip(rows, tangents, strict=True)]
 
 
-def separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> list[Tensor | None]:
+def _separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> list[Tensor | None]:
     """The gradients, with copies of those that share memory with a tangent or with a gradient before them."""
     others = [each for i, each in enumerate(gradients) if each is not None and i not in own]
-    if _are_separate([*others, *(each for each in tangents if each is not None)]):
-        return list(gradients)
+    others += [each for each in tangents if each is not None]
+    ranges = sorted((each.data_ptr(), each.nbytes) for each in others if each.numel())
+    is_dense = all(each.is_contiguous() for each in others)
+    if is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges)):
+        return list(gradients)  # the usual case, which is quick to see
     used: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
     for tangent in tangents:
         if tangent is not None:
@@ -39,13 +38,6 @@ def separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> l
         gradient if gradient is None or _reserve(gradient, used) else gradient.clone(memory_format=preserve_format)
         for gradient in gradients
     ]
-
-
-def _are_separate(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are contiguous and their addresses do not overlap: the usual case, which is quick to see."""
-    ranges = sorted((each.data_ptr(), each.nbytes) for each in tensors if each.numel())
-    is_dense = all(each.is_contiguous() for each in tensors)
-    return is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges))
 
 
 def _reserve(tensor: Tensor, used: dict[int, list[tuple[int, int]]]) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -25,12 +24,7 @@ from ..comm.dtensor import local
 from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs
 from ..execute.interpreter import Values
-from .accumulation import (
-    Accumulation,
-    DeferredReduction,
-    deferred_gradient,
-    deferred_reduction_of,
-)
+from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of
 from .aliasing import separate_rows
 from .conversion import Conversion, Converter
 from .gathered_parameters import GatheredParameters, ParameterGather
@@ -56,14 +50,8 @@ class CompiledCall:
     share no memory with others.
     """
 
-    def __init__(
-        self,
-        compilation: Compilation,
-        conversion: Conversion,
-        runner: Runner,
-        gathered: GatheredParameters | None,
-        accumulation: Accumulation,
-    ) -> None:
+    def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
+                 gathered: GatheredParameters | None, accumulation: Accumulation) -> None:  # fmt: skip
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
         self.accumulation, self.program = accumulation, compilation.program
         self._indices = indices = ProgramIndices.of(self.program)
@@ -87,26 +75,19 @@ class CompiledCall:
 
         ``random_key``: the seed and the step of random ops. Buffers are written back.
         """
-        values = self._values(tensors, arguments, random_key)
+        constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
+        known = {**constants, **tensors}
+        values = [known.get((put.kind, put.name)) for put in self.program.inputs]  # None for tangents
+        for i, argument in zip(self._indices.arguments, arguments, strict=True):
+            values[i] = argument
+        for i in self._indices.random:
+            values[i] = torch.tensor(random_key)
         if self._indices.tangents and torch.is_grad_enabled():
             outputs = ProgramFunction.apply(self, *values)
         else:
             with torch.no_grad():
                 outputs, _ = self.forward(values)
         return self.compilation.convention.unflatten(outputs)
-
-    def _values(
-        self, tensors: ModelTensors, arguments: Iterable[Tensor], random_key: tuple[int, int]
-    ) -> list[Tensor | None]:
-        """The inputs of the program as whole tensors or DTensors; None for tangents."""
-        constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
-        known = {**constants, **tensors}
-        values = [known.get((put.kind, put.name)) for put in self.program.inputs]
-        for i, argument in zip(self._indices.arguments, arguments, strict=True):
-            values[i] = argument
-        for i in self._indices.random:
-            values[i] = torch.tensor(random_key)
-        return values
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], SavedEnvs]:
         """Run the forward part: the outputs, and the values that are saved for backward."""
@@ -119,14 +100,13 @@ class CompiledCall:
             buffer = values[i]
             assert buffer is not None
             self._output_converter(output).write(buffer, _present(columns[output]))
-        return tuple(self._output(i, columns[i]) for i in self._indices.outputs), saved
-
-    def _output(self, i: int, shards: Sequence[Tensor | None]) -> Tensor:
-        """An output for the user; never the tensor that is saved: it would keep its own graph, and may be changed."""
-        output = self._output_converter(i).to_tensor(_present(shards), self._is_plain[i])
-        if isinstance(output, DTensor):
-            return output
-        return output.clone() if i in self._saved_outputs else output.detach()
+        outputs: list[Tensor] = []
+        for i in self._indices.outputs:
+            output = self._output_converter(i).to_tensor(_present(columns[i]), self._is_plain[i])
+            if not isinstance(output, DTensor):  # not the tensor that is saved: it would keep its graph, or be changed
+                output = output.clone() if i in self._saved_outputs else output.detach()
+            outputs.append(output)
+        return tuple(outputs), saved
 
     def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
         """The tensors of a call that its backward refers to, once the call has run."""
@@ -185,23 +165,16 @@ class CompiledCall:
                 values[i] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.conversion.comm.device)
         return values
 
-    def deferrable(self, values: Values, nodes: Sequence[Any]) -> dict[int, Tensor]:
+    def deferrable(self, values: Values, nodes: Sequence[Any]) -> Mapping[int, Tensor]:
         """The parameters whose gradients may be reduced later, by index of the program's outputs: all, or none.
 
         ``values`` and ``nodes``, the autograd nodes that their gradients go to, are parallel to the program's inputs.
         """
-        inputs = self._deferrable_gradients
-        if not inputs or not all(_is_accumulated(nodes[i]) for i in inputs):
+        outputs = {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
+        parameters = {output: each for i, output in outputs.items() if isinstance(each := values[i], DTensor)}
+        if not outputs or len(parameters) < len(outputs) or not all(_is_accumulated(nodes[i]) for i in outputs):
             return {}
-        pairs = ((output, values[i]) for i, output in inputs.items())
-        parameters: dict[int, Tensor] = {output: each for output, each in pairs if isinstance(each, DTensor)}
-        is_all = len(parameters) == len(inputs)
-        return parameters if is_all and self.accumulation.begin_backward(list(parameters.values())) else {}
-
-    @cached_property
-    def _deferrable_gradients(self) -> dict[int, int]:
-        """For each input whose gradient's reduction may run once for several backwards, the output."""
-        return {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
+        return parameters if self.accumulation.begin_backward(list(parameters.values())) else {}
 
     def _accumulate(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
@@ -217,8 +190,7 @@ class CompiledCall:
             rows, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
         columns: Columns = list(zip(*separate_rows(rows, tangents), strict=True))
         before = before or DeferredReduction.of_gradients(parameters, self._reduce)
-        is_own = totals is not None
-        reduction = DeferredReduction(sums, self._reduce, list(parameters.values()), before, is_own)
+        reduction = DeferredReduction(sums, self._reduce, list(parameters.values()), before, totals is not None)
         if is_last:
             reduction.complete(self._reduced(columns))
             at_end_of_backward(reduction.settle)
@@ -260,13 +232,8 @@ class CompiledCall:
     def _is_returned_plain(self, i: int) -> bool:
         """Whether an output is 0-dim, or an annotation says that it is whole."""
         name, node = self.program.outputs[i].name, self.program.results[i]
-        is_annotated = any(
-            pin.kind == "output"
-            and pin.name == name
-            and not pin.sharding.cut_axes
-            and (pin.is_returned_whole or not pin.open)
-            for pin in self.program.pins
-        )
+        pins = [pin for pin in self.program.pins if (pin.kind, pin.name) == ("output", name)]
+        is_annotated = any(not pin.sharding.cut_axes and (pin.is_returned_whole or not pin.open) for pin in pins)
         return is_annotated or node is None or not self.program.type(node).shape
 
 
@@ -275,7 +242,6 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: CompiledCall, *values: Tensor | None) -> tuple[Tensor, ...]:
-        """The outputs."""
         ctx.set_materialize_grads(False)
         outputs, ctx.saved = call.forward(values)
         ctx.call, ctx.tensors = call, call.tensors_for_backward(values, outputs)
@@ -292,7 +258,11 @@ class ProgramFunction(torch.autograd.Function):
                 at_end_of_backward(call.gather.cache.note_backward)
             deferred = {} if creates_graph else call.deferrable(values, nodes)
             results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred)
-        return None, *(_without_graph(results) if creates_graph else results)
+        if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
+            message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
+            refuse: Any = torch._C._functions.DelayedError(message, len(results))
+            results = refuse(*(each if each is None else each.detach().requires_grad_() for each in results))
+        return None, *results
 
 
 def at_end_of_backward(callback: Any) -> None:
@@ -309,14 +279,6 @@ def _is_accumulated(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad of a leaf
         return False
-
-
-def _without_graph(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients for ``create_graph``: RuntimeError if a second derivative is computed through them."""
-    refuse: Any = torch._C._functions.DelayedError(
-        b"a gradient of a parallel model has no gradient itself: leave create_graph out", len(gradients)
-    )
-    return tuple(refuse(*(each if each is None else each.detach().requires_grad_() for each in gradients)))
 
 
 def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:
@@ -348,16 +310,12 @@ class BackwardTensors:
 
     def check(self, values: Sequence[Tensor | None]) -> None:
         """RuntimeError if a tensor that backward reads was changed in place since."""
-        for i, version in self.versions:
-            _check_version(values[i], version)
-        for reference, version in self.outputs:
-            _check_version(reference(), version)
-
-
-def _check_version(tensor: Tensor | None, version: int) -> None:
-    if tensor is not None and tensor._version != version:
-        what, problem = f"it needs a tensor of shape {list(tensor.shape)}", "that was changed in place after forward"
-        raise OrderError("backward", what, problem, "call backward before the optimizer's step")
+        inputs = [(values[i], version) for i, version in self.versions]
+        for tensor, version in (*inputs, *((reference(), version) for reference, version in self.outputs)):
+            if tensor is not None and tensor._version != version:
+                what = f"it needs a tensor of shape {list(tensor.shape)}"
+                problem, remedy = "that was changed in place after forward", "call backward before the optimizer's step"
+                raise OrderError("backward", what, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,17 +341,13 @@ class ProgramIndices:
         """The indices of a program."""
         inputs, outputs = list(enumerate(program.inputs)), list(enumerate(program.outputs))
         places = {node: i for i, node in enumerate(program.placeholders)}
-        owned = [(output.kind, owner, i) for i, (output, owner, _) in enumerate(ends_of(program))]
-        buffers, gradients = (
-            {places[owner]: i for kind, owner, i in owned if kind == of and owner is not None}
-            for of in ("buffer", "gradient")
-        )
+        owned = [(output.kind, places[owner], i) for i, (output, owner, _) in enumerate(ends_of(program)) if owner]
         return ProgramIndices(
             tuple(i for i, output in outputs if output.kind == "output"),
             tuple(i for i, put in inputs if put.kind == "input"),
             tuple(i for i, put in inputs if put.kind == "random"),
             {put.name: i for i, put in inputs if put.kind == "tangent"},
-            buffers,
-            gradients,
+            {owner: i for kind, owner, i in owned if kind == "buffer"},
+            {owner: i for kind, owner, i in owned if kind == "gradient"},
             {output.name: i for i, output in outputs if output.kind == "computed"},
         )

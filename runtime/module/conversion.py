@@ -110,7 +110,6 @@ class VirtualConverter:
     device: torch.device
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
-        """The shard of every rank."""
         tensor = tensor.to(self.device)
         shards = [shard(tensor, self.sharding, position) for position in range(self.sharding.mesh.size)]
         return [pad(each, self.sharding, self.shape, position) for position, each in enumerate(shards)]
@@ -120,7 +119,6 @@ class VirtualConverter:
         return unshard(shards, self.sharding, self.shape, self.name)
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
-        """Write the whole tensor to a buffer."""
         tensor.copy_(self.to_tensor(shards, is_plain=True))
 
 
@@ -139,7 +137,6 @@ class DistributedConversion:
         return self.torch_comm.device_mesh
 
     def gathered_parameters(self) -> GatheredParameters | None:
-        """A cache of gathered parameters."""
         return GatheredParameters()
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -172,7 +169,6 @@ class DistributedConversion:
         return sharding_of(tensor.placements, tensor.shape, self.torch_comm.mesh, name)
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """The converter of a value of a program, of a global shape."""
         return DistributedConverter(self.torch_comm, sharding, shape, name)
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
@@ -217,22 +213,19 @@ class DistributedConverter:
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
         """One shard; a DTensor of another sharding is redistributed by torch first."""
-        piece = self._shard(tensor)
-        return [pad(piece, self.sharding, self.shape, self.comm.position) if self.is_padded else piece]
-
-    def _shard(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            if tensor.placements == self.placements and self.stored == self.sharding:
-                return local(tensor)
-            tensor = local(_replicated(tensor))
-        return shard(tensor.to(self.comm.device), self.sharding, self.comm.position)
+        position = self.comm.position
+        if isinstance(tensor, DTensor) and tensor.placements == self.placements and self.stored == self.sharding:
+            piece = local(tensor)
+        else:
+            whole = local(_replicated(tensor)) if isinstance(tensor, DTensor) else tensor
+            piece = shard(whole.to(self.comm.device), self.sharding, position)
+        return [pad(piece, self.sharding, self.shape, position) if self.is_padded else piece]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
         """A DTensor, or the whole tensor."""
         return self._whole(shards) if is_plain else self.make(self._stored_shard(shards).contiguous())
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
-        """Write this rank's shard to a buffer."""
         local(tensor).copy_(self._stored_shard(shards))
 
     def _stored_shard(self, shards: Sequence[Tensor]) -> Tensor:

@@ -44,14 +44,12 @@ class GatheredParameters(StepWatcher):
     def note_gathered(self) -> None:
         """The shards are those of the parameters as they are now."""
         self._written = self._versions()
-        self.note_backward()
 
     def note_backward(self) -> None:
         """Gradients are as a backward has left them."""
         self._gradients = self._gradient_versions()
 
     def note_step(self) -> None:
-        """An optimizer has written parameters."""
         self.forget()
 
     def forget(self) -> None:
@@ -73,9 +71,8 @@ class ParameterGather:
     ``outputs``: for each parameter that is gathered, by name, the index of the program's output.
     """
 
-    def __init__(
-        self, program: Program, runner: Runner, comm: Comm, outputs: Mapping[str, int], cache: GatheredParameters
-    ) -> None:
+    def __init__(self, program: Program, runner: Runner, comm: Comm, outputs: Mapping[str, int],
+                 cache: GatheredParameters) -> None:  # fmt: skip
         self.program, self.runner, self.comm, self.outputs, self.cache = program, runner, comm, outputs, cache
         self._first_rows = dict(self._find_first_rows())
 

@@ -62,7 +62,12 @@ class ParallelModule(nn.Module):
         self._variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self.seed, self.step = 0, 0
-        self._adopt(copy.deepcopy(model, _tensor_copies(model, conversion)))
+        memo = computed_tensors(model)  # with the copy of each parameter and buffer, tied ones once
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(conversion.copy(parameter), requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = conversion.copy(buffer)
+        self._adopt(copy.deepcopy(model, memo))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are global values, as plain tensors or DTensors.
@@ -74,11 +79,10 @@ class ParallelModule(nn.Module):
         random_key = self.seed, self.step
         self.step += self.training
 
-        def run(call: CompiledCall) -> Any:
-            return call(tensors, arguments, random_key)
-
         train = variants.latest.compilation.convention.signature.train
-        return variants.run(run, lambda: self._new_call(args, kwargs, train))
+        return variants.run(
+            lambda call: call(tensors, arguments, random_key), lambda: self._new_call(args, kwargs, train)
+        )
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call without running it; parameters get their shardings."""
@@ -114,16 +118,13 @@ class ParallelModule(nn.Module):
         if not isinstance(state_dict, Mapping):
             what, problem = f"of type {type(state_dict).__name__}", "it maps names to tensors"
             raise ShardingError("state_dict", what, problem, "give what model.state_dict() or torch.load returns")
-        own = self.state_dict()
-        loaded = {name: self._as_loaded(own.get(name), value, name) for name, value in state_dict.items()}
+        own, loaded = self.state_dict(), dict(state_dict)
+        for name, value in loaded.items():
+            if isinstance(own.get(name), DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                sharding = self._conversion.sharding(own[name], name)
+                assert sharding is not None
+                loaded[name] = self._conversion.place(self._conversion.copy(value), sharding, name)
         return super().load_state_dict(loaded, strict, assign)
-
-    def _as_loaded(self, own: Any, value: Any, name: str) -> Any:
-        if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            sharding = self._conversion.sharding(own, name)
-            assert sharding is not None
-            return self._conversion.place(self._conversion.copy(value), sharding, name)
-        return value
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -181,7 +182,8 @@ class ParallelModule(nn.Module):
         key = signature, placements, dtypes, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if key not in self._variants:
             self._variants[key] = Variants(self._new_call(args, kwargs, train))
-            self._forget_oldest()
+            if len(self._variants) > MAX_PROGRAMS:
+                self._forget_oldest()
         self._variants.move_to_end(key)
         self._latest = self._variants[key]
         return self._latest, tensors, arguments
@@ -200,14 +202,13 @@ class ParallelModule(nn.Module):
             return CompiledCall(compilation, self._conversion, runner, self._gathered, self._accumulation)
 
     def _forget_oldest(self) -> None:
-        if len(self._variants) > MAX_PROGRAMS:
-            one, other = (signature for signature, *_ in list(self._variants)[-2:])
-            differences = ", ".join(one.differences(other)[:4])
-            what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
-            problem = "the oldest is forgotten, and compiled again when it comes back"
-            remedy = "give it inputs of fewer shapes, or pad them"
-            warnings.warn(error_text(f"a {type(self._model).__name__}", what, problem, remedy), stacklevel=4)
-            self._variants.popitem(last=False)
+        one, other = (signature for signature, *_ in list(self._variants)[-2:])
+        differences = ", ".join(one.differences(other)[:4])
+        what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
+        problem = "the oldest is forgotten, and compiled again when it comes back"
+        remedy = "give it inputs of fewer shapes, or pad them"
+        warnings.warn(error_text(f"a {type(self._model).__name__}", what, problem, remedy), stacklevel=4)
+        self._variants.popitem(last=False)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
         """The shardings that earlier calls gave to parameters and buffers, and those of DTensors in the arguments."""
@@ -251,16 +252,6 @@ class ParallelModule(nn.Module):
                     "leave gradients= out, or use torch 2.13",
                 )  # fmt: skip
             parameter.grad_dtype = program.type(node).dtype
-
-
-def _tensor_copies(model: nn.Module, conversion: Conversion) -> dict[int, Any]:
-    """A memo for deepcopy with the copy of each parameter and buffer, tied ones once."""
-    memo = computed_tensors(model)
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(conversion.copy(parameter), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = conversion.copy(buffer)
-    return memo
 
 
 def become(tensor: Tensor, other: Tensor) -> None:

@@ -75,9 +75,8 @@ def _unscale_on_all_ranks(
         overflow = torch.stack([found_inf, *(each.to(found_inf.device) for each in by_device.values())]).amax()
         overflow = overflow.to(mesh.device_type)
         columns = zip(*(each.placements for each in parameters if each.device_mesh == mesh), strict=True)
-        cut: list[Placement] = [
-            Replicate() if all(each.is_replicate() for each in column) else Partial("max") for column in columns
-        ]
+        is_whole = [all(each.is_replicate() for each in column) for column in columns]
+        cut: list[Placement] = [Replicate() if whole else Partial("max") for whole in is_whole]
         overflow = DTensor.from_local(overflow, mesh, cut, run_check=False).full_tensor()
         if pipeline is not None:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, pipeline)

@@ -39,15 +39,11 @@ class Variants:
             self.calls.insert(0, self.calls.pop(i))
             return result
         if len(self.calls) == MAX_VARIANTS:
-            raise _too_many(latest) from latest
+            what = f"its program depends on values, and {MAX_VARIANTS} programs were compiled already"
+            remedy = (
+                "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for "
+                "rows that no loss counts, padding to one length; or compute it outside of the model and pass the result"
+            )
+            raise CaptureError(latest.who, f"{what}; now {latest.finding}", remedy) from latest
         self.calls.insert(0, compile())
         return run(self.calls[0])
-
-
-def _too_many(error: GuardError) -> CaptureError:
-    return CaptureError(
-        error.who,
-        f"its program depends on values, and {MAX_VARIANTS} programs were compiled already; now {error.finding}",
-        "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for rows "
-        "that no loss counts, padding to one length; or compute it outside of the model and pass the result",
-    )

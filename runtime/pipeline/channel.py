@@ -28,7 +28,6 @@ class LocalChannel:
     place: tuple[int, ...] = ()
 
     def send(self, key: MessageId, message: Message) -> None:
-        """Hand a message over."""
         self.messages[key] = message
 
     def post(self, key: MessageId, types: Types) -> None:
@@ -93,13 +92,14 @@ class RankChannel:
         return self.place[key[0].source] != self.at or self.local.is_there(key)
 
     def take(self, key: MessageId) -> Message:
-        """Wait for a message."""
         if key not in self.posted:
             return self.local.take(key)
         works, values, own, flats = self.posted.pop(key)
         for work in works:
             work.wait()
-        _unpack(flats, own)
+        small = _small(own)  # large values were received in place
+        if len(small) > 1:
+            torch.split_with_sizes_copy(flats[-1], [value.nbytes for value in small], out=small)
         return [values]
 
     def close(self) -> None:
@@ -125,14 +125,9 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 def _packed(values: Sequence[Tensor]) -> list[Tensor]:
     """The buffers to send for these values: each large value by itself, small ones joined, empty ones left out."""
-    small = [value for value in values if 0 < value.nbytes <= SMALL]
-    large = [value for value in values if value.nbytes > SMALL]
+    small, large = _small(values), [value for value in values if value.nbytes > SMALL]
     return [*large, *(small if len(small) < 2 else [torch.cat(small)])]
 
 
-def _unpack(flats: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy joined small values out of the buffers that ``_packed`` makes; large ones were received in place."""
-    small = [value for value in values if 0 < value.nbytes <= SMALL]
-    if len(small) > 1:
-        for value, part in zip(small, flats[-1].split([value.nbytes for value in small]), strict=True):
-            value.copy_(part)
+def _small(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value for value in values if 0 < value.nbytes <= SMALL]

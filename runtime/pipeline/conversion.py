@@ -44,11 +44,18 @@ class PipelineConversion(DistributedConversion):
     """One rank of a job: DTensors are on the mesh of its stage's ranks, which has all axes but the pipeline's."""
 
     def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline) -> None:
-        super().__init__(stage_device_mesh(device_mesh, pipeline))
+        names = device_mesh.mesh_dim_names or ()
+        rest = tuple(name for name in names if name != pipeline.axis)
+        if rest:
+            stage_mesh = device_mesh[rest if len(rest) > 1 else rest[0]]
+        else:  # this rank alone
+            ranks, axes = device_mesh.mesh.reshape(-1, 1), ("stages", pipeline.axis)
+            stage_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=axes)[pipeline.axis]
+        super().__init__(stage_mesh)
         self.job, self.pipeline = TorchComm(device_mesh), pipeline
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
         self.timed = self.comm = MicrobatchComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))
-        axis = (device_mesh.mesh_dim_names or ()).index(pipeline.axis)
+        axis = names.index(pipeline.axis)
         lines = device_mesh.mesh.movedim(axis, -1).reshape(-1, device_mesh.shape[axis]).tolist()
         self.channel = RankChannel(lines, self.torch_comm.device)
         share_overflows(self.torch_comm.device_mesh, self.channel.groups[0])
@@ -77,7 +84,6 @@ class PipelineConversion(DistributedConversion):
         return None if sharding is None else replace(sharding, mesh=self.compute_mesh)
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """A converter between tensors and their shards of every microbatch."""
         inner = DistributedConverter(self.torch_comm, sharding.on(self.torch_comm.mesh), shape, name)
         return MicrobatchConverter(inner, self.timed, sharding, shape)
 
@@ -88,13 +94,3 @@ class PipelineConversion(DistributedConversion):
     def runner(self, program: Program, comm: Comm) -> PipelineRunner:
         """The runner of this rank's stages."""
         return PipelineRunner(program, self.torch_comm, (self.channel.at,), self.channel)
-
-
-def stage_device_mesh(device_mesh: DeviceMesh, pipeline: Pipeline) -> DeviceMesh:
-    """The mesh of the ranks of this rank's stage; of this rank alone where there is no other axis."""
-    names = device_mesh.mesh_dim_names or ()
-    rest = tuple(name for name in names if name != pipeline.axis)
-    if rest:
-        return device_mesh[rest if len(rest) > 1 else rest[0]]
-    ranks = device_mesh.mesh.reshape(-1, 1)
-    return DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=("stages", pipeline.axis))[pipeline.axis]

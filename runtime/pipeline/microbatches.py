@@ -33,12 +33,10 @@ class MicrobatchComm(LocalCollectives):
 
     @property
     def gathers_in_place(self) -> bool:
-        """As the stage's ranks."""
         return self.comm.gathers_in_place
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """The traffic of the stage's ranks."""
         return self.comm.traffic
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
@@ -49,7 +47,6 @@ class MicrobatchComm(LocalCollectives):
         return lambda: results
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
-        """As the stage's ranks."""
         return self.comm.start_bucket(layout, rows, into)
 
 
@@ -59,9 +56,8 @@ class MicrobatchConverter:
     ``inner`` converts for the stage's ranks, without microbatches.
     """
 
-    def __init__(
-        self, inner: DistributedConverter, comm: MicrobatchComm, sharding: Sharding, shape: tuple[int, ...]
-    ) -> None:
+    def __init__(self, inner: DistributedConverter, comm: MicrobatchComm, sharding: Sharding,
+                 shape: tuple[int, ...]) -> None:  # fmt: skip
         self.inner, self.comm, self.sharding, self.shape = inner, comm, sharding, shape
         self.is_timed, self.is_even = is_cut_in_time(sharding), sharding.is_even(shape)
         self.time = sharding.on(Mesh(device_ids=None, **{MICROBATCH: comm.mesh.axis_size(MICROBATCH)}))
@@ -92,7 +88,6 @@ class MicrobatchConverter:
         return whole if is_plain else self.inner.to_tensor(self.inner.to_shards(whole), is_plain=False)
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
-        """Write this rank's shard to a buffer, in place."""
         self.inner.write(tensor, shards[:1])
 
     def _joined(self, shards: Sequence[Tensor]) -> Tensor:

@@ -96,10 +96,9 @@ class PipelineModule(ParallelModule):
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
         """Parameters stay in their stages too, whichever stages would be even for a call of other shapes."""
         pins = super()._fixed(args, kwargs)
-        return tuple(
-            replace(pin, stages=self._stages.get(pin.name, frozenset()) if pin.kind == "parameter" else frozenset())
-            for pin in pins
-        )
+        none: frozenset[int] = frozenset()
+        stages = [self._stages.get(pin.name, none) if pin.kind == "parameter" else none for pin in pins]
+        return tuple(replace(pin, stages=of_pin) for pin, of_pin in zip(pins, stages, strict=True))
 
     def _misplaced(self, readers: Mapping[str, tuple[int, ...]], trained: set[str]) -> Iterator[ShardingError]:
         """An error for each parameter that a call reads on a rank without it, or leaves untrained on a rank with it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,15 +27,8 @@ class Offload:
     addresses. ``marks``: by stage, the copies to wait for before its turn.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        turns: ResidentStages,
-        values: StepValues,
-        inputs: Sequence[Values],
-        parameters: Mapping[int, set[int]],
-        slots: set[int],
-    ) -> None:
+    def __init__(self, host: Host, turns: ResidentStages, values: StepValues, inputs: Sequence[Values],
+                 parameters: Mapping[int, set[int]], slots: set[int]) -> None:  # fmt: skip
         self.host, self.turns, self.values, self.marks = host, turns, values, dict[int, Any]()
         others = (value for row in inputs for i, value in enumerate(row) if i not in slots)
         self.fixed = {value.untyped_storage().data_ptr() for value in others if value is not None}
@@ -50,38 +43,39 @@ class Offload:
     def take_turn(self) -> None:
         """Begin the next turn: move idle stages out, then bring the stages of this turn and the next to the device."""
         leaving, coming = self.turns.advance()
-        for stage in leaving:
-            self._move_out(stage)
+        for stage, i in product(leaving, range(self.width)):
+            self._move_out(stage, i)
         for stage in coming:
-            self._bring_back(stage)
+            for i in range(self.width):
+                self._bring_back(stage, i)
             self.marks[stage] = self.host.mark()
         self.host.wait(self.marks.get(self.turns.here[0]))
 
-    def _move_out(self, stage: int) -> None:
-        for i in range(self.width):
-            on_host = {copy.untyped_storage().data_ptr(): memory for copy, memory in self._copies(stage, i)}
-            self._replace(stage, i, Tensor, partial(self._to_host, on_host))
+    def _move_out(self, stage: int, i: int) -> None:
+        """Move a stage's values on its i-th rank to the host."""
+        on_host = {copy.untyped_storage().data_ptr(): memory for copy, memory in self._copies(stage, i)}
 
-    def _to_host(self, on_host: dict[int, Tensor], value: Tensor) -> Tensor | OnHost:
-        """``on_host``: copies of memory, by its address on the device."""
-        address = value.untyped_storage().data_ptr()
-        if address in self.fixed or not value.untyped_storage().nbytes():
-            return value
-        if address not in on_host:
-            on_host[address] = self.host.copy_out(_memory_of(value))
-        return OnHost.of(value, on_host[address])
+        def move(value: Tensor) -> Tensor | OnHost:
+            address = value.untyped_storage().data_ptr()
+            if address in self.fixed or not value.untyped_storage().nbytes():
+                return value
+            if address not in on_host:
+                on_host[address] = self.host.copy_out(_memory_of(value))
+            return OnHost.of(value, on_host[address])
 
-    def _bring_back(self, stage: int) -> None:
-        for i in range(self.width):
-            others = (pair for other in self.turns.here if other != stage for pair in self._copies(other, i))
-            on_device = {id(memory): _memory_of(copy) for copy, memory in others}
-            self._replace(stage, i, OnHost, partial(self._to_device, on_device))
+        self._replace(stage, i, Tensor, move)
 
-    def _to_device(self, on_device: dict[int, Tensor], value: OnHost) -> Tensor:
-        """``on_device``: copies of memory, by the id of the memory on the host."""
-        if id(value.memory) not in on_device:
-            on_device[id(value.memory)] = self.host.copy_back(value.memory)
-        return value.within(on_device[id(value.memory)])
+    def _bring_back(self, stage: int, i: int) -> None:
+        """Move a stage's values on its i-th rank to the device, where other stages may have the same parameters."""
+        others = (pair for other in self.turns.here if other != stage for pair in self._copies(other, i))
+        on_device = {id(memory): _memory_of(copy) for copy, memory in others}
+
+        def move(value: OnHost) -> Tensor:
+            if id(value.memory) not in on_device:
+                on_device[id(value.memory)] = self.host.copy_back(value.memory)
+            return value.within(on_device[id(value.memory)])
+
+        self._replace(stage, i, OnHost, move)
 
     def _copies(self, stage: int, i: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The copies of a stage's parameters that are on the device, each with its memory on the host."""

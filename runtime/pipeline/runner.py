@@ -16,7 +16,7 @@ from shardc.program.stages import PARTS_OF, Crossing, Part, is_cut_in_time, stag
 from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm
-from ..execute.executor import Runner
+from ..execute.executor import Rows, Runner
 from ..execute.instruction import Env
 from ..execute.interpreter import Values
 from .channel import Channel, LocalChannel, Message, MessageId
@@ -32,7 +32,7 @@ class StepGradients:
     ``rows`` is None once they are freed.
     """
 
-    rows: list[list[Tensor | None]] | None
+    rows: Rows | None
     scale: float
 
 
@@ -47,9 +47,8 @@ class PipelineRunner(Runner):
     kept between steps.
     """
 
-    def __init__(
-        self, program: Program, comm: Comm, here: Sequence[int] | None = None, channel: Channel | None = None
-    ) -> None:
+    def __init__(self, program: Program, comm: Comm, here: Sequence[int] | None = None,
+                 channel: Channel | None = None) -> None:  # fmt: skip
         assert program.mesh is not None and program.options.pipeline is not None
         self.program, self.device, self.channel = program, comm.device, channel or LocalChannel()
         self.pipeline, self.stages, self.schedule = program.options.pipeline, stages_of(program), schedule_of(program)
@@ -68,9 +67,7 @@ class PipelineRunner(Runner):
         self.is_timed = [is_cut_in_time(program.sharding(node)) for node in program.placeholders]
         self.host = Host(self.device) if self.pipeline.offload else None
 
-    def forward(
-        self, inputs: Sequence[Values], computed: Sequence[Values] | None = None
-    ) -> tuple[list[list[Tensor | None]], StepGradients]:
+    def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, StepGradients]:
         """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
         self.channel.place = self.schedule.place
         scaler = self.pipeline.loss_scale
@@ -86,9 +83,7 @@ class PipelineRunner(Runner):
         )
         return outputs, StepGradients(gradients, scale)
 
-    def backward(
-        self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False
-    ) -> list[list[Tensor | None]]:
+    def backward(self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False) -> Rows:
         """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set."""
         if saved.rows is None:
             raise second_backward()
@@ -98,7 +93,7 @@ class PipelineRunner(Runner):
         factor = next(value for value in tangents[0] if value is not None) / saved.scale
         return rows if not keep and bool(factor == 1) else _scaled(rows, factor)  # kept gradients are not handed out
 
-    def with_tangents(self, rows: Sequence[Values], scale: float) -> list[list[Tensor | None]]:
+    def with_tangents(self, rows: Sequence[Values], scale: float) -> Rows:
         """The inputs of all positions, with tangents of ``scale``."""
         tangents = {
             i: torch.full(put.type.shape, scale, dtype=put.type.dtype, device=self.device)
@@ -108,7 +103,7 @@ class PipelineRunner(Runner):
         return [[tangents.get(i, value) for i, value in enumerate(row)] for row in rows]
 
 
-def _scaled(rows: Sequence[Values], factor: Tensor) -> list[list[Tensor | None]]:
+def _scaled(rows: Sequence[Values], factor: Tensor) -> Rows:
     """Each value times a number; a value that all microbatches share stays one tensor."""
     values = {id(value): value for row in rows for value in row if value is not None}
     scaled = {key: value * factor.to(value.device) for key, value in values.items()}
@@ -130,13 +125,19 @@ class ScheduleRun:
         self.outbox: dict[MessageId, Message] = {}
         self.offloads: dict[int, Offload] = {}
 
-    def run(self) -> list[list[Tensor | None]]:
+    def run(self) -> Rows:
         """Run all actions: for each position the results, parallel to the program's outputs."""
         for stage in self.runner.stage_runners:
             self.values.of_step[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
             self.values.sums[stage] = [{} for _ in range(self.width)]
         if self.runner.host is not None:
-            self.offloads = {rank: self._new_offload(rank, self.runner.host) for rank in self.runner.here}
+            slots = {i for i, put in enumerate(self.runner.program.inputs) if put.kind == "parameter"}
+            for rank in self.runner.here:
+                runners, stages = self.runner.stage_runners, self.runner.schedule.stages_on(rank)
+                parameters = {stage: runners[stage].parameters for stage in stages}
+                turns = ResidentStages(stage_turns(self.runner.stages, self.runner.schedule, rank))
+                host = self.runner.host
+                self.offloads[rank] = Offload(host, turns, self.values, self.inputs, parameters, slots)
         for stage in self.runner.stage_runners:
             self._prepare(stage)
         self._run_actions()
@@ -156,13 +157,6 @@ class ScheduleRun:
         rows = self.inputs[microbatch * self.width : (microbatch + 1) * self.width]
         pairs = zip(rows, self.values.of_step[stage], strict=True)
         return [self._env(row, True, list(env)) for row, env in pairs]
-
-    def _new_offload(self, rank: int, host: Host) -> Offload:
-        runner = self.runner
-        slots = {i for i, put in enumerate(runner.program.inputs) if put.kind == "parameter"}
-        parameters = {stage: runner.stage_runners[stage].parameters for stage in runner.schedule.stages_on(rank)}
-        turns = ResidentStages(stage_turns(runner.stages, runner.schedule, rank))
-        return Offload(host, turns, self.values, self.inputs, parameters, slots)
 
     def _prepare(self, stage: int) -> None:
         """Compute what all microbatches of a stage share, such as the number of tokens that count."""
@@ -194,10 +188,11 @@ class ScheduleRun:
             assert not is_stuck, [str(action) for action in following.values()]
 
     def _can_run(self, action: Action) -> bool:
+        """Whether an action need not wait for a message."""
         if action.kind not in COMPUTE:
             return True
-        part = PARTS_OF[action.kind][0]
-        return all(map(self.channel.is_there, self._expected(action.stage, part, action.microbatch)))
+        expected = self._expected(action.stage, PARTS_OF[action.kind][0], action.microbatch)
+        return all(map(self.channel.is_there, expected))
 
     def _expected(self, stage: int, part: Part, microbatch: int) -> Iterator[MessageId]:
         """The messages that a part of a stage reads."""
@@ -213,7 +208,8 @@ class ScheduleRun:
             self.channel.send(key, self.outbox.pop(key))
         elif action.kind in RECEIVES:
             crossing = Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase])
-            self._post((crossing, action.microbatch))
+            types = self.runner.stage_runners[action.stage].types[crossing]
+            self.channel.post((crossing, action.microbatch), types)
 
     def _compute(self, stage: int, microbatch: int, part: Part) -> None:
         """Run a part of a stage for one microbatch: receive its operands, add to the sums, hand its results over."""
@@ -234,10 +230,6 @@ class ScheduleRun:
                 else:  # the schedule says when it is sent
                     self.outbox[crossing, microbatch] = message
         runner.forget(part, envs)
-
-    def _post(self, key: MessageId) -> None:
-        crossing, _ = key
-        self.channel.post(key, self.runner.stage_runners[crossing.target].types[crossing])
 
     def _receive(self, key: MessageId, envs: Sequence[Env]) -> None:
         crossing, _ = key
@@ -276,7 +268,7 @@ class ScheduleRun:
                 slots = runners[source].leaving[crossing]
                 self.channel.send((crossing, ALL), [[env[slot] for slot in slots] for env in envs[source]])
             if crossing.target in runners:
-                self._post((crossing, ALL))
+                self.channel.post((crossing, ALL), runners[crossing.target].types[crossing])
         for stage, runner in runners.items():
             self._bring_to_device(stage)
             self._place_sums(stage)

@@ -14,6 +14,7 @@ from shardc.program.stages import PARTS, SCHEDULED, Part, Stage, Stages
 
 from ..comm.comm import Comm
 from ..execute import code
+from ..execute.executor import Rows
 from ..execute.instruction import Env, instructions, with_deaths, with_waits
 from ..execute.interpreter import run
 
@@ -70,7 +71,6 @@ class StageRunner:
             self.calls[part] = code.RepeatedInstructions(with_deaths(calls, read_later))
 
     def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
-        """Run a part."""
         run(self.calls[part], envs, comm)
 
     def forget(self, part: Part, envs: Sequence[Env]) -> None:
@@ -100,17 +100,22 @@ class StageResults:
         self._slots = {i: slots[node] for i, node in results.items()}
         self._home = {i: stage for i, stage in stages.home.items() if i in results}
         types = {i: program.local_type(results[i]) for i in self._home if program.outputs[i].kind == "output"}
-        self._absent = {
-            i: torch.empty(type_.shape, dtype=type_.dtype, device="meta") for i, type_ in types.items() if type_
-        }
+        absent = [(i, type_) for i, type_ in types.items() if type_ is not None]
+        self._absent = {i: torch.empty(type_.shape, dtype=type_.dtype, device="meta") for i, type_ in absent}
         self._count = len(program.results)
 
-    def collect(self, values: StepValues, num_microbatches: int) -> list[list[Tensor | None]]:
+    def collect(self, values: StepValues, num_microbatches: int) -> Rows:
         """For each position the results, parallel to the program's outputs.
 
         A result that all microbatches share is one tensor.
         """
-        common = [self._common(envs) for envs in zip(*values.of_step.values(), strict=True)]
+        common: Rows = []  # results that all microbatches share, from a rank's envs of all stages
+        for envs_of_rank in zip(*values.of_step.values(), strict=True):
+            row: list[Tensor | None] = [None] * self._count
+            for i, slot in self._slots.items():
+                if i not in self._home:
+                    row[i] = next((env[slot] for env in envs_of_rank if env[slot] is not None), None)
+            common.append(row)
         rows = []
         for microbatch in range(num_microbatches):
             for rank, row in enumerate(map(list, common)):
@@ -119,11 +124,3 @@ class StageResults:
                     row[i] = envs[rank][self._slots[i]] if envs else self._absent.get(i)
                 rows.append(row)
         return rows
-
-    def _common(self, envs: Sequence[Env]) -> list[Tensor | None]:
-        """The results that all microbatches share, from one rank's envs of all stages."""
-        row: list[Tensor | None] = [None] * self._count
-        for i, slot in self._slots.items():
-            if i not in self._home:
-                row[i] = next((env[slot] for env in envs if env[slot] is not None), None)
-        return row
