@@ -56,7 +56,16 @@ class TorchComm(LocalCollectives):
             return self._exchange(kind, xs, *args)
         if kind == "collective_permute":
             return self._permute(xs, *args)
-        return self._start_in_group(kind, xs, *args, is_own=is_own, into=into)
+        axes, *rest = args
+        if (group := self._group_along(axes)) is None:
+            return lambda: xs
+        (x,) = xs
+        self._count(kind, x.nbytes, group)
+        if _sends_messages(kind, group):
+            return _messages(kind, xs, [rest], group, into)
+        own = (is_own,) if kind == "all_reduce" else ()
+        finish: process_group.Finish = getattr(process_group, kind)(x, group, *rest, *own)
+        return lambda: [finish()]
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """Start one collective for a bucket, or messages where the backend is faster with them."""
@@ -87,20 +96,6 @@ class TorchComm(LocalCollectives):
             parts = parse_parts(axes, self.mesh)
             self._groups_by_name[axes] = self.group(parts) if num_shards(parts) > 1 else None
         return self._groups_by_name[axes]
-
-    def _start_in_group(
-        self, kind: Any, xs: Tensors, axes: PartNames, *args: Any, is_own: bool, into: Places
-    ) -> Results:
-        group = self._group_along(axes)
-        if group is None:
-            return lambda: xs
-        (x,) = xs
-        self._count(kind, x.nbytes, group)
-        if _sends_messages(kind, group):
-            return _messages(kind, xs, [args], group, into)
-        own = (is_own,) if kind == "all_reduce" else ()
-        finish: process_group.Finish = getattr(process_group, kind)(x, group, *args, *own)
-        return lambda: [finish()]
 
     def _count(self, kind: Any, num_bytes: int, group: Group) -> None:
         """Count a collective whose operands have ``num_bytes``."""
@@ -160,10 +155,8 @@ def own_position(device_mesh: DeviceMesh) -> int:
     """The position of this process in the mesh, row-major over the axes; a ShardingError if it is not in it."""
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
-        raise ShardingError(
-            "mesh", f"ranks {device_mesh.mesh.flatten().tolist()}", f"rank {dist.get_rank()} is not among them",
-            "call parallelize on the ranks of the mesh only",
-        )  # fmt: skip
+        what, problem = f"ranks {device_mesh.mesh.flatten().tolist()}", f"rank {dist.get_rank()} is not among them"
+        raise ShardingError("mesh", what, problem, "call parallelize on the ranks of the mesh only")
     position = 0
     for index, size in zip(coordinate, device_mesh.shape, strict=True):
         position = position * size + index
@@ -179,10 +172,8 @@ def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
         dist.init_process_group("gloo" if device_type == "cpu" else None)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size > world:
-        raise ShardingError(
-            "mesh", f"{mesh} has {mesh.size} ranks", f"the job has {world}",
-            f"start it with torchrun --nproc-per-node {mesh.size}, or make the mesh smaller",
-        )  # fmt: skip
+        remedy = f"start it with torchrun --nproc-per-node {mesh.size}, or make the mesh smaller"
+        raise ShardingError("mesh", f"{mesh} has {mesh.size} ranks", f"the job has {world}", remedy)
     if mesh.device_ids is None and mesh.size == world:
         return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.axis_names)
     ids = torch.tensor([mesh.rank(position) for position in range(mesh.size)]).reshape(mesh.shape)

@@ -95,10 +95,8 @@ def check_order(mesh: Mesh) -> None:
         for group in mesh.groups((mesh.axis(name),)):
             ranks = [mesh.rank(position) for position in group]
             if ranks != sorted(ranks):
-                raise ShardingError(
-                    "mesh", f"{mesh}, ranks {ranks} along axis {name!r}", "torch gathers in the order of ranks",
-                    "order the mesh so that ranks ascend along every axis",
-                )  # fmt: skip
+                what, problem = f"{mesh}, ranks {ranks} along axis {name!r}", "torch gathers in the order of ranks"
+                raise ShardingError("mesh", what, problem, "order the mesh so that ranks ascend along every axis")
 
 
 def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, name: str = "value") -> Sharding:
@@ -114,15 +112,13 @@ def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, n
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, (Shard, _StridedShard)):
-            raise ShardingError(
-                name, f"placements {tuple(placed)}", f"{placement} on axis {axis!r} is neither cut nor whole",
-                "redistribute it to Replicate or Shard first",
-            )  # fmt: skip
+            what, problem = f"placements {tuple(placed)}", f"{placement} on axis {axis!r} is neither cut nor whole"
+            raise ShardingError(name, what, problem, "redistribute it to Replicate or Shard first")
         stretches, new = getattr(placement, "split_factor", 1), Digit(mesh.axis_size(axis), axis)
         rows[placement.dim] = _cut(rows[placement.dim], stretches, new, f"{name}, dim {placement.dim}")
     digits = [[digit for digit in row if digit.size > 1 or digit.axis] for row in rows]
-    cuts = {axis: DimSharding((mesh.axis(axis),)) for axis in mesh.axis_names}
-    subdims = [[(digit.size, cuts.get(digit.axis, WHOLE)) for digit in row] for row in digits]
+    cut_by = {"": WHOLE} | {axis: DimSharding((mesh.axis(axis),)) for axis in mesh.axis_names}
+    subdims = [[(digit.size, cut_by[digit.axis]) for digit in row] for row in digits]
     return Sharding(mesh, tuple(map(join_dim, subdims)))
 
 
@@ -148,10 +144,8 @@ def _check_gatherable(row: list[Digit], sharding: Sharding, who: str) -> None:
     is_last_strided = [name for name in sharding.mesh.axis_names if name in axes] == axes and bool(row[0].axis)
     if len(axes) < 2 or is_dense or (is_last_strided and len(axes) == 2):
         return
-    raise ShardingError(
-        who, f"{sharding}, blocks cut by {' and '.join(axes)}", "torch does not gather such a DTensor rightly",
-        "cut the blocks by one axis, and another dim by the other",
-    )  # fmt: skip
+    what, problem = f"{sharding}, blocks cut by {' and '.join(axes)}", "torch does not gather such a DTensor rightly"
+    raise ShardingError(who, what, problem, "cut the blocks by one axis, and another dim by the other")
 
 
 def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
@@ -167,10 +161,7 @@ def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
         done.append(digit)
     at = next((i for i, digit in enumerate(rest) if not digit.axis and digit.size > 1), None)
     if at is None or rest[at].size % new.size:
-        size = 1 if at is None else rest[at].size
-        raise ShardingError(
-            who, f"{size} elements left to cut by {new.axis}={new.size}", "the cut is uneven",
-            f"choose sizes that divide by {new.size}",
-        )  # fmt: skip
+        what = f"{1 if at is None else rest[at].size} elements left to cut by {new.axis}={new.size}"
+        raise ShardingError(who, what, "the cut is uneven", f"choose sizes that divide by {new.size}")
     remaining = [Digit(rest[at].size // new.size)] * (rest[at].size > new.size)
     return [*done, *rest[:at], new, *remaining, *rest[at + 1 :]]

@@ -40,15 +40,12 @@ class Runner:
     """
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
-        """Run the update part: compute what is kept until a parameter is written."""
         raise NotImplementedError
 
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, Any]:
-        """Run the forward part: the outputs, and the values that are saved for backward."""
         raise NotImplementedError
 
     def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> Rows:
-        """Run the backward part: the gradients."""
         raise NotImplementedError
 
     @property
@@ -59,11 +56,9 @@ class Runner:
     def accumulate(
         self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
     ) -> tuple[Rows, Sums]:
-        """Run the backward part without the reductions of deferred gradients."""
         raise NotImplementedError
 
     def close(self, sums: Sums) -> Rows:
-        """Run the reductions of deferred gradients."""
         raise NotImplementedError
 
     def keeps_input(self, index: int) -> bool:

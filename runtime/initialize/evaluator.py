@@ -39,14 +39,9 @@ def piece_region(sharding: Sharding, shape: tuple[int, ...], position: int, devi
 def take(value: Tensor, region: Region) -> Tensor:
     """A region of a value, contiguous."""
     for dim, index in enumerate(region):
-        if not is_all(index, value.shape[dim]):
+        if not torch.equal(index, torch.arange(value.shape[dim], device=index.device)):
             value = value.index_select(dim, index)
     return value.contiguous()
-
-
-def is_all(index: Tensor, size: int) -> bool:
-    """Whether indices, which do not repeat, are all those of a dim in order."""
-    return len(index) == size and bool((index == torch.arange(size, device=index.device)).all())
 
 
 def broadcast_region(region: Region, shape: Sequence[int]) -> Region:

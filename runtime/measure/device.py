@@ -43,11 +43,11 @@ def works(device: torch.device) -> Iterator[Work]:
             a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
             name = dtype_name(dtype)
             yield Work(f"mm {m}x{k}x{n}", "flops", lambda a=a, b=b: a @ b, 2 * m * k * n, dtype=name)  # type: ignore[misc]
-    q, k, v = (torch.randn(4, 4, 256, 64, device=device, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(4, 4, 256, 64, device=device, requires_grad=True) for _ in range(3))
 
     def attention() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(out, (q, k, v), out.detach())
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return torch.autograd.grad(out, (query, key, value), out.detach())
 
     flops = 7 * 2 * 4 * 4 * 256 * 256 * 64  # of 2 products forward and 5 backward
     yield Work("attention", "attention", attention, flops)

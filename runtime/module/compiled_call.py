@@ -58,7 +58,9 @@ class CompiledCall:
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
         self._inputs = [self._converter(node, put) for node, put in nodes]
         results = zip(self.program.results, self.program.outputs, strict=True)
-        self._outputs = [None if node is None else self._converter(node, output) for node, output in results]
+        self._outputs = {
+            i: self._converter(node, output) for i, (node, output) in enumerate(results) if node is not None
+        }
         self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
         self.gather: ParameterGather | None = None
         if gathered is not None and indices.computed:
@@ -99,13 +101,13 @@ class CompiledCall:
         for i, output in self._indices.buffers.items():
             buffer = values[i]
             assert buffer is not None
-            self._output_converter(output).write(buffer, _present(columns[output]))
+            self._outputs[output].write(buffer, _present(columns[output]))
         outputs: list[Tensor] = []
         for i in self._indices.outputs:
-            output = self._output_converter(i).to_tensor(_present(columns[i]), self._is_plain[i])
-            if not isinstance(output, DTensor):  # not the tensor that is saved: it would keep its graph, or be changed
-                output = output.clone() if i in self._saved_outputs else output.detach()
-            outputs.append(output)
+            value = self._outputs[i].to_tensor(_present(columns[i]), self._is_plain[i])
+            if not isinstance(value, DTensor):  # not the tensor that is saved: it would keep its graph, or be changed
+                value = value.clone() if i in self._saved_outputs else value.detach()
+            outputs.append(value)
         return tuple(outputs), saved
 
     def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
@@ -143,7 +145,7 @@ class CompiledCall:
             if reduction is not None and output in deferred:
                 results[i] = deferred_gradient(reduction, output, deferred[output])
             elif shards := _present(columns[output]):  # else another stage of a pipeline has it
-                results[i] = self._output_converter(output).to_tensor(shards, i in plain)
+                results[i] = self._outputs[output].to_tensor(shards, i in plain)
         return results
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
@@ -205,7 +207,7 @@ class CompiledCall:
 
     def _reduced(self, columns: Columns) -> dict[int, Tensor]:
         gradients = {i: _present(columns[i]) for i in self.runner.deferred}
-        return {i: local(self._output_converter(i).to_tensor(each, is_plain=False)) for i, each in gradients.items()}
+        return {i: local(self._outputs[i].to_tensor(each, is_plain=False)) for i, each in gradients.items()}
 
     def _without_autocast(self) -> torch.autocast:
         """Casts are in the program already: none is added while it runs."""
@@ -223,11 +225,6 @@ class CompiledCall:
     def _converter(self, node: fx.Node, end: Input | Output) -> Converter:
         sharding, shape = self.program.sharding(node), self.program.global_type(node).shape
         return self.conversion.converter(sharding, shape, f"{end.kind} {end.name!r}")
-
-    def _output_converter(self, i: int) -> Converter:
-        converter = self._outputs[i]
-        assert converter is not None, self.program.outputs[i]
-        return converter
 
     def _is_returned_plain(self, i: int) -> bool:
         """Whether an output is 0-dim, or an annotation says that it is whole."""

@@ -126,15 +126,10 @@ class DistributedConversion:
     """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
-        self.torch_comm = TorchComm(device_mesh)
+        self.device_mesh, self.torch_comm = device_mesh, TorchComm(device_mesh)
         self.comm: Comm = self.torch_comm
         check_order(self.torch_comm.mesh)
         share_overflows(device_mesh)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh of every DTensor."""
-        return self.torch_comm.device_mesh
 
     def gathered_parameters(self) -> GatheredParameters | None:
         return GatheredParameters()
@@ -162,10 +157,8 @@ class DistributedConversion:
         if not isinstance(tensor, DTensor):
             return None
         if tensor.device_mesh != self.device_mesh:
-            raise ShardingError(
-                name, f"a DTensor on {tensor.device_mesh}", f"the model is on {self.device_mesh}",
-                "make it on the model's mesh, with shardc.shard_batch",
-            )  # fmt: skip
+            what, problem = f"a DTensor on {tensor.device_mesh}", f"the model is on {self.device_mesh}"
+            raise ShardingError(name, what, problem, "make it on the model's mesh, with shardc.shard_batch")
         return sharding_of(tensor.placements, tensor.shape, self.torch_comm.mesh, name)
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:

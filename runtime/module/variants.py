@@ -11,6 +11,10 @@ from shardc.language.errors import CaptureError
 from .compiled_call import CompiledCall
 
 MAX_VARIANTS = 8
+REMEDY = (
+    "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for rows "
+    "that no loss counts, padding to one length; or compute it outside of the model and pass the result"
+)
 
 
 class Variants:
@@ -40,10 +44,6 @@ class Variants:
             return result
         if len(self.calls) == MAX_VARIANTS:
             what = f"its program depends on values, and {MAX_VARIANTS} programs were compiled already"
-            remedy = (
-                "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for "
-                "rows that no loss counts, padding to one length; or compute it outside of the model and pass the result"
-            )
-            raise CaptureError(latest.who, f"{what}; now {latest.finding}", remedy) from latest
+            raise CaptureError(latest.who, f"{what}; now {latest.finding}", REMEDY) from latest
         self.calls.insert(0, compile())
         return run(self.calls[0])

@@ -18,7 +18,7 @@ from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.stages import is_cut_in_time
 
-from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors, Traffic
+from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors
 from ..comm.shards import pad, region, shard, unpad, unshard
 from ..module.conversion import DistributedConverter
 
@@ -29,15 +29,7 @@ class MicrobatchComm(LocalCollectives):
     def __init__(self, comm: Comm, mesh: Mesh, microbatches: Sequence[int]) -> None:
         self.comm, self.mesh = comm, mesh
         self.positions = tuple(i * comm.mesh.size + position for i in microbatches for position in comm.positions)
-        self.device = comm.device
-
-    @property
-    def gathers_in_place(self) -> bool:
-        return self.comm.gathers_in_place
-
-    @property
-    def traffic(self) -> tuple[Traffic, ...]:
-        return self.comm.traffic
+        self.device, self.traffic, self.gathers_in_place = comm.device, comm.traffic, comm.gathers_in_place
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Run local kinds here, which depend on the microbatch; start all others among the stage's ranks."""

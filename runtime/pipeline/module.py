@@ -90,7 +90,10 @@ class PipelineModule(ParallelModule):
         absent = [parameters[name] for name, ranks in self._homes.items() if self._conversion.channel.at not in ranks]
         self._elsewhere |= set(map(id, absent))
         for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
-            become(each, _on_meta(each))
+            assert isinstance(each, DTensor), type(each)
+            piece, mesh, shape, stride = local(each).to("meta"), each.device_mesh, each.shape, each.stride()
+            on_meta = DTensor.from_local(piece, mesh, each.placements, run_check=False, shape=shape, stride=stride)
+            become(each, on_meta)
         return call
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
@@ -125,14 +128,6 @@ class PipelineModule(ParallelModule):
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _on_meta(parameter: Tensor) -> Tensor:
-    """A DTensor like this one, without values."""
-    assert isinstance(parameter, DTensor), type(parameter)
-    piece, mesh = local(parameter).to("meta"), parameter.device_mesh
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(piece, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def norm_over_stages(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
@@ -91,7 +90,11 @@ class PipelineRunner(Runner):
         if not keep:
             saved.rows = None
         factor = next(value for value in tangents[0] if value is not None) / saved.scale
-        return rows if not keep and bool(factor == 1) else _scaled(rows, factor)  # kept gradients are not handed out
+        if not keep and bool(factor == 1):  # kept gradients are not handed out
+            return rows
+        values = {id(value): value for row in rows for value in row if value is not None}
+        scaled = {key: value * factor.to(value.device) for key, value in values.items()}
+        return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
 
     def with_tangents(self, rows: Sequence[Values], scale: float) -> Rows:
         """The inputs of all positions, with tangents of ``scale``."""
@@ -101,13 +104,6 @@ class PipelineRunner(Runner):
             if put.kind == "tangent"
         }
         return [[tangents.get(i, value) for i, value in enumerate(row)] for row in rows]
-
-
-def _scaled(rows: Sequence[Values], factor: Tensor) -> Rows:
-    """Each value times a number; a value that all microbatches share stays one tensor."""
-    values = {id(value): value for row in rows for value in row if value is not None}
-    scaled = {key: value * factor.to(value.device) for key, value in values.items()}
-    return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
 
 
 class ScheduleRun:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from shardc.costs.stage_lifetime import kept_after, read_beside, sums_in_place
 from shardc.program.node import operand
-from shardc.program.stages import PARTS, SCHEDULED, Part, Stage, Stages
+from shardc.program.stages import PARTS, SCHEDULED, Part, Stages
 
 from ..comm.comm import Comm
 from ..execute import code
@@ -66,7 +66,9 @@ class StageRunner:
         self.beside = {part: {slots[node] for node in read_beside(stages, index, part)} for part in PARTS}
         self.calls: dict[Part, code.RepeatedInstructions] = {}
         for part, nodes in self.stage.parts.items():
-            calls = with_waits(instructions(nodes, slots, comm.device, program, is_eager, _before(self.stage, part)))
+            earlier = SCHEDULED[: SCHEDULED.index(part)] if part in SCHEDULED else ()  # in the same microbatch
+            before = [node for each in earlier for node in self.stage.parts[each]]
+            calls = with_waits(instructions(nodes, slots, comm.device, program, is_eager, before))
             read_later = self.kept[part] | self.beside[part] if part in self.kept else set(slots.values())
             self.calls[part] = code.RepeatedInstructions(with_deaths(calls, read_later))
 
@@ -78,12 +80,6 @@ class StageRunner:
         for slot in self.beside[part] - self.kept[part]:
             for env in envs:
                 env[slot] = None
-
-
-def _before(stage: Stage, part: Part) -> list[fx.Node]:
-    """The calls of earlier parts of the same microbatch."""
-    earlier = SCHEDULED[: SCHEDULED.index(part)] if part in SCHEDULED else ()
-    return [node for each in earlier for node in stage.parts[each]]
 
 
 class StageResults:
