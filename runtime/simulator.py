@@ -71,12 +71,11 @@ def join_outputs(program: Program, pieces: Sequence[Values]) -> list[Tensor | No
     """Whole outputs from all ranks' pieces; None for an output that no rank has."""
     whole: list[Tensor | None] = []
     for node, output, column in zip(program.results, program.outputs, zip(*pieces, strict=True), strict=True):
-        present = [piece for piece in column if piece is not None]
-        if node is None or not present:
-            whole.append(None)
-            continue
-        sharding, shape = program.sharding(node), program.global_type(node).shape
-        whole.append(unshard(present, sharding, shape, f"{output.kind} {output.name!r}"))
+        result, present = None, [piece for piece in column if piece is not None]
+        if node is not None and present:
+            shape, name = program.global_type(node).shape, f"{output.kind} {output.name!r}"
+            result = unshard(present, program.sharding(node), shape, name)
+        whole.append(result)
     return whole
 
 

@@ -118,8 +118,7 @@ class TorchComm(LocalCollectives):
     def _exchange(self, kind: str, xs: Tensors, axes: PartNames, *args: Any) -> Results:
         """Exchange edges with neighbours: ``windows``, ``overlap_add`` or ``rechunk``."""
         exchange, parts = exchange_of(kind, *args), parse_parts(axes, self.mesh)
-        index = self.mesh.index(self.position, parts)
-        (x,) = xs
+        index, (x,) = self.mesh.index(self.position, parts), xs
         pieces = exchange.pieces(x, index)
         sent = [each if i != index else () for i, each in enumerate(pieces)]
         received: list[Tensors] = [()] * len(pieces)

@@ -102,10 +102,11 @@ class Workers:
             ready = wait([c for rank, c in enumerate(self._connections) if rank not in results], timeout)
             if not ready:
                 missing = sorted(set(range(len(self._connections))) - set(results))
-                problem = "one may wait for a collective that another does not make"
-                raise TimeoutError(
-                    error_text(f"ranks {missing}", f"not done after {timeout} s", problem, "say a longer timeout=")
+                what, problem = (
+                    f"not done after {timeout} s",
+                    "one may wait for a collective that another does not make",
                 )
+                raise TimeoutError(error_text(f"ranks {missing}", what, problem, "say a longer timeout="))
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +55,7 @@ OPS: dict[str, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp
 def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
     """The pieces of all ranks, joined along ``dim``: one copy, none if ``dim`` is the first."""
     if _is_functional(x):
-        finish = partial(
-            c10d.wait_tensor, c10d.all_gather_into_tensor(x.contiguous(), group.size, group.process.group_name)
-        )
+        finish = _waiting(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.process.group_name))
     else:
         result = x.new_empty(group.size * x.numel())
         finish = _after(group.process._allgather_base(result, x.reshape(-1)), result)
@@ -67,7 +65,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
 def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
     """The reduction over all ranks; in the operand's memory if it ``is_own``, that is, nobody else reads it."""
     if _is_functional(x):
-        return partial(c10d.wait_tensor, c10d.all_reduce(x.contiguous(), op, group.process.group_name))
+        return _waiting(c10d.all_reduce(x.contiguous(), op, group.process.group_name))
     result = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
     return _after(group.process.allreduce([result], _options(AllreduceOptions, op)), result)
 
@@ -79,9 +77,7 @@ def reduce_scatter(x: Tensor, group: Group, op: str, dim: int) -> Finish:
         received = _exchange(pieces, group)
         return lambda: REDUCE_STACKED[op](_arrange(received(), group.order))
     if _is_functional(x):
-        finish = partial(
-            c10d.wait_tensor, c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.process.group_name)
-        )
+        finish = _waiting(c10d.reduce_scatter_tensor(pieces.flatten(), op, group.size, group.process.group_name))
     else:
         result, options = pieces.new_empty(pieces[0].numel()), _options(ReduceScatterOptions, op)
         finish = _after(group.process._reduce_scatter_base(result, pieces.flatten(), options), result)
@@ -135,7 +131,7 @@ def _exchange(pieces: Tensor, group: Group) -> Finish:
 def _all_to_all(flat: Tensor, receives: list[int], sends: list[int], group: Group) -> Finish:
     """Send ``sends[i]`` elements to rank i of the process group, and receive ``receives[i]`` from it, both in order."""
     if _is_functional(flat):
-        return partial(c10d.wait_tensor, c10d.all_to_all_single(flat, receives, sends, group.process.group_name))
+        return _waiting(c10d.all_to_all_single(flat, receives, sends, group.process.group_name))
     result = flat.new_empty(sum(receives))
     return _after(group.process.alltoall_base(result, flat, receives, sends), result)
 
@@ -151,6 +147,10 @@ def _options(kind: type[Options], op: str) -> Options:
     options = kind()
     options.reduceOp = OPS[op]
     return options
+
+
+def _waiting(started: Tensor) -> Finish:
+    return lambda: c10d.wait_tensor(started)
 
 
 def _after(work: Work, result: Tensor) -> Finish:

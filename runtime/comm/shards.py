@@ -60,9 +60,8 @@ def unshard(pieces: Sequence[Tensor], sharding: Sharding, shape: tuple[int, ...]
         if owner == position:
             _narrow(view, where).copy_(piece.reshape([length for _, length in where]))
         else:
-            assert same_bits(piece, unpad(pieces[owner], sharding, shape, owner)), (
-                f"{name}: replicas of {sharding} at positions {owner} and {position} differ"
-            )
+            is_same = same_bits(piece, unpad(pieces[owner], sharding, shape, owner))
+            assert is_same, f"{name}: replicas of {sharding} at positions {owner} and {position} differ"
     return whole
 
 

@@ -87,21 +87,15 @@ def _softmax(node: fx.Node, program: Program) -> Kernel | None:
 
 def with_layout(kernel: Kernel, node: fx.Node) -> Kernel:
     """The kernel of a call, on copies of operands whose memory layout the op does not take."""
-    rule = op_rule(node.target)
-    if rule is not None and rule.is_dense:
-        kernel = _on(kernel, lambda x: x.contiguous() if x.ndim and x.stride(-1) != 1 else x)
-    if node.target in TAKE_CONTIGUOUS:
-        kernel = _on(kernel, Tensor.contiguous)
-    return kernel
+    rule, needs_contiguous = op_rule(node.target), node.target in TAKE_CONTIGUOUS
+    if not needs_contiguous and (rule is None or not rule.is_dense):
+        return kernel
 
+    def prepare(x: Any) -> Any:
+        is_ready = not isinstance(x, Tensor) or (not needs_contiguous and (x.ndim == 0 or x.stride(-1) == 1))
+        return x if is_ready else x.contiguous()
 
-def _on(kernel: Kernel, prepare: Callable[[Tensor], Tensor]) -> Kernel:
-    """The kernel on prepared tensors."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*(prepare(arg) if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
-
-    return call
+    return lambda *args, **kwargs: kernel(*map(prepare, args), **kwargs)
 
 
 def with_names(kernel: Kernel, names: tuple[str, ...]) -> Kernel:

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from shardc.language.sharding import dtype_name
 
-from .fit import Computed
-
 PRODUCTS = ((1024, 256, 256), (1024, 256, 1024), (1024, 1024, 256), (256, 1024, 1024), (1024, 256, 4096))  # m, k, n
 LARGE = ((4096, 4096, 4096), (8192, 1024, 4096))  # for accelerators, which smaller products do not fill
 ROWS, WIDTH = 2048, 1024  # of elementwise ops
@@ -29,10 +27,6 @@ class Work:
     nbytes: int = 0
     dtype: str = "float32"
     repeat: int = 4
-
-    def computed(self, seconds: tuple[float, ...]) -> Computed:
-        """The measurement of this work."""
-        return Computed(self.name, self.rate, self.flops, self.nbytes, seconds, self.dtype)
 
 
 def works(device: torch.device) -> Iterator[Work]:

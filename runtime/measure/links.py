@@ -20,7 +20,7 @@ from shardc.program.collective import wire_bytes
 
 from ..comm.distributed import TorchComm, make_device_mesh
 from .device import works
-from .fit import Beside, Sent, fitted_device, fitted_link
+from .fit import Beside, Computed, Sent, fitted_device, fitted_link
 
 ROUNDS = 7
 UNNAMED = "ranks"  # the axis of an unnamed mesh; its link stands for every axis
@@ -83,7 +83,10 @@ class Bench:
         count = len(self.computing)
         rounds = zip(*(zip(*cases[:count], strict=True) for cases in rows), strict=True)  # seconds of each rank
         latest = zip(*(max(each, key=sum) for each in rounds), strict=True)
-        computed = [work.computed(seconds) for work, seconds in zip(self.works, latest, strict=True)]
+        computed = [
+            Computed(work.name, work.rate, work.flops, work.nbytes, seconds, work.dtype)
+            for work, seconds in zip(self.works, latest, strict=True)
+        ]
         ranks = zip(*(row[count:] for row in rows), strict=True)
         slowest = iter([tuple(map(max, zip(*each, strict=True))) for each in ranks])
         sent = [replace(each, seconds=next(slowest)) for each, _ in self.sent]

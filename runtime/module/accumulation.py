@@ -36,10 +36,8 @@ class Accumulation(StepWatcher):
 
     def begin_backward(self, parameters: Sequence[Tensor]) -> bool:
         """Count a backward; whether its reductions may be deferred, since another may follow before they are read."""
-        if any(parameter.grad is None for parameter in parameters):
-            self._count = 0
         self.watch(parameters)
-        self._count += 1
+        self._count = 1 if any(parameter.grad is None for parameter in parameters) else self._count + 1
         return not self._count == self._expected == 1
 
     @property

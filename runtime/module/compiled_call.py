@@ -58,9 +58,8 @@ class CompiledCall:
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
         self._inputs = [self._converter(node, put) for node, put in nodes]
         results = zip(self.program.results, self.program.outputs, strict=True)
-        self._outputs = {
-            i: self._converter(node, output) for i, (node, output) in enumerate(results) if node is not None
-        }
+        ends = [(i, node, output) for i, (node, output) in enumerate(results) if node is not None]
+        self._outputs = {i: self._converter(node, output) for i, node, output in ends}
         self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
         self.gather: ParameterGather | None = None
         if gathered is not None and indices.computed:
@@ -154,11 +153,9 @@ class CompiledCall:
         for i, gradient in zip(indices.outputs, gradients, strict=True):
             name = self.program.outputs[i].name
             if gradient is not None and name not in indices.tangents:
-                raise ShardingError(
-                    f"output {name!r}", "a gradient reaches it in backward",
-                    "it was compiled as not differentiable, to keep a dense gradient out of every step",
-                    f"say differentiable=({name!r},) to parallelize, or detach it",
-                )  # fmt: skip
+                problem = "it was compiled as not differentiable, to keep a dense gradient out of every step"
+                remedy = f"say differentiable=({name!r},) to parallelize, or detach it"
+                raise ShardingError(f"output {name!r}", "a gradient reaches it in backward", problem, remedy)
             if gradient is not None:
                 values[indices.tangents[name]] = gradient
         for i in indices.tangents.values():

@@ -166,10 +166,8 @@ class DistributedConversion:
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
         """ShardingError for parameters that are plain tensors, but on meta, which another stage holds."""
-        plain = [
-            name for (kind, name), tensor in tensors.items()
-            if kind == "parameter" and not isinstance(tensor, DTensor) and not tensor.is_meta
-        ]  # fmt: skip
+        parameters = {name: tensor for (kind, name), tensor in tensors.items() if kind == "parameter"}
+        plain = [name for name, each in parameters.items() if not isinstance(each, DTensor) and not each.is_meta]
         what, problem = "a plain tensor", "it was put into the module that parallelize returned"
         remedy = "put it into the model and call parallelize again: an optimizer needs the DTensor that is made of it"
         raise_all([ShardingError(f"parameter {name!r}", what, problem, remedy) for name in plain])

@@ -13,7 +13,7 @@ from shardc.program.lifetime import is_row_of_kept
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
-from ..execute.executor import Runner
+from ..execute.executor import Rows, Runner
 from ..execute.interpreter import Values
 from .optimizer import StepWatcher
 
@@ -76,7 +76,7 @@ class ParameterGather:
         self.program, self.runner, self.comm, self.outputs, self.cache = program, runner, comm, outputs, cache
         self._first_rows = dict(self._find_first_rows())
 
-    def __call__(self, values: Values, inputs: Sequence[Values]) -> list[list[Tensor | None]]:
+    def __call__(self, values: Values, inputs: Sequence[Values]) -> Rows:
         """For each rank the gathered parameters, parallel to the program's outputs.
 
         ``values`` and, for each rank, ``inputs`` are parallel to the program's inputs: whole, and as shards.
@@ -93,8 +93,8 @@ class ParameterGather:
         self.cache.note_backward()
         return self._rows()
 
-    def _rows(self) -> list[list[Tensor | None]]:
-        rows: list[list[Tensor | None]] = [[None] * len(self.program.outputs) for _ in self.comm.positions]
+    def _rows(self) -> Rows:
+        rows: Rows = [[None] * len(self.program.outputs) for _ in self.comm.positions]
         for name, i in self.outputs.items():
             for row, piece in zip(rows, self.cache.shards.get(name, ()), strict=False):
                 row[i] = piece

@@ -246,11 +246,9 @@ class ParallelModule(nn.Module):
             if parameter is None or node is None or parameter.dtype == program.type(node).dtype:
                 continue
             if not hasattr(parameter, "grad_dtype"):
-                raise ShardingError(
-                    "Precision", f"gradients={program.type(node).dtype}",
-                    f"torch {torch.__version__} has gradients in their parameter's dtype alone",
-                    "leave gradients= out, or use torch 2.13",
-                )  # fmt: skip
+                problem = f"torch {torch.__version__} has gradients in their parameter's dtype alone"
+                remedy = "leave gradients= out, or use torch 2.13"
+                raise ShardingError("Precision", f"gradients={program.type(node).dtype}", problem, remedy)
             parameter.grad_dtype = program.type(node).dtype
 
 

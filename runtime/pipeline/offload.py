@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardc.costs.stage_lifetime import ResidentStages
 
+from ..execute.executor import Rows
 from ..execute.interpreter import Values
 from .stages import StepValues
 
@@ -92,9 +93,7 @@ class Offload:
                     env[slot] = pytree.tree_map_only(kind, move, value)
 
 
-def in_place_of_parameters(
-    rows: Sequence[Sequence[Any]], is_of_parameter: Sequence[bool], host: Host
-) -> list[list[Tensor | None]]:
+def in_place_of_parameters(rows: Sequence[Sequence[Any]], is_of_parameter: Sequence[bool], host: Host) -> Rows:
     """A step's results, each where it belongs: gradients of parameters in host memory, all others on the device.
 
     A value that all microbatches share is one tensor, and stays one.

@@ -86,9 +86,7 @@ class PipelineRunner(Runner):
         """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set."""
         if saved.rows is None:
             raise second_backward()
-        rows = saved.rows
-        if not keep:
-            saved.rows = None
+        rows, saved.rows = saved.rows, saved.rows if keep else None
         factor = next(value for value in tangents[0] if value is not None) / saved.scale
         if not keep and bool(factor == 1):  # kept gradients are not handed out
             return rows
@@ -167,8 +165,7 @@ class ScheduleRun:
         runner.run("settle", envs, comm)
 
     def _bring_to_device(self, stage: int) -> None:
-        offload = self.offloads.get(self.runner.schedule.place[stage])
-        if offload is not None:
+        if (offload := self.offloads.get(self.runner.schedule.place[stage])) is not None:
             offload.take_turn()
 
     def _run_actions(self) -> None:
