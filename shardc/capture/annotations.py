@@ -75,12 +75,8 @@ def match(
 def check_annotations(annotations: Any) -> None:
     """Raise a ShardingError for annotations that are no mapping."""
     if not isinstance(annotations, Mapping):
-        raise ShardingError(
-            "annotations",
-            f"of type {type(annotations).__name__}",
-            "annotations map patterns to specs",
-            "write {'*.weight': P('tp')}",
-        )
+        what, problem = f"of type {type(annotations).__name__}", "annotations map patterns to specs"
+        raise ShardingError("annotations", what, problem, "write {'*.weight': P('tp')}")
 
 
 def annotated_parameters(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> dict[str, Match]:
@@ -98,65 +94,83 @@ def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Ma
     ``module:`` or ``output:`` restricts it to one kind. Raises a ShardingError for patterns that match nothing or
     several kinds, and for two that disagree on one value.
     """
-    found: list[Match] = []
-    lost: list[ShardingError] = []
-    torn: list[ShardingError] = []
-    for pattern, given in annotations.items():
-        spec = spec_of(given, mesh, f"annotation {pattern!r}")
+    matches: list[Match] = []
+    without_match: list[ShardingError] = []
+    ambiguous: list[ShardingError] = []
+    for pattern, spec in annotations.items():
+        partition = spec_of(spec, mesh, f"annotation {pattern!r}")
         values = named_by(pattern, names)
+        examples = dict(reversed(values))  # by kind the first name
+        kinds = [kind for kind in KINDS if kind in examples]
         if not values:
-            lost.append(unmatched(pattern, names))
-        elif len({kind for kind, _ in values}) > 1:
-            torn.append(ambiguous(pattern, values))
-        found += [Match(kind, name, spec, pattern) for kind, name in values]
-    raise_all(lost)
-    raise_all(torn)
-    return Matched(_agreed(found), tuple(dict.fromkeys(entry.text for entry in found)))
+            without_match.append(unmatched(pattern, names))
+        elif len(kinds) > 1:
+            what = "it matches " + " and ".join(f"the {kind} {examples[kind]!r}" for kind in kinds)
+            remedy = "write " + " or ".join(repr(f"{kind}:{pattern}") for kind in kinds)
+            problem = "these are values of several kinds"
+            ambiguous.append(ShardingError(f"annotation {pattern!r}", what, problem, remedy))
+        matches += [Match(kind, name, partition, pattern) for kind, name in values]
+    raise_all(without_match)
+    raise_all(ambiguous)
+    return Matched(_agreed(matches), tuple(dict.fromkeys(entry.text for entry in matches)))
 
 
 def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
     """The pins of a captured program's inputs and outputs; its graph has the annotations of modules."""
-    types = _types(program)
-    known = [entry for entry in matched.entries if entry.kind not in ("output", "module")]
-    known += _outputs(matched, {name: name for kind, name in types if kind == "output"})
+    values: dict[tuple[str, str], tuple[str, TensorType]] = {
+        ("input" if entry.kind == "input" else "param", entry.name): (entry.kind, entry.type)
+        for entry in program.inputs
+        if entry.kind in ("parameter", "buffer", "input")
+    }
+    results = zip(program.outputs, program.results, strict=True)
+    outputs = {output.name: node for output, node in results if output.kind == "output" and node is not None}
+    values |= {("output", name): ("output", program.type(node)) for name, node in outputs.items()}
+    matches = [entry for entry in matched.entries if entry.kind not in ("output", "module")]
+    matches += _outputs(matched, {name: name for name in outputs})
     pins: list[Pin] = []
     errors: list[ShardingError] = []
-    for entry in _agreed(known):
+    for entry in _agreed(matches):
+        kind, type_ = values[entry.kind, entry.name]
         try:
-            pins.append(_pin(entry, *types[entry.kind, entry.name], mesh))
+            sharding = entry.spec.sharding(mesh, type_.shape, entry.who(kind))
         except ShardingError as error:
             errors.append(error)
+            continue
+        if kind in ("parameter", "buffer"):
+            sharding = sharding.storable(type_.shape)
+        open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
+        pins.append(Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority))
     raise_all(errors)
     return tuple(pins)
 
 
-def spec_of(given: Any, mesh: Mesh, who: str) -> P:
+def spec_of(spec: Any, mesh: Mesh, who: str) -> P:
     """The spec as a P; it may be DTensor placements, one for each axis of the mesh."""
-    if isinstance(given, P):
-        return given
-    if not isinstance(given, Sequence) or not all(hasattr(entry, "is_replicate") for entry in given):
+    if isinstance(spec, P):
+        return spec
+    if not isinstance(spec, Sequence) or not all(hasattr(entry, "is_replicate") for entry in spec):
         problem = "an annotation is a P or a sequence of DTensor placements"
-        raise ShardingError(who, repr(given), problem, _meant(given))
-    if len(given) != len(mesh.axis_names):
-        raise ShardingError(
-            who,
-            repr(given),
-            f"{len(given)} placement{'s' * (len(given) != 1)} for the {len(mesh.axis_names)} axes of {mesh}",
-            "write one placement for each axis",
-        )
+        raise ShardingError(who, repr(spec), problem, _suggested_spec(spec))
+    if len(spec) != len(mesh.axis_names):
+        problem = f"{len(spec)} placement{'s' * (len(spec) != 1)} for the {len(mesh.axis_names)} axes of {mesh}"
+        raise ShardingError(who, repr(spec), problem, "write one placement for each axis")
     axes: dict[int, tuple[str, ...]] = {}
-    for name, placement in zip(mesh.axis_names, given, strict=True):
-        if not placement.is_replicate():
-            dim = _cut_dim(placement, who)
-            axes[dim] = (*axes.get(dim, ()), name)
+    for name, placement in zip(mesh.axis_names, spec, strict=True):
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", -1)
+        if not placement.is_shard() or hasattr(placement, "split_factor") or dim < 0:
+            problem = "only Shard with a dim of 0 or more and Replicate say how a value lies"
+            raise ShardingError(who, repr(placement), problem, "write the annotation as a P")
+        axes[dim] = (*axes.get(dim, ()), name)
     return P(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
 
 
-def _meant(given: Any) -> str:
+def _suggested_spec(spec: Any) -> str:
     """The remedy for a text or a sequence in place of a P."""
-    if isinstance(given, (str, tuple, list)):
+    if isinstance(spec, (str, tuple, list)):
         try:
-            return f"write {P.parse(given) if isinstance(given, str) else P(*given)!r}"
+            return f"write {P.parse(spec) if isinstance(spec, str) else P(*spec)!r}"
         except ShardingError:
             pass
     return "write for example P('dp', None)"
@@ -165,7 +179,7 @@ def _meant(given: Any) -> str:
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc."""
     if not isinstance(spec, P):
-        raise ShardingError(_caller(), repr(spec), "an annotation inside a model is a P", _meant(spec))
+        raise ShardingError(_caller(), repr(spec), "an annotation inside a model is a P", _suggested_spec(spec))
     if not hasattr(x, "clone"):
         what, remedy = f"of type {type(x).__name__}", "annotate the tensors in it, one by one"
         raise ShardingError(_caller(), what, "only a tensor lies on a mesh", remedy)
@@ -185,10 +199,8 @@ def _annotated(x: torch.Tensor, spec: P, text: str = "") -> torch.Tensor:
 def annotate_output(output: Any, entry: Match) -> Any:
     """A module's output with every tensor in it annotated."""
     leaves, tree = flatten(output)
-    return rebuild(
-        tree,
-        [_annotated(leaf, entry.spec, entry.text) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves],
-    )
+    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
+    return rebuild(tree, [_annotated(x, entry.spec, entry.text) if is_tensor(x) else x for _, x in leaves])
 
 
 @contextmanager
@@ -214,55 +226,17 @@ def _outputs(matched: Matched, names: Mapping[str, str]) -> list[Match]:
 
 def _agreed(matches: Sequence[Match]) -> tuple[Match, ...]:
     """The matches, one for each value; raises a ShardingError where two specs of one value differ."""
-    found: dict[tuple[str, str], Match] = {}
+    agreed: dict[tuple[str, str], Match] = {}
     errors: list[ShardingError] = []
     for entry in matches:
-        other = found.setdefault((entry.kind, entry.name), entry)
-        if other.spec != entry.spec:
-            errors.append(_torn(other, entry))
+        first = agreed.setdefault((entry.kind, entry.name), entry)
+        if first.spec != entry.spec:
+            who = f"{'parameter' if entry.kind == 'param' else entry.kind} {entry.name!r}"
+            problem = "two annotations say different things of one value"
+            remedy = "make the patterns disjoint, or the specs equal"
+            errors.append(ShardingError(who, f"{first.text}, and {entry.text}", problem, remedy))
     raise_all(errors)
-    return tuple(found.values())
-
-
-def _torn(one: Match, other: Match) -> ShardingError:
-    return ShardingError(
-        f"{'parameter' if one.kind == 'param' else one.kind} {one.name!r}",
-        f"{one.text}, and {other.text}",
-        "two annotations say different things of one value",
-        "make the patterns disjoint, or the specs equal",
-    )
-
-
-def _types(program: Program) -> dict[tuple[str, str], tuple[str, TensorType]]:
-    """By the (kind, name) of a match the kind of its pin and the type."""
-    found: dict[tuple[str, str], tuple[str, TensorType]] = {}
-    for entry in program.inputs:
-        if entry.kind in ("parameter", "buffer", "input"):
-            found["input" if entry.kind == "input" else "param", entry.name] = (entry.kind, entry.type)
-    for output, node in zip(program.outputs, program.results, strict=True):
-        if output.kind == "output" and node is not None:
-            found["output", output.name] = ("output", program.type(node))
-    return found
-
-
-def _pin(entry: Match, kind: str, type_: TensorType, mesh: Mesh) -> Pin:
-    sharding = entry.spec.sharding(mesh, type_.shape, entry.who(kind))
-    if kind in ("parameter", "buffer"):
-        sharding = sharding.storable(type_.shape)
-    open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
-    return Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority)
-
-
-def _cut_dim(placement: Any, who: str) -> int:
-    dim: int = getattr(placement, "dim", -1)
-    if not placement.is_shard() or hasattr(placement, "split_factor") or dim < 0:
-        raise ShardingError(
-            who,
-            repr(placement),
-            "only Shard with a dim of 0 or more and Replicate say how a value lies",
-            "write the annotation as a P",
-        )
-    return dim
+    return tuple(agreed.values())
 
 
 KINDS = ("param", "input", "module", "output")
@@ -279,12 +253,9 @@ def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
     if not colon:
         return [(kind, name) for kind in KINDS for name in glob(pattern, names.get(kind, {}))]
     if prefix not in KINDS:
-        raise ShardingError(
-            f"annotation {pattern!r}",
-            f"prefix {prefix!r}",
-            f"a prefix is one of {', '.join(f'{kind}:' for kind in KINDS)}",
-            did_you_mean(prefix, KINDS) or "leave the prefix away",
-        )
+        problem = f"a prefix is one of {', '.join(f'{kind}:' for kind in KINDS)}"
+        remedy = did_you_mean(prefix, KINDS) or "leave the prefix away"
+        raise ShardingError(f"annotation {pattern!r}", f"prefix {prefix!r}", problem, remedy)
     return [("output", rest)] if prefix == "output" else [(prefix, name) for name in glob(rest, names.get(prefix, {}))]
 
 
@@ -296,25 +267,11 @@ def glob(pattern: str, names: Mapping[str, str]) -> list[str]:
 def unmatched(pattern: str, names: Names) -> ShardingError:
     """The error for a pattern that matches nothing."""
     prefix, colon, rest = pattern.partition(":")
-    searched = [prefix] if colon else list(names)
-    candidates = [name for kind in searched for name in names.get(kind, {})]
-    return ShardingError(
-        f"annotation {pattern!r}",
-        f"a pattern over {len(candidates)} name{'s' * (len(candidates) != 1)} ({', '.join(searched)})",
-        "it matches nothing",
-        did_you_mean(rest if colon else pattern, candidates) or f"use one of {', '.join(candidates[:8])}",
-    )
-
-
-def ambiguous(pattern: str, values: Sequence[tuple[str, str]]) -> ShardingError:
-    """The error for a pattern that matches values of several kinds."""
-    one = dict(reversed(values))  # the first of each kind
-    return ShardingError(
-        f"annotation {pattern!r}",
-        "it matches " + " and ".join(f"the {kind} {one[kind]!r}" for kind in KINDS if kind in one),
-        "these are values of several kinds",
-        "write " + " or ".join(repr(f"{kind}:{pattern}") for kind in KINDS if kind in one),
-    )
+    kinds = [prefix] if colon else list(names)
+    candidates = [name for kind in kinds for name in names.get(kind, {})]
+    what = f"a pattern over {len(candidates)} name{'s' * (len(candidates) != 1)} ({', '.join(kinds)})"
+    remedy = did_you_mean(rest if colon else pattern, candidates) or f"use one of {', '.join(candidates[:8])}"
+    return ShardingError(f"annotation {pattern!r}", what, "it matches nothing", remedy)
 
 
 def unused_annotations(captured: Program, matched: Matched, pins: Collection[Pin]) -> Iterator[ShardingError]:
@@ -322,12 +279,10 @@ def unused_annotations(captured: Program, matched: Matched, pins: Collection[Pin
     used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in pins}
     modules = {entry.text: entry.name for entry in matched.entries if entry.kind == "module"}
     for text in matched.texts:
-        if text in used:
-            continue
-        if text in modules:
+        if text in modules and text not in used:
             problem = f"the model does not call {modules[text]!r}, or nothing that it returns is a tensor"
             yield _no_effect(text, "the output of a module", problem, "annotate what is in the model")
-        else:
+        elif text not in used:
             problem = "what it names has an annotation already, which says the same"
             yield _no_effect(text, "a pattern", problem, "annotate something else")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,8 @@ class _Assembly:
     def run(self) -> Program:
         """Build the program, once."""
         outputs, results = self._outputs()
-        live = _live(results)
+        ends = (node for node in results if node is not None)
+        live = reached(ends, lambda node: map(_without_identities, node.all_input_nodes))
         self._place_inputs(live)
         for node in self.traced.graph.nodes:
             if node in live and node not in self.mapping:
@@ -106,23 +107,24 @@ class _Assembly:
         return (*outputs, *self.signature.guards), [*nodes, *self.results[last:]]
 
     def _place_inputs(self, live: set[fx.Node]) -> None:
-        placed = [*zip(self.signature.inputs, self.placeholders, strict=True), *self._constants(live)]
-        first = len(self.signature.outputs) + len(self.signature.inputs)
-        made = self.results[first : first + len(self.signature.tangents)]
-        placed += [(entry, node) for entry, node in zip(self.signature.tangents, made, strict=True) if node is not None]
-        for entry, node in sorted(placed, key=lambda pair: _ORDER.index(pair[0].kind)):
-            self._place(entry, node)
-
-    def _constants(self, live: set[fx.Node]) -> list[tuple[Input, fx.Node]]:
-        """The constants that are more than a number, as buffers that the program holds."""
-        buffers: list[tuple[Input, fx.Node]] = []
+        """A placeholder for each input, constants of more than a number, which become buffers, and tangents."""
+        inputs = [*zip(self.signature.inputs, self.placeholders, strict=True)]
         for node in self.traced.graph.nodes:
-            if node.op == "get_attr" and node in live and self._tensor(node).ndim:
-                value = self._tensor(node)
-                name = self.constant_names.get(id(value), f"constant.{len(buffers)}")
+            if node.op == "get_attr" and node in live and (value := self._tensor(node)).ndim:
+                name = self.constant_names.get(id(value), f"constant.{len(inputs) - len(self.signature.inputs)}")
                 self.constants[name] = value
-                buffers.append((Input(name, "buffer", TensorType.of(value)), node))
-        return buffers
+                inputs.append((Input(name, "buffer", TensorType.of(value)), node))
+        first = len(self.signature.outputs) + len(self.signature.inputs)
+        tangents = zip(self.signature.tangents, self.results[first:], strict=False)
+        inputs += [(entry, node) for entry, node in tangents if node is not None]
+        for entry, node in sorted(inputs, key=lambda pair: _ORDER.index(pair[0].kind)):
+            prefix = "tangent_" if entry.kind == "tangent" else ""
+            placeholder = self.program.graph.placeholder(prefix + re.sub(r"\W", "_", entry.name))
+            module = entry.name.rpartition(".")[0] if entry.kind in ("parameter", "buffer") else ""
+            self.program.set_type(placeholder, entry.type)
+            self.program.set_source(placeholder, Source(module))
+            self.program.inputs += (entry,)
+            self.mapping[node] = placeholder
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:
         value = getattr(self.traced, str(node.target))
@@ -130,42 +132,30 @@ class _Assembly:
             raise CaptureError(self._where(node), f"{node.target} is no tensor", "write it without a higher-order op")
         if value.requires_grad or value.is_meta:
             problem = "it requires grad" if value.requires_grad else "it is on the meta device, its value is unknown"
-            raise CaptureError(
-                self._where(node),
-                f"a tensor of shape {list(value.shape)} is no parameter or buffer, yet {problem}",
-                "register it: nn.Parameter on a module, nn.ParameterList for a list, register_buffer",
-            )
+            problem = f"a tensor of shape {list(value.shape)} is no parameter or buffer, yet {problem}"
+            remedy = "register it: nn.Parameter on a module, nn.ParameterList for a list, register_buffer"
+            raise CaptureError(self._where(node), problem, remedy)
         return value
 
     def _where(self, node: fx.Node) -> str:
         source = self._near(node)
         return source.location or source.module or "the model"
 
-    def _place(self, entry: Input, node: fx.Node) -> None:
-        prefix = "tangent_" if entry.kind == "tangent" else ""
-        placed = self.program.graph.placeholder(prefix + re.sub(r"\W", "_", entry.name))
-        module = entry.name.rpartition(".")[0] if entry.kind in ("parameter", "buffer") else ""
-        self.program.set_type(placed, entry.type)
-        self.program.set_source(placed, Source(module))
-        self.program.inputs += (entry,)
-        self.mapping[node] = placed
-
     def _copy(self, node: fx.Node) -> None:
         if getattr(node.meta.get("val"), "layout", torch.strided) is not torch.strided:
-            layout = str(node.meta["val"].layout).removeprefix("torch.")
-            raise CaptureError(
-                self._where(node), f"a tensor here is {layout}", "compute with dense tensors: to_dense()"
-            )
-        target, args, kwargs = self._number(node) if node.op == "get_attr" else self._call(node)
+            problem = f"a tensor here is {str(node.meta['val'].layout).removeprefix('torch.')}"
+            raise CaptureError(self._where(node), problem, "compute with dense tensors: to_dense()")
+        if node.op == "get_attr":  # a number
+            value = self._tensor(node)
+            parts: _Parts = (aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
+        else:
+            parts = self._call(node)
+        target, args, kwargs = parts
         name = "getitem" if is_getitem(node) else op_name(target if node.op == "get_attr" else node.target)
         copied = self.program.graph.create_node("call_function", target, args, kwargs, name)
         self.program.set_type(copied, self.types[node])
         self.program.set_source(copied, self._source(node))
         self.mapping[node] = copied
-
-    def _number(self, node: fx.Node) -> _Parts:
-        value = self._tensor(node)
-        return aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype}
 
     def _call(self, node: fx.Node) -> _Parts:
         target, type_ = node.target, self.types[node]
@@ -177,8 +167,9 @@ class _Assembly:
             return target, args, {}
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(self._where(node), f"{target} has a graph as an argument", "call it outside the model")
-        if not node.all_input_nodes:
-            kwargs.update(_default_dtype(target, type_, kwargs))
+        takes_dtype = any(argument.name == "dtype" for argument in target._schema.arguments)
+        if not node.all_input_nodes and takes_dtype and isinstance(type_, TensorType) and not kwargs.get("dtype"):
+            kwargs["dtype"] = type_.dtype  # so that no global default decides it later
         if target in _SIZED and isinstance(type_, TensorType):
             args = (args[0], type_.shape, *args[2:])  # no -1
         return aten.reshape.default if target in _VIEWS else target, args, kwargs
@@ -202,28 +193,10 @@ def _without_identities(node: fx.Node) -> fx.Node:
     return node
 
 
-def _live(results: Iterable[fx.Node | None]) -> set[fx.Node]:
-    """The nodes that a result needs, identities apart."""
-    ends = (node for node in results if node is not None)
-    return reached(ends, lambda node: map(_without_identities, node.all_input_nodes))
-
-
 def _check_may_change(entry: Input, after: Types) -> None:
+    who = f"{entry.kind} {entry.name!r}"
     if entry.kind != "buffer":
-        raise CaptureError(
-            f"{entry.kind} {entry.name!r}",
-            f"the forward changes it in place ({entry.type})",
-            "write to a clone of it, or make it a buffer",
-        )
+        problem = f"the forward changes it in place ({entry.type})"
+        raise CaptureError(who, problem, "write to a clone of it, or make it a buffer")
     if after != entry.type:
-        raise CaptureError(
-            f"buffer {entry.name!r}",
-            f"the forward turns {entry.type} into {after}",
-            "keep the shape and dtype of a buffer",
-        )
-
-
-def _default_dtype(target: torch._ops.OpOverload, type_: Types, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``dtype`` argument of an op without operands, so that no global default decides it later."""
-    takes = any(argument.name == "dtype" for argument in target._schema.arguments)
-    return {"dtype": type_.dtype} if takes and isinstance(type_, TensorType) and kwargs.get("dtype") is None else {}
+        raise CaptureError(who, f"the forward turns {entry.type} into {after}", "keep the shape and dtype of a buffer")

@@ -68,9 +68,8 @@ def call_signature(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
 ) -> Signature:
     """The signature of a call of ``model``, whose ``state`` may be known."""
-    return signature_of(
-        *call_leaves(model.forward, args, kwargs), train, model_state(model) if state is None else state
-    )
+    state = model_state(model) if state is None else state
+    return signature_of(*call_leaves(model.forward, args, kwargs), train, state)
 
 
 def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
@@ -93,12 +92,9 @@ def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, 
     candidates = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
     for name in further:
         if name not in candidates:
-            raise ShardingError(
-                f"differentiable={name!r}",
-                f"the outputs are {', '.join(name for name, _ in outputs)}",
-                "no output of this name has a gradient",
-                did_you_mean(name, candidates) or f"use one of {', '.join(candidates) or 'none'}",
-            )
+            what, problem = f"the outputs are {', '.join(dict(outputs))}", "no output of this name has a gradient"
+            remedy = did_you_mean(name, candidates) or f"use one of {', '.join(candidates) or 'none'}"
+            raise ShardingError(f"differentiable={name!r}", what, problem, remedy)
     scalars = [name for name, leaf in candidates.items() if not leaf.type.shape]
     first = ["loss"] if "loss" in candidates else scalars or list(candidates)
     return tuple(name for name in candidates if name in first or name in further)
@@ -116,16 +112,12 @@ def _differences(captured: Mapping[str, Leaf], leaves: Mapping[str, Leaf]) -> It
             problem = "the program was captured without it"
             yield ShardingError(f"input {name!r}", f"given as {leaves[name]}", problem, remedy)
     for name, leaf in captured.items():
-        if name in leaves and not _fits(leaf, leaves[name]):
+        passed = leaves.get(name, leaf)
+        is_same = isinstance(leaf, TensorLeaf) and isinstance(passed, TensorLeaf) and leaf.type == passed.type
+        if not is_same and leaf != passed:
             problem = f"the program was captured for {leaf}"
             remedy = "pass an input like the captured one, or compile again for this one"
             yield ShardingError(f"input {name!r}", str(leaves[name]), problem, remedy)
-
-
-def _fits(captured: Leaf, leaf: Leaf) -> bool:
-    if isinstance(captured, TensorLeaf) and isinstance(leaf, TensorLeaf):
-        return captured.type == leaf.type
-    return captured == leaf
 
 
 def call_leaves(
@@ -141,13 +133,14 @@ def call_leaves(
             named.update((key, kwargs[key]) for key in place)  # in order, which forward may see
         elif isinstance(place, tuple):  # *xs
             named[name] = tuple(args[i] for i in place)
-        elif not _is_default(value := args[place] if isinstance(place, int) else kwargs[place], default):
-            named[name] = value
+        else:
+            value = args[place] if isinstance(place, int) else kwargs[place]
+            is_alike = isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
+            if value is not default and not (is_alike and repr(value) == repr(default)):  # -0.0 is not 0.0
+                named[name] = value
     leaves, tree = flatten(named)
-    raise_all([
-        ShardingError(f"input {name!r}", "a tensor in a container", problem, remedy)
-        for name, problem, remedy in unnamed(leaves)
-    ])  # fmt: skip
+    what = "a tensor in a container"
+    raise_all([ShardingError(f"input {name!r}", what, problem, remedy) for name, problem, remedy in unnamed(leaves)])
     return leaves, tree
 
 
@@ -171,15 +164,14 @@ def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     parameters, buffers, aliases = state_names(model)
     state = {name: name for name in (*parameters, *buffers)}
     leaves, _ = call_leaves(model.forward, args, kwargs)
-    passed = {name: name for name, value in leaves if isinstance(value, torch.Tensor)}
+    inputs = {name: name for name, value in leaves if isinstance(value, torch.Tensor)}
+    parameters_of_forward = inspect.signature(model.forward).parameters
+    by_keyword = [name for name in inputs if name.partition(".")[0] not in parameters_of_forward]
+    for parameter in parameters_of_forward.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            inputs |= {f"{parameter.name}.{name}": name for name in by_keyword}
     modules = {path: path for path, _ in model.named_modules() if path}
-    return {"param": state | aliases, "input": passed | _keyword_names(model.forward, passed), "module": modules}
-
-
-def _keyword_names(forward: Callable[..., Any], names: Iterable[str]) -> dict[str, str]:
-    parameters = inspect.signature(forward).parameters
-    rest = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
-    return {f"{kw}.{name}": name for kw in rest for name in names if name.partition(".")[0] not in parameters}
+    return {"param": state | aliases, "input": inputs, "module": modules}
 
 
 def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
@@ -199,12 +191,8 @@ def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ShardingError(
-            "the inputs",
-            f"forward takes {signature}",
-            str(error),
-            "give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name",
-        ) from None
+        remedy = "give what forward takes: args=(x,) for a single tensor, kwargs={'name': y} for those by name"
+        raise ShardingError("the inputs", f"forward takes {signature}", str(error), remedy) from None
 
 
 def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
@@ -222,13 +210,6 @@ def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> 
 @lru_cache(maxsize=256)
 def _places_of_method(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     return _places(partial(function, None), count, names)
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    is_alike = isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
-    return is_alike and repr(value) == repr(default)  # -0.0 is not 0.0
 
 
 _MAX_DEPTH = 8  # of plain objects inside plain objects
@@ -266,27 +247,21 @@ def flatten(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Tree]:
 
 def rebuild(tree: Tree, leaves: Iterable[Any]) -> Any:
     """The value of a tree with new leaves, in the order of ``flatten``."""
-    return _rebuild(tree, iter(leaves))
-
-
-def _rebuild(tree: Tree, leaves: Iterator[Any]) -> Any:
-    if tree.kind is None:
-        return next(leaves)
-    children = [_rebuild(child, leaves) for child in tree.children]
-    return _make(tree.kind, tree.keys, children)
-
-
-def _make(kind: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
+    kind, rest = tree.kind, iter(leaves)
+    if kind is None:
+        return next(rest)
+    children = [rebuild(child, rest) for child in tree.children]
     if issubclass(kind, (tuple, list)):
         return kind(*children) if hasattr(kind, "_fields") else kind(children)
+    items = zip(tree.keys, children, strict=True)
     if issubclass(kind, dict) and dataclasses.is_dataclass(kind):  # transformers' ModelOutput
-        return kind(**dict(zip(keys, children, strict=True)))
+        return kind(**dict(items))
     if issubclass(kind, dict):
-        filled = kind()
-        filled.update(zip(keys, children, strict=True))
-        return filled
+        mapping = kind()
+        mapping.update(items)
+        return mapping
     value = kind.__new__(kind)
-    for key, child in zip(keys, children, strict=True):
+    for key, child in items:
         object.__setattr__(value, key, child)
     return value
 
@@ -306,19 +281,14 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:
-    """Whether a plain object, such as a key-value cache, has a tensor somewhere in its attributes."""
-    if depth == 0 or isinstance(value, (type, torch.Tensor, torch.nn.Module)):
-        return False
-    return any(_is_or_holds_tensor(child, depth - 1) for child in attributes_of(value).values())
-
-
-def _is_or_holds_tensor(value: Any, depth: int) -> bool:
+    """Whether a value is a tensor, or a container or plain object (a key-value cache) with one in it."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (tuple, list, dict)):
-        children = value.values() if isinstance(value, dict) else value
-        return any(_is_or_holds_tensor(child, depth) for child in children)
-    return _holds_tensor(value, depth)
+        return any(_holds_tensor(child, depth) for child in (value.values() if isinstance(value, dict) else value))
+    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
+        return False
+    return any(_holds_tensor(child, depth - 1) for child in attributes_of(value).values())
 
 
 def state_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -340,7 +310,12 @@ def input_values(
     ShardingError for state on meta, and for gradients whose names or types are not those of outputs.
     """
     _check_gradients(program, grad_outputs)
-    _check_state(program, state)
+    on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
+    if on_meta:
+        what = "it is on meta" + (f", as are {len(on_meta) - 1} others" if len(on_meta) > 1 else "")
+        problem = "a program can be compiled and dumped without values, but not run"
+        remedy = "give the model values: model.to_empty(device='cpu') and its initialisers"
+        raise ShardingError(f"parameter {on_meta[0]!r}", what, problem, remedy)
     arguments = iter(tensors)
     for put in program.inputs:
         if put.kind in ("parameter", "buffer"):
@@ -353,28 +328,17 @@ def input_values(
             yield torch.tensor(draw)
 
 
-def _check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
-    on_meta = [put.name for put in program.inputs if put.name in state and state[put.name].is_meta]
-    if on_meta:
-        raise ShardingError(
-            f"parameter {on_meta[0]!r}",
-            "it is on meta" + (f", as are {len(on_meta) - 1} others" if len(on_meta) > 1 else ""),
-            "a program can be compiled and dumped without values, but not run",
-            "give the model values: model.to_empty(device='cpu') and its initialisers",
-        )
-
-
 def _check_gradients(program: Program, grad_outputs: Mapping[str, torch.Tensor]) -> None:
     """Raise a ShardingError for gradients of outputs that have none, or of another type than the output."""
     types = {put.name: put.type for put in program.inputs if put.kind == "tangent"}
     check_tangents(grad_outputs, list(types))
     errors: list[ShardingError] = []
     for name, gradient in grad_outputs.items():
-        given = TensorType.of(gradient)
-        who, what = f"grad_outputs[{name!r}]", f"given {given}"
+        type_ = TensorType.of(gradient)
+        who, what = f"grad_outputs[{name!r}]", f"given {type_}"
         if name not in types:
             remedy = did_you_mean(name, types) or f"use one of {', '.join(types) or 'none'}"
             errors.append(ShardingError(who, what, "no output of this name has a gradient", remedy))
-        elif given != types[name]:
+        elif type_ != types[name]:
             errors.append(ShardingError(who, what, f"the output is {types[name]}", f"pass {types[name]}"))
     raise_all(errors)

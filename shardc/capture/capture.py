@@ -15,9 +15,8 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import CodeType
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -77,8 +76,6 @@ from shardc.program.opaque import Opaque, hold_opaques
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Phase, Source
 
-InputKind = Literal["parameter", "buffer", "input"]
-
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -114,14 +111,15 @@ def capture(
     except (CaptureError, ShardingError):
         raise
     except Exception as error:
-        is_said = is_lookup_by_value(error) or is_collective(error)
-        if is_said or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
+        is_explained = is_lookup_by_value(error) or is_collective(error)
+        if is_explained or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
             raise capture_error(error, model) from error
         note_place_in_model(error, failing_place(error, model))
         raise
     return joint.captured(traced)
 
 
+@dataclass(eq=False)
 class _Joint:
     """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
@@ -130,37 +128,35 @@ class _Joint:
     without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
     """
 
-    outputs: Leaves
-    output_tree: Tree
-    tracker: SourceTracker
-    guards: Guards | None
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    train: bool
+    modules: Mapping[str, Match]
+    differentiable: tuple[str, ...]
+    precision: Precision | None
+    outputs: Leaves = field(init=False)
+    output_tree: Tree = field(init=False)
+    tracker: SourceTracker = field(init=False)
+    guards: Guards | None = None
+    tangents: tuple[Input, ...] = ()
+    opaque: list[Opaque] = field(default_factory=list)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        train: bool,
-        modules: Mapping[str, Match],
-        differentiable: tuple[str, ...],
-        precision: Precision | None,
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.train, self.modules, self.differentiable = train, modules, differentiable
-        self.precision = precision
-        self.tangents: tuple[Input, ...] = ()
-        self.opaque: list[Opaque] = []
-        self.parameters, self.buffers, self.aliases = state_names(model)
-        leaves, _ = call_leaves(model.forward, args, kwargs)
-        self.passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
+    def __post_init__(self) -> None:
+        parameters, buffers, self.aliases = state_names(self.model)
+        leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
+        passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
+        tables: Any = {"parameter": parameters, "buffer": buffers, "input": passed}
         self.inputs = (
-            *_inputs("parameter", self.parameters),
-            *_inputs("buffer", self.buffers),
-            *_inputs("input", self.passed),
+            *(
+                Input(name, kind, TensorType.of(tensor), tensor.requires_grad)
+                for kind, tensors in tables.items()
+                for name, tensor in tensors.items()
+            ),
             Input("random", "random", TensorType((2,), torch.int64)),
         )
-        self.values = (*self.parameters.values(), *self.buffers.values(), *self.passed.values(), None)
-        tensors = [*self.passed.values(), *self.parameters.values(), *self.buffers.values()]
+        self.values = (*parameters.values(), *buffers.values(), *passed.values(), None)
+        tensors = [*passed.values(), *parameters.values(), *buffers.values()]
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
@@ -170,43 +166,40 @@ class _Joint:
                 self.guards = Guards(self.opaque) if has_guards else None
                 with override_attribute(torch.compiler, "_is_compiling_flag", is_compiling):
                     try:
-                        return self._trace(Refusals())
+                        return self._trace()
                     except DATA_DEPENDENT as error:
                         latest = error
         raise latest
 
-    def _trace(self, refusals: Refusals) -> fx.GraphModule:
-        self.refusals = refusals
-        with contextlib.ExitStack() as stack:
-            for context in (
-                borrow(self.model, self.train),
-                torch.inference_mode(False),
-                torch.autograd.set_multithreading_enabled(False),
-                unfused_recurrent_layers(),
-                FunctionRewrites(),
-                no_checkpoints(),
-                higher_order_ops(self.opaque),
-                annotating(),
-                counting_marks(),
-                python_effects(self.model),
-                override_attribute(
-                    logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True
-                ),  # our error says it
-                no_seeds(),
-                _use_lazy_graph_module(True),  # the graph module never runs, so no code is generated for it
-                refusals,
-                FakeTensorMode(allow_non_fake_inputs=True),
-            ):
-                stack.enter_context(context)
-            stack.enter_context(enable_python_dispatcher())  # works from when it is made, so it is made last
-            fakes = [self._fake(entry) for entry in self.inputs]
+    def _trace(self) -> fx.GraphModule:
+        self.refusals = Refusals()
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # it imports torch._dynamo, which no patch may disturb
+        fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+        with (
+            borrow(self.model, self.train),
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(False),
+            unfused_recurrent_layers(),
+            FunctionRewrites(),
+            no_checkpoints(),
+            higher_order_ops(self.opaque),
+            annotating(),
+            counting_marks(),
+            python_effects(self.model),
+            override_attribute(fake_log, "disabled", True),  # our error says it
+            no_seeds(),
+            _use_lazy_graph_module(True),  # the graph module never runs, so no code is generated for it
+            self.refusals,
+            fake_mode,
+            enable_python_dispatcher(),
+        ):
+            fakes = [
+                torch.empty(put.type.shape, dtype=put.type.dtype, device=self.device, requires_grad=put.requires_grad)
+                for put in self.inputs
+            ]
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             return traced
-
-    def _fake(self, entry: Input) -> torch.Tensor:
-        shape, dtype = entry.type.shape, entry.type.dtype
-        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=entry.requires_grad)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``TraceSignature``."""
@@ -216,7 +209,7 @@ class _Joint:
         used = casting.enter(named)
         replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
-        self.tracker = SourceTracker(self.model, self.modules, _Joint.run.__code__, self.refusals, self.guards)
+        self.tracker = SourceTracker(self.model, self.modules, self.refusals, self.guards)
         if self.guards:
             self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
@@ -268,10 +261,6 @@ class _Joint:
         return Captured(program, convention, self.aliases)
 
 
-def _inputs(kind: InputKind, tensors: Mapping[str, torch.Tensor]) -> list[Input]:
-    return [Input(name, kind, TensorType.of(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
-
-
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
     return {name: tensor for (kind, name), tensor in named.items() if kind in kinds}
 
@@ -283,21 +272,16 @@ class SourceTracker(TorchDispatchMode):
     ``guards``.
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
-    the source of the op that made it; ``count`` of the calls of forward; ``latest``, the source of backward's latest.
+    the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        annotations: Mapping[str, Match],
-        stop: CodeType,
-        refusals: Refusals,
-        guards: Guards | None,
+        self, model: nn.Module, annotations: Mapping[str, Match], refusals: Refusals, guards: Guards | None
     ) -> None:
         super().__init__()
-        self.stop, self.refusals, self.guards = stop, refusals, guards
+        self.refusals, self.guards = refusals, guards
         self.modules: list[str] = []
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
@@ -317,8 +301,8 @@ class SourceTracker(TorchDispatchMode):
         assert mode is not None
         last = next(reversed(mode.tracer.graph.nodes))
         source = self._source()
-        if _only_checks(func):
-            return None
+        if func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable:
+            return None  # it only checks values, which capture has not
         try:
             return func(*args, **(kwargs or {}))
         except DATA_DEPENDENT as error:
@@ -337,7 +321,10 @@ class SourceTracker(TorchDispatchMode):
                 number = known_number(next(reversed(tracer.graph.nodes)), tracer.root)
             if number is not None:
                 return number
-        if self.guards is None or self.refusals.is_users(isinstance(error, DataDependentOutputException)):
+        is_user_read = self.refusals.is_user_read
+        if is_user_read is None:
+            is_user_read = isinstance(error, DataDependentOutputException)
+        if self.guards is None or is_user_read:
             raise error
         try:
             return self.guards.add(func, args, kwargs, source.location or "the model")
@@ -347,7 +334,7 @@ class SourceTracker(TorchDispatchMode):
     def _source(self) -> Source:
         autograd_node = torch._C._current_autograd_node()
         if autograd_node is None and self.phase == "forward":
-            line = user_location(sys._getframe(2), stop=self.stop)
+            line = user_location(sys._getframe(2), stop=_Joint.run.__code__)
             source = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
             self.count += 1
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, source)
@@ -355,8 +342,3 @@ class SourceTracker(TorchDispatchMode):
         if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
             self.latest = replace(known, phase=self.phase)
         return self.latest
-
-
-def _only_checks(func: Any) -> bool:
-    """Whether an op of torch's checks values, and so raises an error or does nothing: capture has no values."""
-    return func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable

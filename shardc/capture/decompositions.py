@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -45,8 +45,14 @@ RESAMPLING = {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"
 @cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decomposition table of ``make_fx``: torch's own for ``EXPANDED``, ours for the others."""
-    expanded: dict[Any, Callable[..., Any]] = get_decompositions(EXPANDED)
-    return expanded | foreach_ops() | TRACED_AS
+    table: dict[Any, Callable[..., Any]] = get_decompositions(EXPANDED)
+    for name, op in OF_EACH.items():
+        packet = getattr(aten, f"_foreach_{name}", None)
+        for overload in packet.overloads() if packet else ():
+            foreach = getattr(packet, overload)
+            if not foreach._schema.is_mutable:  # it returns new tensors
+                table[foreach] = partial(_tensor_by_tensor, op, name.startswith("addc") and overload == "Tensor")
+    return table | TRACED_AS
 
 
 class FunctionRewrites(TorchFunctionMode):
@@ -65,16 +71,12 @@ class FunctionRewrites(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in LAYERED and (call := LayeredCall.of(args)).drops:
             return call.by_layers(func)
-        if _resamples(func, args, kwargs):
-            with no_python_dispatcher():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _resamples(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if func is interpolate:
-        return (args[3] if len(args) > 3 else kwargs.get("mode")) != "bicubic"
-    return getattr(func, "__name__", "").partition(".")[0] in RESAMPLING
+        if func is interpolate:
+            is_one_op = (args[3] if len(args) > 3 else kwargs.get("mode")) != "bicubic"
+        else:
+            is_one_op = getattr(func, "__name__", "").partition(".")[0] in RESAMPLING
+        with no_python_dispatcher() if is_one_op else nullcontext():
+            return func(*args, **kwargs)
 
 
 @contextmanager
@@ -128,14 +130,12 @@ class LayeredCall:
             if layer:
                 x = dropout(x, self.dropout)
             weights = self.weights[layer * per_layer : (layer + 1) * per_layer]
-            x, *final = function(x, *self.sizes, self._state(layer), weights, self.has_biases, 1, 0.0, *self.options)
+            states = [self.state] if isinstance(self.state, Tensor) else self.state
+            parts = [state.chunk(self.num_layers)[layer] for state in states]
+            state = parts[0] if isinstance(self.state, Tensor) else parts
+            x, *final = function(x, *self.sizes, state, weights, self.has_biases, 1, 0.0, *self.options)
             finals.append(final)
-        return x, *(torch.cat(each) for each in zip(*finals, strict=True))
-
-    def _state(self, layer: int) -> Any:
-        if isinstance(self.state, Tensor):
-            return self.state.chunk(self.num_layers)[layer]
-        return [each.chunk(self.num_layers)[layer] for each in self.state]
+        return x, *(torch.cat(states) for states in zip(*finals, strict=True))
 
 
 # Views by strides. A program has no strides: such a view becomes one by dims, or an index.
@@ -225,11 +225,6 @@ def _random_from(x: Tensor, low: int, high: int | None = None, *, generator: Any
     return torch.randint_like(x, low, largest + 1 if high is None else high)
 
 
-def _view_as_complex(x: Tensor) -> Tensor:
-    """Its kernel needs pairs that are adjacent in memory, which no program promises."""
-    return torch.complex(x.select(-1, 0), x.select(-1, 1))
-
-
 def _gradient_of_empty_mean(gradient: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The gradient of a mean over no elements; torch's own trace divides by their number."""
     return NotImplemented if x.numel() else torch.zeros_like(x)
@@ -240,7 +235,8 @@ TRACED_AS: dict[Any, Any] = {
     aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
-    aten.view_as_complex.default: _view_as_complex,
+    # Its kernel needs pairs that are adjacent in memory, which no program promises.
+    aten.view_as_complex.default: lambda x: torch.complex(x.select(-1, 0), x.select(-1, 1)),
     aten.mse_loss_backward.default: _gradient_of_empty_mean,
     aten.smooth_l1_loss_backward.default: _gradient_of_empty_mean,
     aten.huber_loss_backward.default: _gradient_of_empty_mean,
@@ -264,19 +260,7 @@ OF_EACH: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name) for name
 }
 
 
-def foreach_ops() -> dict[Any, Callable[..., list[Tensor]]]:
-    """For every ``_foreach_`` op that returns new tensors the function that computes it tensor by tensor."""
-    table: dict[Any, Callable[..., list[Tensor]]] = {}
-    for name, op in OF_EACH.items():
-        packet = getattr(aten, f"_foreach_{name}", None)
-        for overload in packet.overloads() if packet else ():
-            listed = getattr(packet, overload)
-            if not listed._schema.is_mutable:
-                table[listed] = partial(_each, op, name.startswith("addc") and overload == "Tensor")
-    return table
-
-
-def _each(op: Callable[..., Tensor], has_scalars: bool, *args: Any, **kwargs: Any) -> list[Tensor]:
+def _tensor_by_tensor(op: Callable[..., Tensor], has_scalars: bool, *args: Any, **kwargs: Any) -> list[Tensor]:
     """``op`` on each tensor; ``has_scalars``: the last argument is a tensor with a number for each."""
     lists = [*args[:-1], args[-1].unbind()] if has_scalars else list(args)
     count = next(len(arg) for arg in lists if isinstance(arg, (list, tuple)))

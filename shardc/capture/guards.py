@@ -61,10 +61,9 @@ class Guards:
         """Set the values of the traced function's inputs, in order; None where there is none."""
         self._graph = _tracer().graph
         placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
-        pairs = zip(placeholders, values, strict=True)
         self._values = {
             node: value
-            for node, value in pairs
+            for node, value in zip(placeholders, values, strict=True)
             if value is not None and not value.is_meta and not isinstance(value, FakeTensor)
         }
 
@@ -84,12 +83,10 @@ class Guards:
         value = self._value(next(reversed(_tracer().graph.nodes)), func)
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        guard = _Guard(
-            op_name(func), flat_call(STEADY.get(func, func), leaves, nest, positions), result_text(value), where
-        )
+        call = flat_call(STEADY.get(func, func), leaves, nest, positions)
+        guard = _Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
         types = (results,) if isinstance(results, TensorType) else results or ()
-        assert None not in types, (func, types)
         opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(func.tags))  # type: ignore[arg-type]
         self.opaque.append(opaque)
         *tensors, passed = opaque(*(leaves[i] for i in positions))
@@ -99,19 +96,6 @@ class Guards:
 
     def _value(self, node: fx.Node, func: Any) -> Any:
         """The value of a node, computed from the values of the placeholders that it depends on."""
-        in_order = self._dependencies(node, func)
-        values = [self._values[each] for each in in_order if each.op == "placeholder"]
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for each in in_order:
-            copies[each] = graph.node_copy(each, copies.__getitem__)
-        graph.output(copies[node])
-        root = _tracer().root
-        with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
-            return fx.Interpreter(fx.GraphModule(root, graph)).run(*map(_gathered, values))
-
-    def _dependencies(self, node: fx.Node, func: Any) -> list[fx.Node]:
-        """A node and all that it depends on, in order; a NoValueError where one of them has no value."""
         needed = ancestors(node)
         if node.target is not func or node.graph is not self._graph:
             raise NoValueError("it is part of another op")
@@ -121,7 +105,17 @@ class Guards:
             raise NoValueError("it depends on numbers that are drawn at random")
         if any(each.op == "placeholder" and each not in self._values for each in needed):
             raise NoValueError("it depends on tensors without values: capture with real ones")
-        return [each for each in node.graph.nodes if each in needed]
+        in_order = [each for each in node.graph.nodes if each in needed]
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for each in in_order:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+        graph.output(copies[node])
+        values: list[Any] = [self._values[each] for each in in_order if each.op == "placeholder"]
+        module = fx.GraphModule(_tracer().root, graph)
+        with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+            # All ranks capture, and so gather the same DTensors in the same order.
+            whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+            return fx.Interpreter(module).run(*(value.detach() for value in whole))
 
 
 class _Guard:
@@ -146,12 +140,6 @@ def result_text(result: Any) -> str:
     return str(types) if isinstance(types, TensorType) else ", ".join(map(str, types))
 
 
-def _gathered(tensor: Any) -> Tensor:
-    """A DTensor as a whole tensor; all ranks capture, and so gather the same ones in the same order."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
-
-
 def _tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
@@ -169,9 +157,7 @@ def known_number(node: fx.Node, root: nn.Module) -> Any:
     if any(each.op == "placeholder" or is_random(each) for each in needed):
         return None
     values: dict[fx.Node, Any] = {}
-    for each in node.graph.nodes:
-        if each not in needed:
-            continue
+    for each in (each for each in node.graph.nodes if each in needed):
         if each.op == "get_attr":
             values[each] = getattr(root, str(each.target))
         else:
@@ -182,8 +168,7 @@ def known_number(node: fx.Node, root: nn.Module) -> Any:
 
 def _on_one_row(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on one row where all rows of dim 0 are the same (stride 0), so that a large batch costs nothing."""
-    tensors: list[torch.Tensor] = []
-    map_aggregate((args, dict(kwargs)), lambda a: tensors.append(a) if isinstance(a, torch.Tensor) else None)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     ndim = max((tensor.ndim for tensor in tensors), default=0)
     tall = {id(tensor) for tensor in tensors if tensor.ndim == ndim and ndim and tensor.shape[0] > 1}
     spread = [tensor for tensor in tensors if id(tensor) in tall and tensor.stride(0) == 0]

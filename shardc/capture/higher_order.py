@@ -45,11 +45,11 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
     places: dict[tuple[str, str], Any] = {
         (f"{_HOME}.cond", "cond_op"): partial(_cond, kept),
         (f"{_HOME}.while_loop", "while_loop_op"): partial(_while_loop, kept),
-        (f"{_HOME}.map", "map_impl"): partial(_map, kept),
+        (f"{_HOME}.map", "map_impl"): lambda f, xs, args: _scan(kept, lambda *row: ([], f(*row, *args)), [], xs, ())[1],
         (f"{_HOME}.scan", "scan_op"): partial(_scan, kept),
         (f"{_HOME}.associative_scan", "associative_scan_op"): _associative_scan,
         ("torch.nn.attention.flex_attention", "flex_attention_hop"): _flex_attention,
-        ("torch", "compile"): _uncompiled,
+        ("torch", "compile"): lambda model=None, **options: (lambda fn: fn) if model is None else model,
     }
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and its import takes seconds
         places["torch._dynamo.config", "error_on_nested_fx_trace"] = False
@@ -57,11 +57,6 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
         for (module, name), value in places.items():
             stack.enter_context(override_attribute(importlib.import_module(module), name, value))
         yield
-
-
-def _uncompiled(model: Any = None, **options: Any) -> Any:
-    """``torch.compile`` that returns the model itself."""
-    return (lambda found: found) if model is None else model
 
 
 # Opaque calls.
@@ -72,18 +67,24 @@ def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_f
     """One branch runs, the same on every rank, and so does its backward."""
     leaves, nest = pytree.tree_flatten(operands)
     captured = Bodies("torch.cond")
-    bodies = [captured.body(_nested(fn, nest), [pred, *leaves]) for fn in (true_fn, false_fn)]
-    _check_alike(bodies)
-    branches = [body.traced() for body in bodies]
 
-    def forward(*given: Tensor) -> Sequence[Tensor]:
-        return branches[not given[0]].forward(given)
+    def body(fn: Callable[..., Any]) -> Body:
+        return captured.body(lambda _, *leaves: fn(*pytree.tree_unflatten(list(leaves), nest)), [pred, *leaves])
 
-    def backward(*given: Tensor) -> Sequence[Tensor]:
-        return branches[not given[0]].vjp(given)
-
-    given = [pred, *leaves, *captured.outside]
-    return _called(kept, "cond", forward, backward, branches[0].types, given, bodies[0].tree)
+    one, other = body(true_fn), body(false_fn)
+    if (one.types, one.tree) != (other.types, other.tree):
+        problem = f"one branch returns {_listed(one.types)}, the other {_listed(other.types)}"
+        captured.refuse(problem, "let both return tensors of the same shapes and dtypes")
+    branches = one.traced(), other.traced()
+    return _called(
+        kept,
+        "cond",
+        lambda pred, *rest: branches[not pred].forward([pred, *rest]),
+        lambda pred, *rest: branches[not pred].vjp([pred, *rest]),
+        one.types,
+        [pred, *leaves, *captured.outside],
+        one.tree,
+    )
 
 
 def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any,
@@ -95,49 +96,38 @@ def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callab
     bodies = [captured.body(fn, [*carry, *additional]) for fn in (cond_fn, body_fn)]
     test, step = (body.traced() for body in bodies)
     _check_carry(captured, types, step.types)
-    given = [*carry, *additional, *captured.outside]
-    loop = While(test, step, len(carry), len(given))
-    return _called(kept, "while_loop", loop.forward, loop.backward, types, given, bodies[1].tree)
-
-
-def _long_scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
-               additional: Any) -> Any:  # fmt: skip
-    """The steps run whole on every rank."""
-    captured, types = Bodies("scan"), tuple(map(TensorType.of, init))
-    body = captured.body(combine, [*init, *(x[0] for x in xs), *additional])
-    step = body.traced()
-    _check_carry(captured, types, step.types[: len(init)])
-    stacked = (TensorType((len(xs[0]), *type_.shape), type_.dtype) for type_ in step.types[len(init) :])
-    given = [*init, *xs, *additional, *captured.outside]
-    loop = Scan(step, len(init), len(xs), len(given))
-    return _called(kept, "scan", loop.forward, loop.backward, (*types, *stacked), given, body.tree)
+    operands = [*carry, *additional, *captured.outside]
+    loop = While(test, step, len(carry), len(operands))
+    return _called(kept, "while_loop", loop.forward, loop.backward, types, operands, bodies[1].tree)
 
 
 def _called(kept: list[Opaque], name: str, forward: Run, backward: Run, types: tuple[TensorType, ...],
-            given: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
-    calls = Opaque(name, forward, types), Opaque(f"{name}_backward", backward, floating(map(TensorType.of, given)))
+            operands: Sequence[Tensor], tree: Any) -> Any:  # fmt: skip
+    calls = Opaque(name, forward, types), Opaque(f"{name}_backward", backward, floating(map(TensorType.of, operands)))
     kept += calls
-    return pytree.tree_unflatten(list(call(*calls, given)), tree)
+    return pytree.tree_unflatten(list(call(*calls, operands)), tree)
 
 
-def _check_carry(captured: Bodies, given: tuple[TensorType, ...], made: tuple[TensorType, ...]) -> None:
-    if made != given:
-        captured.refuse(f"its body turns {_listed(given)} into {_listed(made)}", "return a carry as it was given")
+def _check_carry(captured: Bodies, before: tuple[TensorType, ...], after: tuple[TensorType, ...]) -> None:
+    if after != before:
+        captured.refuse(f"its body turns {_listed(before)} into {_listed(after)}", "return a carry as it was given")
 
 
 # Written out.
 
 
-def _map(kept: list[Opaque], f: Callable[..., Any], xs: Sequence[Tensor], args: Sequence[Any]) -> Any:
-    """Every row on its own; the results stacked."""
-    return _scan(kept, lambda *row: ([], f(*row, *args)), [], xs, ())[1]
-
-
 def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
           additional_inputs: Any) -> Any:  # fmt: skip
-    """Step after step; the outputs stacked. A long one is an opaque call."""
+    """Step after step; the outputs stacked. A long one is an opaque call, whose steps run whole on every rank."""
     if len(xs[0]) > MAX_STEPS:
-        return _long_scan(kept, combine, init, xs, additional_inputs)
+        captured, types = Bodies("scan"), tuple(map(TensorType.of, init))
+        body = captured.body(combine, [*init, *(x[0] for x in xs), *additional_inputs])
+        step = body.traced()
+        _check_carry(captured, types, step.types[: len(init)])
+        stacked = (TensorType((len(xs[0]), *type_.shape), type_.dtype) for type_ in step.types[len(init) :])
+        operands = [*init, *xs, *additional_inputs, *captured.outside]
+        loop = Scan(step, len(init), len(xs), len(operands))
+        return _called(kept, "scan", loop.forward, loop.backward, (*types, *stacked), operands, body.tree)
     carry: Any = list(init)
     outputs = []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
@@ -161,17 +151,6 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, b
     return plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
 
 
-def _nested(fn: Callable[..., Any], nest: Any) -> Callable[..., Any]:
-    return lambda pred, *leaves: fn(*pytree.tree_unflatten(list(leaves), nest))
-
-
-def _check_alike(bodies: Sequence[Body]) -> None:
-    one, other = bodies
-    if (one.types, one.tree) != (other.types, other.tree):
-        problem = f"one branch returns {_listed(one.types)}, the other {_listed(other.types)}"
-        one.captured.refuse(problem, "let both return tensors of the same shapes and dtypes")
-
-
 def _listed(types: Sequence[TensorType]) -> str:
     return f"({', '.join(map(str, types))})"
 
@@ -189,11 +168,11 @@ class TracedBody:
 
     def forward(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """The results of the body, on the device of the operands."""
-        return _interpret(self.forward_graph, operands)
+        return _OnDevice(self.forward_graph, operands[0].device).run(*operands)
 
-    def vjp(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def vjp(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """The vector-Jacobian product: the gradient of every floating operand, zeros where there is none."""
-        return _interpret(self.vjp_graph, given)
+        return _OnDevice(self.vjp_graph, operands[0].device).run(*operands)
 
 
 @dataclass
@@ -215,8 +194,9 @@ class Bodies:
         """The body of a function, which runs once to find the tensors that it reads and the nesting of its result."""
         body = Body(self, fn, operands)
         with _apart() as mode:
-            result = body.run(list(map(_standin, operands)), _Outer(mode, self.tensors))
-            leaves, body.tree = pytree.tree_flatten(result)
+            fakes = list(map(_standin, operands))
+            with _Outer(mode, self.tensors):
+                leaves, body.tree = pytree.tree_flatten(fn(*fakes))
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 self.refuse("a function given to it returns what is no tensor", "return tensors alone")
             body.types = tuple(map(TensorType.of, leaves))
@@ -238,43 +218,31 @@ class Body:
     def __init__(self, captured: Bodies, fn: Callable[..., Any], operands: Sequence[Tensor]) -> None:
         self.captured, self.fn, self.operands = captured, fn, operands
 
-    def run(self, operands: Sequence[Any], outer: _Outer) -> Any:
-        """The function's result, with outer tensors replaced."""
-        with outer:
-            return self.fn(*operands)
-
     def traced(self) -> TracedBody:
         """The graphs of the body, over its operands and then the outer tensors of all bodies."""
-        given = [*self.operands, *self.captured.tensors]
+        operands = [*self.operands, *self.captured.tensors]
         with _apart() as self.mode:
-            fakes = list(map(_standin, given))
-            tangents = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in floating(self.types)]
-            forward = _graph(self._forward, fakes)
-            self._check(forward, len(given))
+            fakes = list(map(_standin, operands))
+            tangents = [torch.empty(t.shape, dtype=t.dtype, device=fakes[0].device) for t in floating(self.types)]
+            # The operands as they are at the end show in-place changes.
+            forward = _graph(lambda *operands: [*self._call(operands), *operands], fakes)
+            self._check(forward, len(operands))
             vjp = _graph(self._vjp, [*fakes, *tangents])
         forward.graph.eliminate_dead_code()
         return TracedBody(forward, vjp, self.types)
 
-    @property
-    def _device(self) -> torch.device:
-        return [*self.operands, *self.captured.tensors][0].device
-
-    def _call(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def _call(self, operands: Sequence[Tensor]) -> list[Tensor]:
         size = len(self.operands)
-        inner = {id(outer): tensor for outer, tensor in zip(self.captured.tensors, given[size:], strict=True)}
-        result = self.run(list(given[:size]), _Outer(self.mode, [], inner))
-        return pytree.tree_leaves(result)
+        inner = {id(outer): tensor for outer, tensor in zip(self.captured.tensors, operands[size:], strict=True)}
+        with _Outer(self.mode, [], inner):
+            return pytree.tree_leaves(self.fn(*operands[:size]))
 
-    def _forward(self, *given: Tensor) -> list[Tensor]:
-        """The results, then the operands as they are at the end, to show in-place changes."""
-        return [*self._call(given), *given]
-
-    def _vjp(self, *given: Tensor) -> list[Tensor]:
+    def _vjp(self, *tensors: Tensor) -> list[Tensor]:
         size = len(self.operands) + len(self.captured.tensors)
-        operands = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[:size]]
+        operands = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors[:size]]
         with torch.enable_grad():
             results = [tensor for tensor in self._call(operands) if tensor.is_floating_point()]
-        pairs = [(r, t) for r, t in zip(results, given[size:], strict=True) if r.requires_grad]
+        pairs = [(r, t) for r, t in zip(results, tensors[size:], strict=True) if r.requires_grad]
         sources = [tensor for tensor in operands if tensor.is_floating_point()]
         if not pairs or not sources:
             return [torch.zeros_like(source) for source in sources]
@@ -290,10 +258,8 @@ class Body:
             self.captured.refuse("a function given to it changes a tensor in place that is not its own", "clone it")
         for node in forward.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                self.captured.refuse(
-                    f"{node.target} in it draws random numbers, which would not be the same on every rank",
-                    "draw them before, and give them to it as an operand",
-                )
+                problem = f"{node.target} in it draws random numbers, which would not be the same on every rank"
+                self.captured.refuse(problem, "draw them before, and give them to it as an operand")
         output.args = (list(results[:-count]),)
         forward.recompile()
 
@@ -301,13 +267,13 @@ class Body:
 class _Outer(TorchFunctionMode):
     """Replaces tensors of the outer trace by their stand-ins in a body.
 
-    ``standins``: by the id of an outer tensor. A new outer tensor is added to ``found`` and gets a stand-in.
+    ``standins``: by the id of an outer tensor. A new outer tensor is added to ``outer`` and gets a stand-in.
     """
 
-    def __init__(self, mode: FakeTensorMode, found: list[Tensor], standins: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode, outer: list[Tensor], standins: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
-        self.mode, self.found = mode, found
-        self.standins = dict(standins or {id(tensor): _standin(tensor) for tensor in found})
+        self.mode, self.outer = mode, outer
+        self.standins = dict(standins or {id(tensor): _standin(tensor) for tensor in outer})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self.mode:  # else a body in this body
@@ -315,17 +281,12 @@ class _Outer(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _inside(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self.standins and _mode_of(tensor) not in (None, self.mode):
-            self.found.append(tensor)
+        fake = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+        is_outer = isinstance(fake, FakeTensor) and fake.fake_mode is not self.mode  # else a constant, or of this body
+        if id(tensor) not in self.standins and is_outer:
+            self.outer.append(tensor)
             self.standins[id(tensor)] = _standin(tensor)
         return self.standins.get(id(tensor), tensor)
-
-
-def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
-    """The fake mode of the trace that a tensor belongs to; None for a constant."""
-    if isinstance(tensor, FunctionalTensor):
-        tensor = torch._from_functional_tensor(tensor.elem)
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 class _OnDevice(fx.Interpreter):
@@ -343,11 +304,6 @@ class _OnDevice(fx.Interpreter):
         return super().get_attr(target, args, kwargs).to(self.device)
 
 
-def _interpret(graph: fx.GraphModule, given: Sequence[Tensor]) -> Sequence[Tensor]:
-    found: Sequence[Tensor] = _OnDevice(graph, given[0].device).run(*given)
-    return found
-
-
 @contextlib.contextmanager
 def _apart() -> Iterator[FakeTensorMode]:
     """In the block a separate trace runs, hidden from the outer one."""
@@ -362,8 +318,8 @@ def _graph(fn: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def _standin(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_(tensor.requires_grad)
+    standin = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return standin.requires_grad_(tensor.requires_grad)
 
 
 def floating(types: Iterable[TensorType]) -> tuple[TensorType, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,7 +74,15 @@ def record_initializers(
     if isinstance(model, nn.Module):
         outputs = _of_model(record, model, initialize)
     else:
-        model, outputs = _of_function(record, model, initialize)
+        with record.recording():
+            model = model()
+            check_model(model)
+            if initialize is not None:
+                initialize(model)
+        parameters, buffers, _ = state_names(model)
+        tensors = {**parameters, **buffers, **plain_tensors(model)}
+        outputs = {name: record.node(tensor) for name, tensor in tensors.items()}
+        set_tensors(model, {name: _like(tensor, "meta") for name, tensor in tensors.items()})
     program, constants = record.program(outputs)
     return Initialized(model, program, constants)
 
@@ -89,29 +98,21 @@ def _of_model(record: Record, model: nn.Module, initialize: Initializer | None) 
         for module in model.modules():
             vars(module).pop("_is_hf_initialized", None)  # transformers' note that this is done
         with torch.no_grad():
-            (initialize or _own_initializers)(model)
+            (initialize or _run_own_initializers)(model)
         writes = {name: current_tensor(model, name)._version - before[name] for name in parameters}
         outputs = {name: record.node(current_tensor(model, name)) for name in fakes}
         outputs |= {name: record.node(_fake(tensor)) for name, tensor in plain.items()}
-    if initialize is None:
-        _check_writes(parameters, writes)
+    lost = [name for name, parameter in parameters.items() if parameter.is_meta and parameter._version > writes[name]]
+    if lost and initialize is None:
+        who = f"parameter {lost[0]!r}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+        what = f"written {parameters[lost[0]]._version} times when the model was made"
+        count = writes[lost[0]]
+        problem = f"the initialisers of its modules write it {count} times: what else was written on meta is lost"
+        remedy = (
+            "give the function that makes the model, init_parameters(lambda: Model(config), ...), or say initialize="
+        )
+        raise ShardingError(who, what, problem, remedy)
     return outputs
-
-
-def _of_function(
-    record: Record, make: Callable[[], nn.Module], initialize: Initializer | None
-) -> tuple[nn.Module, dict[str, fx.Node]]:
-    """Run a constructor on fake tensors; returns the model, now on meta, and the node of every tensor."""
-    with record.recording():
-        model = make()
-        check_model(model)
-        if initialize is not None:
-            initialize(model)
-    parameters, buffers, _ = state_names(model)
-    tensors = {**parameters, **buffers, **plain_tensors(model)}
-    outputs = {name: record.node(tensor) for name, tensor in tensors.items()}
-    set_tensors(model, {name: _like(tensor, "meta") for name, tensor in tensors.items()})
-    return model, outputs
 
 
 def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -127,22 +128,21 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _fake(tensor: Tensor) -> Tensor:
     """A tensor like one of a model's: empty where that is on meta, else with its values."""
-    return _like(tensor, "cpu") if tensor.is_meta else _as(tensor, tensor.detach().clone())
+    return _like(tensor, "cpu") if tensor.is_meta else _as_parameter(tensor.detach().clone(), tensor)
 
 
 def _like(tensor: Tensor, device: str) -> Tensor:
-    return _as(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    return _as_parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor)
 
 
-def _as(tensor: Tensor, new: Tensor) -> Tensor:
+def _as_parameter(new: Tensor, tensor: Tensor) -> Tensor:
     """``new`` as a parameter if ``tensor`` is one."""
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
-def _own_initializers(model: nn.Module) -> None:
+def _run_own_initializers(model: nn.Module) -> None:
     for module in reversed(list(model.modules())):
-        reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
-        if reset is not None:
+        if reset := next((getattr(module, name) for name in RESETS if hasattr(module, name)), None):
             reset()
     _init_weights(model)
 
@@ -153,27 +153,12 @@ def _init_weights(module: nn.Module) -> None:
     if method is None:
         for child in module.children():
             _init_weights(child)
-    elif _needs_argument(method):
+        return
+    parameters = inspect.signature(method).parameters.values()
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
         module.apply(method)
     else:
         method()
-
-
-def _needs_argument(method: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(method).parameters.values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _check_writes(parameters: Mapping[str, nn.Parameter], writes: Mapping[str, int]) -> None:
-    """Raise a ShardingError if the constructor wrote a parameter on meta more often than the initialisers do."""
-    lost = [name for name, parameter in parameters.items() if parameter.is_meta and parameter._version > writes[name]]
-    if lost:
-        raise ShardingError(
-            f"parameter {lost[0]!r}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""),
-            f"written {parameters[lost[0]]._version} times when the model was made",
-            f"the initialisers of its modules write it {writes[lost[0]]} times: what else was written on meta is lost",
-            "give the function that makes the model, init_parameters(lambda: Model(config), ...), or say initialize=",
-        )
 
 
 View = tuple[Any, ...]  # a memory, then offset, shape, strides and dtype in it
@@ -201,7 +186,7 @@ class Record:
         with (
             warnings.catch_warnings(),
             override_attribute(nn.init, "_no_grad_trunc_normal_", _trunc_normal),
-            override_attribute(nn.Module, "_apply", _converted({})),
+            override_attribute(nn.Module, "_apply", _apply_to_fakes()),
             FakeTensorMode(allow_non_fake_inputs=True),
             _Recorder(self),
         ):
@@ -209,11 +194,9 @@ class Record:
             try:
                 yield
             except DataDependentOutputException as error:
-                raise CaptureError(
-                    failing_line(error),
-                    "what an initialiser does next depends on numbers that it drew",
-                    "draw without rejection, or draw into a tensor of its own with a fixed generator and copy it",
-                ) from error
+                problem = "what an initialiser does next depends on numbers that it drew"
+                remedy = "draw without rejection, or draw into a tensor of its own with a fixed generator and copy it"
+                raise CaptureError(failing_line(error), problem, remedy) from error
 
     def node(self, tensor: Tensor) -> fx.Node:
         """The latest node of a tensor; a tensor from outside is a constant."""
@@ -235,15 +218,15 @@ class Record:
         if isinstance(result, Tensor):
             self._note(result, node)
             return
-        for i, each in enumerate(result):
-            if isinstance(each, Tensor):
-                self._note(each, self.graph.call_function(_item, (node, i)))
+        for i, tensor in enumerate(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, self.graph.call_function(operator.getitem, (node, i)))
 
     def number(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The number that an op reads from a tensor, or None where it depends on random numbers or later writes."""
         node = self._call(op, args, kwargs)
         needed = ancestors(node)
-        is_final = not any(self.writes.get(self.memory.get(each), needed) - needed for each in needed)
+        is_final = not any(self.writes.get(self.memory.get(operand), needed) - needed for operand in needed)
         with _disable_current_modes():
             root: Any = SimpleNamespace(**self.constants)
             number = known_number(node, root) if is_final else None
@@ -254,33 +237,25 @@ class Record:
         """A program of pure ops that returns the values of these nodes, and its constants by name."""
 
         def replay(random: Tensor) -> list[Tensor]:
-            values = self._replay()
+            values: dict[fx.Node, Any] = {}
+            for node in self.graph.nodes:
+                if node.op == "get_attr":
+                    values[node] = self.constants[str(node.target)].clone()
+                else:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = node.target(*args, **kwargs)
             return [*(values[node] for node in outputs.values()), random.detach()]
 
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             random = torch.empty(2, dtype=torch.int64)
             traced = make_fx(dispatch_functionalize(replay, FunctionalTensorMode()), TRACED_AS)(random)
-        signature = TraceSignature(
-            (Input("random", "random", TensorType((2,), torch.int64)),),
-            tuple(Output(name, "output") for name in outputs),
-        )
+        seed = Input("random", "random", TensorType((2,), torch.int64))
+        signature = TraceSignature((seed,), tuple(Output(name, "output") for name in outputs))
         return assemble(traced, signature, {}, {})
 
-    def _replay(self) -> dict[fx.Node, Any]:
-        values: dict[fx.Node, Any] = {}
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                values[node] = self.constants[str(node.target)].clone()
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-        return values
-
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        def argument(value: Any) -> Any:
-            return self.node(value) if isinstance(value, Tensor) else value
-
-        node_args: Any = map_aggregate((args, dict(kwargs)), argument)
+        node_or_value: Any = lambda value: self.node(value) if isinstance(value, Tensor) else value  # noqa: E731
+        node_args: Any = map_aggregate((args, dict(kwargs)), node_or_value)
         return self.graph.call_function(op, *node_args)
 
     def _note(self, tensor: Tensor, node: fx.Node) -> None:
@@ -323,21 +298,15 @@ def _trunc_normal(
         return tensor.copy_(drawn) if is_narrow else tensor
 
 
-def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.Module]:
-    """An ``nn.Module._apply`` for fake parameters, which torch's own cannot replace; converts tied ones once.
-
-    ``memo``: for the id of a tensor itself, the function that converted it, and the result.
-    """
+def _apply_to_fakes() -> Callable[..., nn.Module]:
+    """An ``nn.Module._apply`` for fake parameters, which torch's own cannot replace; converts tied ones once."""
+    conversions: dict[int, tuple[Tensor, Any, Tensor]] = {}  # by id a tensor, the function on it, and the result
 
     def convert(fn: Any, tensor: Tensor) -> Tensor:
-        known = memo.get(id(tensor))
-        if known is None or known[1] is not fn:
+        if id(tensor) not in conversions or conversions[id(tensor)][1] is not fn:
             with torch.no_grad():
-                new = fn(tensor)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            known = memo[id(tensor)] = (tensor, fn, new)
-        return known[2]
+                conversions[id(tensor)] = (tensor, fn, _as_parameter(fn(tensor), tensor))
+        return conversions[id(tensor)][2]
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -354,7 +323,3 @@ def _converted(memo: dict[int, tuple[Tensor, Any, Tensor]]) -> Callable[..., nn.
 def _view(tensor: Tensor) -> View:
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _item(several: Any, index: int) -> Any:
-    return several[index]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 from shardc.language.errors import OptionError, did_you_mean, raise_all
@@ -23,21 +24,25 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
     """
     inputs = {put.name: put for put in program.inputs if put.kind == "input"}
     dims = batch_dims(inputs, pipeline)
-    given = {pin.name: pin for pin in pins if pin.kind == "input"}
-    yield from (_as_computed(pin) for pin in pins if pin.kind != "input" or pin.name not in dims)
-    said = ((given[name], dim) for name, dim in dims.items() if name in given)
-    first, batch = next(((pin, pin.sharding.dims[dim]) for pin, dim in said if dim not in pin.open), (None, WHOLE))
+    pinned = {pin.name: pin for pin in pins if pin.kind == "input"}
+    for pin in pins:
+        if pin.kind == "output" and not pin.sharding.cut_axes and not pin.open:
+            # A whole output may be computed in microbatches and gathered when it is returned.
+            yield replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_returned_whole=True)
+        elif pin.kind != "input" or pin.name not in dims:
+            yield pin
+    annotated = ((pinned[name], dim) for name, dim in dims.items() if name in pinned)
+    first, batch = next(((pin, pin.sharding.dims[dim]) for pin, dim in annotated if dim not in pin.open), (None, WHOLE))
     for name, dim in dims.items():
         ndim = len(inputs[name].type.shape)
         whole = Sharding(mesh, (WHOLE,) * ndim).with_dim(dim, DimSharding(batch.axes))
         text = first.text if first else pipeline.text
-        pin = given.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
+        pin = pinned.get(name, Pin(name, "input", whole, frozenset(range(ndim)), text))
         cut = pin.sharding.dims[dim]
         if cut.minor:
-            raise OptionError(
-                f"input {name!r}", f"{pin.text} cuts blocks of dim {dim}", "that dim is cut in microbatches too",
-                f"cut it by an axis, or say Pipeline(batch={{{name!r}: None}})",
-            )  # fmt: skip
+            what, problem = f"{pin.text} cuts blocks of dim {dim}", "that dim is cut in microbatches too"
+            remedy = f"cut it by an axis, or say Pipeline(batch={{{name!r}: None}})"
+            raise OptionError(f"input {name!r}", what, problem, remedy)
         sharding = replace(pin.sharding, mesh=mesh).with_dim(dim, DimSharding((*cut.axes, mesh.axis(MICROBATCH))))
         yield replace(pin, sharding=sharding, open=pin.open - {dim})
 
@@ -45,9 +50,8 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
 def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline) -> Iterator[str]:
     """A note where microbatches are empty; all but the last one of a rank have equally many rows."""
     shapes = {put.name: put.type.shape for put in program.inputs if put.kind == "input"}
-    cuts = [pair for pin in pins if pin.kind == "input"
-            for pair in zip(shapes[pin.name], pin.sharding.dims, strict=True)]  # fmt: skip
-    for size, cut in cuts:
+    input_pins = (pin for pin in pins if pin.kind == "input")
+    for size, cut in chain.from_iterable(zip(shapes[pin.name], pin.sharding.dims, strict=True) for pin in input_pins):
         sizes = {part.name: part.size for part in cut.axes}
         count = sizes.pop(MICROBATCH, 1)
         rows = ceil_div(size, prod(sizes.values()))
@@ -60,22 +64,13 @@ def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline
             return
 
 
-def _as_computed(pin: Pin) -> Pin:
-    """A pin; a pin of a whole output lets it be computed in microbatches and gathered when it is returned."""
-    if pin.kind != "output" or pin.sharding.cut_axes or pin.open:
-        return pin
-    return replace(pin, open=frozenset(range(len(pin.sharding.dims))), is_returned_whole=True)
-
-
 def check_loss(program: Program) -> None:
     """An OptionError unless backward starts from one number: it runs before the gradients of outputs are known."""
     starts = [put for put in program.inputs if put.kind == "tangent"]
     problem = "backward runs within the forward call, and can start from one number alone"
     if len(starts) > 1:
-        raise OptionError(
-            "Pipeline", f"the outputs {', '.join(put.name for put in starts)} have gradients", problem,
-            "return their sum as the loss, and leave differentiable out",
-        )  # fmt: skip
+        what = f"the outputs {', '.join(put.name for put in starts)} have gradients"
+        raise OptionError("Pipeline", what, problem, "return their sum as the loss, and leave differentiable out")
     if starts and starts[0].type.shape:
         what = f"the output {starts[0].name!r} is {starts[0].type}"
         raise OptionError("Pipeline", what, problem, "return the loss, a 0-dim tensor, or run it under no_grad")
@@ -83,26 +78,24 @@ def check_loss(program: Program) -> None:
 
 def batch_dims(inputs: Mapping[str, Input], pipeline: Pipeline) -> dict[str, int]:
     """The dim of each input that is cut in microbatches, by name."""
-    errors = [_no_input(name, inputs) for name in pipeline.batch if name not in inputs]
+    unknown: list[OptionError] = []
+    misfits: list[OptionError] = []
     for name, dim in pipeline.batch.items():
-        shape = inputs[name].type.shape if name in inputs else ()
-        if name in inputs and dim is not None and not 0 <= dim < len(shape):
+        if name not in inputs:
+            remedy = did_you_mean(name, inputs) or f"name one of {', '.join(inputs)}"
+            unknown.append(OptionError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy))
+        elif dim is not None and not 0 <= dim < len(shape := inputs[name].type.shape):
+            who, what = f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}"
             remedy = f"say a dim from 0 to {len(shape) - 1}, or None" if shape else "say None"
-            errors.append(OptionError(f"Pipeline(batch={{{name!r}: {dim}}})", f"it has shape {list(shape)}",
-                                        "there is no such dim", remedy))  # fmt: skip
-    raise_all(errors)
-    found = {name: dim for name, dim in pipeline.batch.items() if dim is not None}
-    sizes = [inputs[name].type.shape[dim] for name, dim in found.items()]
+            misfits.append(OptionError(who, what, "there is no such dim", remedy))
+    raise_all([*unknown, *misfits])
+    dims = {name: dim for name, dim in pipeline.batch.items() if dim is not None}
+    sizes = [inputs[name].type.shape[dim] for name, dim in dims.items()]
     sizes += [put.type.shape[0] for put in inputs.values() if put.type.shape]
     for name, put in inputs.items():
         if name not in pipeline.batch and put.type.shape and put.type.shape[0] == sizes[0]:
-            found[name] = 0
-    return found
-
-
-def _no_input(name: str, inputs: Mapping[str, Input]) -> OptionError:
-    remedy = did_you_mean(name, inputs) or f"name one of {', '.join(inputs)}"
-    return OptionError("Pipeline(batch=...)", f"{name!r}", "the model has no such input", remedy)
+            dims[name] = 0
+    return dims
 
 
 _PASSED: ContextVar[list[int]] = ContextVar("passed")  # one number: the marks so far in the traced model

@@ -21,25 +21,22 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
     With ``train`` a transformers model makes no key-value cache: ``config.use_cache`` is off in the block.
     """
     modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     containers = [
         (value, value.copy()) for own, _ in attributes for value in own.values() if isinstance(value, (dict, list))
     ]
     with ExitStack() as stack:
         stack.enter_context(_forget_cached_results(modules))
-        for config in _configs_with_cache(modules) if train else ():
-            stack.enter_context(override_attribute(config, "use_cache", False))
+        for config in configs.values() if train else ():
+            if getattr(config, "use_cache", None) is True:
+                stack.enter_context(override_attribute(config, "use_cache", False))
         try:
             yield
         finally:
             for container, content in [*attributes, *containers]:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _configs_with_cache(modules: list[nn.Module]) -> list[Any]:
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,12 @@ class Casting:
 
     def __init__(self, model: nn.Module, precision: Precision | None) -> None:
         self.precision, self.casts = precision, dict[tuple[str, str], torch.Tensor]()
-        self.uncast = {name for name, _ in _parameters_beside_statistics(model)}
+        self.uncast = {
+            name
+            for path, module in model.named_modules()
+            if isinstance(getattr(module, "running_mean", None), torch.Tensor)
+            for name, _ in module.named_parameters(path, recurse=False)
+        }
         for module in model.modules() if precision else ():
             if any(parameter is not None for parameter in module._parameters.values()):
                 module.register_forward_pre_hook(self._cast_arguments, with_kwargs=True)
@@ -63,12 +68,6 @@ class Casting:
         new = [self._cast(leaf) for _, leaf in leaves]
         is_same = all(one is other for one, (_, other) in zip(new, leaves, strict=True))
         return None if is_same else rebuild(tree, new)
-
-
-def _parameters_beside_statistics(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        if isinstance(getattr(module, "running_mean", None), torch.Tensor):
-            yield from module.named_parameters(path, recurse=False)
 
 
 def reduced_casts(program: Program) -> set[fx.Node]:

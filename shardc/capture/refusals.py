@@ -36,13 +36,13 @@ class Unfit(RuntimeError):
 class Refusals(TorchFunctionMode):
     """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a reason.
 
-    State: ``_reads``, whether the running function of torch reads values for the user's own line; None where no
+    State: ``is_user_read``, whether the running function of torch reads values for the user's own line; None where no
     function is running.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._reads: bool | None = None
+        self.is_user_read: bool | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
@@ -51,27 +51,19 @@ class Refusals(TorchFunctionMode):
             raise Unfit(*_REFUSED[func])
         if (kwargs or {}).get("generator") is not None:
             raise Unfit(*_GENERATOR)
-        before, self._reads = self._reads, func in _READS and is_users_line(sys._getframe())
+        before, self.is_user_read = self.is_user_read, func in _READS and is_users_line(sys._getframe())
         try:
-            if func is Tensor.__format__ and self._reads and not args[0].ndim:
-                return _formatted(*args)
-            return func(*args, **(kwargs or {}))
+            if func is not Tensor.__format__ or not self.is_user_read or args[0].ndim:
+                return func(*args, **(kwargs or {}))
+            number, spec = args
+            try:
+                return format(number.item(), spec)
+            except DATA_DEPENDENT:
+                if spec:
+                    raise
+                return str(number)  # it may be part of a message
         finally:
-            self._reads = before
-
-    def is_users(self, is_number: bool) -> bool:
-        """Whether the user's own line reads a value now, and no op or module of torch."""
-        return is_number if self._reads is None else self._reads
-
-
-def _formatted(number: Tensor, spec: str) -> str:
-    """Format a number by its value if that is known, else as a tensor, which may be part of a message."""
-    try:
-        return format(number.item(), spec)
-    except DATA_DEPENDENT:
-        if spec:
-            raise
-        return str(number)
+            self.is_user_read = before
 
 
 _GENERATOR = (
@@ -118,22 +110,22 @@ def python_effects(model: nn.Module) -> Iterator[None]:
     Numbers drawn by ``random`` or NumPy raise a CaptureError: every step would see the same ones. Changed numbers and
     strings of modules give a warning.
     """
+    who = f"forward of {type(model).__name__}"
     states, numbers = _random_states(), _numbers(model)
     yield
     states_after = _random_states()
     for name, before in states.items():
         if states_after[name] != before:
-            raise CaptureError(
-                f"forward of {type(model).__name__}",
-                f"it draws from {name}: what was drawn during capture would be drawn in every step",
-                "draw with torch, or outside of the model and pass it as an argument",
-            )
+            problem = f"it draws from {name}: what was drawn during capture would be drawn in every step"
+            raise CaptureError(who, problem, "draw with torch, or outside of the model and pass it as an argument")
     changes = [name for name, value in _numbers(model).items() if numbers.get(name, value) != value]
     if changes:
-        who, what = f"forward of {type(model).__name__}", f"it changes {', '.join(changes[:4])}"
-        problem = "that happens while it is captured, and in no step after"
+        what, problem = (
+            f"it changes {', '.join(changes[:4])}",
+            "that happens while it is captured, and in no step after",
+        )
         text = error_text(who, what, problem, "hold what changes from step to step in a buffer")
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=4)
 
 
 @contextmanager
@@ -174,47 +166,33 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     if is_collective(error):
         return CaptureError(where, *OWN_COLLECTIVE)
     reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
-    if isinstance(error, DataDependentOutputException) and _is_check(failing_line(error)):
-        return CaptureError(
-            where,
-            f"the model checks the values of a tensor, which are unknown during capture{reason}",
-            "check outside of the model, or write torch._assert(condition, message), which is passed over",
+    code = failing_line(error).split(": ", 1)[-1]
+    is_check = code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
+    if isinstance(error, DataDependentOutputException) and is_check:
+        problem = f"the model checks the values of a tensor, which are unknown during capture{reason}"
+        remedy = "check outside of the model, or write torch._assert(condition, message), which is passed over"
+    elif isinstance(error, DataDependentOutputException):
+        problem = f"what runs next depends on the value of a tensor, which is unknown during capture{reason}"
+        remedy = (
+            "use torch.where or torch.cond instead of a branch, check outside of the model, or pass the number to it"
         )
-    if isinstance(error, DataDependentOutputException):
-        return CaptureError(
-            where,
-            f"what runs next depends on the value of a tensor, which is unknown during capture{reason}",
-            "use torch.where or torch.cond instead of a branch, check outside of the model, or pass the number to it",
+    elif isinstance(error, DynamicOutputShapeException):
+        problem = f"the shape of a result depends on the values of a tensor{reason}"
+        remedy = "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it"
+    elif is_lookup_by_value(error):
+        problem = "what is looked up depends on the value of a tensor, which is unknown during capture"
+        remedy = (
+            "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model"
         )
-    if isinstance(error, DynamicOutputShapeException):
-        return CaptureError(
-            where,
-            f"the shape of a result depends on the values of a tensor{reason}",
-            "use torch.where(mask, new, old), or multiply by the mask, instead of indexing with it",
+    elif any(text in str(error) for text in _NO_DATA):
+        problem = "the values of a tensor are read, which are unknown during capture"
+        remedy = (
+            "compute it with torch: torch.stack, not torch.tensor, of numbers; store and print outside of the model"
         )
-    if is_lookup_by_value(error):
-        return CaptureError(
-            where,
-            "what is looked up depends on the value of a tensor, which is unknown during capture",
-            "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model",
-        )
-    if any(text in str(error) for text in _NO_DATA):
-        return CaptureError(
-            where,
-            "the values of a tensor are read, which are unknown during capture",
-            "compute it with torch: torch.stack, not torch.tensor, of numbers; store and print outside of the model",
-        )
-    return CaptureError(
-        where,
-        error_line(error),
-        "run the model eagerly on these inputs; if that works, write this line with other ops of torch",
-    )
-
-
-def _is_check(where: str) -> bool:
-    """Whether a line, ``file.py:line: code``, reads values only to raise an error."""
-    code = where.split(": ", 1)[-1]
-    return code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
+    else:
+        problem = error_line(error)
+        remedy = "run the model eagerly on these inputs; if that works, write this line with other ops of torch"
+    return CaptureError(where, problem, remedy)
 
 
 _NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid python storage")
@@ -239,9 +217,7 @@ class NoValueError(LookupError):
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
 _DISPATCH = ("handle_torch_function", "__torch_function__")  # by which torch calls a mode
-_SUBCLASSES = os.path.join(
-    os.path.dirname(torch.__file__), "_subclasses", ""
-)  # of tensors, whose methods call modes again
+_SUBCLASSES = os.path.join(os.path.dirname(torch.__file__), "_subclasses", "")  # their methods call modes again
 
 
 def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
@@ -270,16 +246,10 @@ def failing_line(error: BaseException) -> str:
 
 
 def failing_place(error: BaseException, model: nn.Module) -> str:
-    """The ``failing_line``, and the module that failed if that is not the model itself."""
-    module = failing_module(error, model)
-    return f"{failing_line(error)}{f', in {module}' if module else ''}"
-
-
-def failing_module(error: BaseException, model: nn.Module) -> str:
-    """``path (Class)`` of the innermost submodule in an error's traceback, or nothing."""
-    paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
-    found = [paths.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next(filter(None, reversed(found)), "")
+    """The ``failing_line``, and ``path (Class)`` of the innermost submodule in the error's traceback, if any."""
+    names = {id(module): f", in {path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    modules = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return failing_line(error) + next(filter(None, reversed(modules)), "")
 
 
 @cache

@@ -140,7 +140,8 @@ def _contents_fingerprint(value: Any, memo: dict[int, Hashable], depth: int) -> 
         return Identity(value), value._version if value.ndim == 0 and not value.is_inference() else 0
     if isinstance(value, (bytearray, array)):
         return type(value), bytes(value)
-    if _is_array(value):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return type(value), value.shape, str(value.dtype), value.tobytes()
     contents = _contents(value)
     if contents is not None and len(contents) <= MAX_ENTRIES and depth < MAX_DEPTH:
@@ -184,11 +185,6 @@ def _is_value(value: Any) -> bool:
     return "__eq__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
 
 
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
-
-
 State = tuple[tuple[str, Hashable], ...]
 CONTAINERS = {dict, OrderedDict, list, set}  # left out where empty, which saves most of the time
 APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
@@ -209,14 +205,13 @@ def model_state(model: nn.Module) -> State:
     state += [(f"what {name} is tied to", first) for name, first in aliases.items()]
     paths: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        first = paths.setdefault(id(module), path)
-        state.append((f"module {path!r}", _module_state(module, memo) if first == path else first))
+        if (first := paths.setdefault(id(module), path)) != path:
+            state.append((f"module {path!r}", first))
+            continue
+        attributes = tuple(
+            (name, fingerprint(value, memo))
+            for name, value in vars(module).items()
+            if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
+        )
+        state.append((f"module {path!r}", (type(module), attributes)))
     return tuple(state)
-
-
-def _module_state(module: nn.Module, memo: dict[int, Hashable]) -> Hashable:
-    return type(module), tuple(
-        (name, fingerprint(value, memo))
-        for name, value in vars(module).items()
-        if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
-    )
