@@ -178,18 +178,14 @@ def _suggested_spec(spec: Any) -> str:
 
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc."""
+    caller = sys._getframe(1)
+    who = f"annotate ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
     if not isinstance(spec, P):
-        raise ShardingError(_caller(), repr(spec), "an annotation inside a model is a P", _suggested_spec(spec))
+        raise ShardingError(who, repr(spec), "an annotation inside a model is a P", _suggested_spec(spec))
     if not hasattr(x, "clone"):
         what, remedy = f"of type {type(x).__name__}", "annotate the tensors in it, one by one"
-        raise ShardingError(_caller(), what, "only a tensor lies on a mesh", remedy)
+        raise ShardingError(who, what, "only a tensor lies on a mesh", remedy)
     return _annotated(x, spec)
-
-
-def _caller() -> str:
-    """``annotate``, and the line that called it."""
-    frame = sys._getframe(2)
-    return f"annotate ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def _annotated(x: torch.Tensor, spec: P, text: str = "") -> torch.Tensor:
@@ -199,8 +195,8 @@ def _annotated(x: torch.Tensor, spec: P, text: str = "") -> torch.Tensor:
 def annotate_output(output: Any, entry: Match) -> Any:
     """A module's output with every tensor in it annotated."""
     leaves, tree = flatten(output)
-    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
-    return rebuild(tree, [_annotated(x, entry.spec, entry.text) if is_tensor(x) else x for _, x in leaves])
+    new = (_annotated(x, entry.spec, entry.text) if isinstance(x, torch.Tensor) else x for _, x in leaves)
+    return rebuild(tree, new)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def assemble(
     return assembly.run(), assembly.constants
 
 
+@dataclass(eq=False)
 class _Assembly:
     """A traced graph on its way into ``program``.
 
@@ -63,15 +64,13 @@ class _Assembly:
     mapped once, in traced order; an identity is mapped as its operand.
     """
 
-    def __init__(
-        self,
-        traced: fx.GraphModule,
-        signature: TraceSignature,
-        sources: Mapping[fx.Node, Source],
-        constant_names: Mapping[int, str],
-    ) -> None:
-        self.traced, self.signature = traced, signature
-        self.sources, self.constant_names = sources, constant_names
+    traced: fx.GraphModule
+    signature: TraceSignature
+    sources: Mapping[fx.Node, Source]
+    constant_names: Mapping[int, str]  # by id of the tensor
+
+    def __post_init__(self) -> None:
+        traced = self.traced
         self.types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
         self.program = Program(fx.Graph(), (), ())
         self.mapping: dict[fx.Node, fx.Node] = {}

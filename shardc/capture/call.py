@@ -34,13 +34,12 @@ from shardc.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class CallingConvention:
-    """How to call a captured program: ``inputs`` and ``outputs`` are the leaves of the call and of the result.
+    """How to call a captured program: ``signature.leaves`` are the leaves of the call, ``outputs`` of the result.
 
     ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model.
     """
 
     forward: Callable[..., Any]
-    inputs: Leaves
     outputs: Leaves
     output_tree: Tree
     signature: Signature
@@ -49,12 +48,13 @@ class CallingConvention:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the tensors among the arguments, parallel to the program's inputs of kind ``input``."""
-        return tuple(name for name, leaf in self.inputs if isinstance(leaf, TensorLeaf))
+        return tuple(name for name, leaf in self.signature.leaves if isinstance(leaf, TensorLeaf))
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, parallel to ``names``; raises a ShardingError for leaves unlike the captured ones."""
         values = dict(call_leaves(self.forward, args, kwargs)[0])
-        raise_all(list(_differences(dict(self.inputs), {name: leaf_of(value) for name, value in values.items()})))
+        leaves = {name: leaf_of(value) for name, value in values.items()}
+        raise_all(list(_differences(dict(self.signature.leaves), leaves)))
         return [values[name] for name in self.names]
 
     def unflatten(self, tensors: Iterable[Any]) -> Any:
@@ -102,15 +102,13 @@ def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, 
 
 def _differences(captured: Mapping[str, Leaf], leaves: Mapping[str, Leaf]) -> Iterator[ShardingError]:
     """An error for each leaf that is missing from a call, that its program was captured without, or that differs."""
-    for name in captured:
-        if name not in leaves:
-            problem = f"the program was captured with {captured[name]}"
-            yield ShardingError(f"input {name!r}", "not given", problem, f"pass it, or compile again without {name!r}")
-    for name in leaves:
-        if name not in captured:
-            remedy = did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}"
-            problem = "the program was captured without it"
-            yield ShardingError(f"input {name!r}", f"given as {leaves[name]}", problem, remedy)
+    for name in (name for name in captured if name not in leaves):
+        problem = f"the program was captured with {captured[name]}"
+        yield ShardingError(f"input {name!r}", "not given", problem, f"pass it, or compile again without {name!r}")
+    for name in (name for name in leaves if name not in captured):
+        remedy = did_you_mean(name, captured) or f"leave it out, or compile again with {name!r}"
+        problem = "the program was captured without it"
+        yield ShardingError(f"input {name!r}", f"given as {leaves[name]}", problem, remedy)
     for name, leaf in captured.items():
         passed = leaves.get(name, leaf)
         is_same = isinstance(leaf, TensorLeaf) and isinstance(passed, TensorLeaf) and leaf.type == passed.type

@@ -68,7 +68,7 @@ from shardc.capture.refusals import (
     python_effects,
     user_location,
 )
-from shardc.capture.signature import Leaves, TensorLeaf, leaf_of
+from shardc.capture.signature import Leaves, TensorLeaf
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
@@ -146,15 +146,13 @@ class _Joint:
         parameters, buffers, self.aliases = state_names(self.model)
         leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
         passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
-        tables: Any = {"parameter": parameters, "buffer": buffers, "input": passed}
-        self.inputs = (
-            *(
-                Input(name, kind, TensorType.of(tensor), tensor.requires_grad)
-                for kind, tensors in tables.items()
-                for name, tensor in tensors.items()
-            ),
-            Input("random", "random", TensorType((2,), torch.int64)),
-        )
+        by_kind: Any = {"parameter": parameters, "buffer": buffers, "input": passed}
+        inputs = [
+            Input(name, kind, TensorType.of(tensor), tensor.requires_grad)
+            for kind, tensors in by_kind.items()
+            for name, tensor in tensors.items()
+        ]
+        self.inputs = (*inputs, Input("random", "random", TensorType((2,), torch.int64)))
         self.values = (*parameters.values(), *buffers.values(), *passed.values(), None)
         tensors = [*passed.values(), *parameters.values(), *buffers.values()]
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
@@ -216,13 +214,9 @@ class _Joint:
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
             casting.check_unchanged()
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
-            after = [
-                current_tensor(self.model, name) if kind == "buffer" else tensor
-                for (kind, name), tensor in named.items()
-            ]
-            passed = self.guards.results if self.guards else []
-            outputs = [tensor.detach() for _, tensor in results]
-            return [*outputs, *gradients, *(tensor.detach() for tensor in after), *tangents, *passed]
+            after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())
+            outputs, inputs_after = [tensor.detach() for _, tensor in results], [tensor.detach() for tensor in after]
+            return [*outputs, *gradients, *inputs_after, *tangents, *(self.guards.results if self.guards else ())]
 
     def _backward(
         self, outputs: Mapping[str, torch.Tensor], used: Mapping[tuple[str, str], torch.Tensor], casting: Casting
@@ -231,9 +225,8 @@ class _Joint:
         with self.guards.unknown() if self.guards else contextlib.nullcontext():
             starts = [outputs[name] for name in names]
             tangents = [torch.empty(start.shape, dtype=start.dtype, device=self.device) for start in starts]
-        self.tangents = tuple(
-            Input(name, "tangent", TensorType.of(tangent)) for name, tangent in zip(names, tangents, strict=True)
-        )
+        named_tangents = zip(names, tangents, strict=True)
+        self.tangents = tuple(Input(name, "tangent", TensorType.of(tangent)) for name, tangent in named_tangents)
         entries = [entry for entry in self.inputs if entry.requires_grad]
         sources = [used[entry.kind, entry.name] for entry in entries]
         if not names or not sources:
@@ -254,10 +247,8 @@ class _Joint:
         guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
         trace = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
         program, constants = assemble(traced, trace, self.tracker.sources, plain_tensors(self.model))
-        leaves, _ = call_leaves(self.model.forward, self.args, self.kwargs)
-        signature = call_signature(self.model, self.args, self.kwargs, self.train)
-        inputs = tuple((name, leaf_of(value)) for name, value in leaves)
-        convention = CallingConvention(self.model.forward, inputs, self.outputs, self.output_tree, signature, constants)
+        forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
+        convention = CallingConvention(forward, self.outputs, self.output_tree, signature, constants)
         return Captured(program, convention, self.aliases)
 
 

@@ -21,21 +21,11 @@ from shardc.capture.refusals import Unfit
 from shardc.ops.contraction import grouped_mm
 
 aten = torch.ops.aten
-EXPANDED = (
-    aten.addr,
-    aten.aminmax,
-    aten.block_diag,
-    aten._chunk_cat,
-    aten.dist,
-    aten.isin,
-    aten.narrow_copy,
-    aten.norm,
-    aten.renorm,
-    aten.trace,
-    aten._unsafe_masked_index,
-    aten._unsafe_masked_index_put_accumulate,
-    aten._weight_norm_interface,
+_EXPANDED = (
+    "addr aminmax block_diag _chunk_cat dist isin narrow_copy norm renorm trace _unsafe_masked_index "
+    "_unsafe_masked_index_put_accumulate _weight_norm_interface"
 )
+EXPANDED = tuple(getattr(aten, name) for name in _EXPANDED.split())
 LAYERED = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 RESAMPLING = {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"} | {
     f"{name}{ndim}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for ndim in (1, 2, 3)
@@ -173,10 +163,8 @@ def _start(x: Tensor, storage_offset: int | None) -> int:
 
 def _is_same_view(x: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> bool:
     """Whether a view is the tensor itself; the stride of a dim of size 1 does not matter."""
-    new, own = (
-        [(n, s) for n, s in zip(*pair, strict=True) if n != 1] for pair in ((size, stride), (x.shape, x.stride()))
-    )
-    return not start and tuple(size) == tuple(x.shape) and new == own
+    strides = zip(x.shape, stride, x.stride(), strict=False)
+    return not start and tuple(size) == tuple(x.shape) and all(n == 1 or new == own for n, new, own in strides)
 
 
 def _major_first(stride: Sequence[int], size: Sequence[int]) -> list[int]:

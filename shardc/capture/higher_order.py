@@ -33,7 +33,8 @@ from shardc.language.sharding import TensorType
 from shardc.program.node import takes_device
 from shardc.program.opaque import Opaque, call, hold_opaques
 
-Run = Callable[..., Sequence[Tensor]]
+Tensors = Sequence[Tensor]
+Run = Callable[..., Tensors]
 _HOME = "torch._higher_order_ops"
 MAX_STEPS = 64  # of a map or scan that is written out
 REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention")  # no such op is ever called
@@ -76,15 +77,9 @@ def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_f
         problem = f"one branch returns {_listed(one.types)}, the other {_listed(other.types)}"
         captured.refuse(problem, "let both return tensors of the same shapes and dtypes")
     branches = one.traced(), other.traced()
-    return _called(
-        kept,
-        "cond",
-        lambda pred, *rest: branches[not pred].forward([pred, *rest]),
-        lambda pred, *rest: branches[not pred].vjp([pred, *rest]),
-        one.types,
-        [pred, *leaves, *captured.outside],
-        one.tree,
-    )
+    forward: Run = lambda pred, *rest: branches[not pred].forward([pred, *rest])  # noqa: E731
+    backward: Run = lambda pred, *rest: branches[not pred].vjp([pred, *rest])  # noqa: E731
+    return _called(kept, "cond", forward, backward, one.types, [pred, *leaves, *captured.outside], one.tree)
 
 
 def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any,
@@ -166,11 +161,11 @@ class TracedBody:
     vjp_graph: fx.GraphModule
     types: tuple[TensorType, ...]
 
-    def forward(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    def forward(self, operands: Tensors) -> Tensors:
         """The results of the body, on the device of the operands."""
         return _OnDevice(self.forward_graph, operands[0].device).run(*operands)
 
-    def vjp(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    def vjp(self, operands: Tensors) -> Tensors:
         """The vector-Jacobian product: the gradient of every floating operand, zeros where there is none."""
         return _OnDevice(self.vjp_graph, operands[0].device).run(*operands)
 
@@ -224,11 +219,10 @@ class Body:
         with _apart() as self.mode:
             fakes = list(map(_standin, operands))
             tangents = [torch.empty(t.shape, dtype=t.dtype, device=fakes[0].device) for t in floating(self.types)]
-            # The operands as they are at the end show in-place changes.
+            # Operands are returned as they are at the end, which shows in-place changes.
             forward = _graph(lambda *operands: [*self._call(operands), *operands], fakes)
             self._check(forward, len(operands))
             vjp = _graph(self._vjp, [*fakes, *tangents])
-        forward.graph.eliminate_dead_code()
         return TracedBody(forward, vjp, self.types)
 
     def _call(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -250,7 +244,7 @@ class Body:
         return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, gradients, strict=True)]
 
     def _check(self, forward: fx.GraphModule, count: int) -> None:
-        """Refuse a body that draws random numbers or that writes to an operand."""
+        """Refuse a body that draws random numbers or writes to an operand; drop the operands from its results."""
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
         output = next(reversed(forward.graph.nodes))
         results: Any = output.args[0]
@@ -261,6 +255,7 @@ class Body:
                 problem = f"{node.target} in it draws random numbers, which would not be the same on every rank"
                 self.captured.refuse(problem, "draw them before, and give them to it as an operand")
         output.args = (list(results[:-count]),)
+        forward.graph.eliminate_dead_code()
         forward.recompile()
 
 
@@ -325,9 +320,6 @@ def _standin(tensor: Tensor) -> Tensor:
 def floating(types: Iterable[TensorType]) -> tuple[TensorType, ...]:
     """The floating types, whose tensors have gradients."""
     return tuple(type_ for type_ in types if type_.dtype.is_floating_point)
-
-
-Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     attributes = [(vars(module), dict(vars(module))) for module in modules]
-    containers = [
-        (value, value.copy()) for own, _ in attributes for value in own.values() if isinstance(value, (dict, list))
-    ]
+    values = [value for own, _ in attributes for value in own.values()]
+    containers = [(value, value.copy()) for value in values if isinstance(value, (dict, list))]
     with ExitStack() as stack:
         stack.enter_context(_forget_cached_results(modules))
         for config in configs.values() if train else ():
@@ -77,19 +76,12 @@ def override_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def no_checkpoints() -> Iterator[None]:
     """Run activation checkpoints as plain calls: dropout inside is drawn once; what to recompute is decided later."""
-
-    class PlainCall:
-        @staticmethod
-        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-            return function(*args)
-
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        return iter([None])
-
+    plain_call = SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args))
+    generator: Any = lambda *args, **kwargs: iter([None])  # noqa: E731
     home = torch.utils.checkpoint
     with (
         override_attribute(home, "_checkpoint_without_reentrant_generator", generator),
-        override_attribute(home, "CheckpointFunction", PlainCall),
+        override_attribute(home, "CheckpointFunction", plain_call),
     ):
         yield
 
@@ -115,10 +107,8 @@ def state_names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Te
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Parameters and buffers by kind and name, tied ones under each of their names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield ("parameter", name), parameter
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield ("buffer", name), buffer
+    yield from ((("parameter", name), x) for name, x in model.named_parameters(remove_duplicate=False))
+    yield from ((("buffer", name), x) for name, x in model.named_buffers(remove_duplicate=False))
 
 
 def with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:

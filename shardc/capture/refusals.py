@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -136,9 +137,8 @@ def no_seeds() -> Iterator[None]:
         raise Unfit(*_SEED)
 
     with ExitStack() as stack:
-        for holder in (torch, torch.random):
-            for name in ("manual_seed", "seed"):
-                stack.enter_context(override_attribute(holder, name, refuse))
+        for holder, name in product((torch, torch.random), ("manual_seed", "seed")):
+            stack.enter_context(override_attribute(holder, name, refuse))
         yield
 
 

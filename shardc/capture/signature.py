@@ -26,7 +26,7 @@ class Signature:
     compare, slow to hash. ``autocast``: the dtype that autocast casts to, by device type.
     """
 
-    leaves: tuple[tuple[str, Hashable], ...]
+    leaves: Leaves
     tree: Hashable
     train: bool
     state: State = field(hash=False)
@@ -35,14 +35,11 @@ class Signature:
 
     def differences(self, other: Signature) -> list[str]:
         """The differences between two signatures of a model, in words."""
-        mine, theirs = dict(self.leaves), dict(other.leaves)
-        texts = [
-            f"input {name!r} ({mine.get(name, 'not given')}, {theirs.get(name, 'not given')})"
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        ]
-        mine, theirs = dict(self.state), dict(other.state)
-        texts += [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        one, two = dict(self.leaves), dict(other.leaves)
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        texts = [f"input {name!r} ({one.get(name, 'not given')}, {two.get(name, 'not given')})" for name in names]
+        state, other_state = dict(self.state), dict(other.state)
+        texts += [name for name in {**state, **other_state} if state.get(name) != other_state.get(name)]
         return texts or ["gradients on or off, the default dtype, or autocast"]
 
 
