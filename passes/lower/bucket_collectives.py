@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -40,25 +40,25 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
-    given, program, limit = program, program.copy(), program.options.bucket
-    where = dict(zip(program.graph.nodes, _where(given), strict=True))
-    for found in _reductions(program, limit, where):
-        _join(program, found, found.nodes[-1])
-    for found in _gathers(program, limit, where):
-        for node in found.nodes[1:]:
-            move_before(found.nodes[0], node)
-        _join(program, found, found.nodes[0])
+    where_by_node, program = _where(program), program.copy()
+    where, limit = dict(zip(program.graph.nodes, where_by_node, strict=True)), program.options.bucket
+    for reductions in _reductions(program, limit, where):
+        _join(program, reductions, reductions.nodes[-1])
+    for gathers in _gathers(program, limit, where):
+        for node in gathers.nodes[1:]:
+            move_before(gathers.nodes[0], node)
+        _join(program, gathers, gathers.nodes[0])
     return program
 
 
-def _where(program: Program) -> Iterator[Where]:
-    """For each node, in order, where it is run; without a pipeline all are alike."""
-    found: dict[fx.Node, set[tuple[int, Part]]] = {node: set() for node in program.graph.nodes}
+def _where(program: Program) -> list[Where]:
+    """Where each node runs, in program order; without a pipeline all are alike."""
+    where: dict[fx.Node, set[tuple[int, Part]]] = {node: set() for node in program.graph.nodes}
     for index, stage in enumerate(stages_of(program).stages if has_stages(program) else ()):
         for part, calls in stage.parts.items():
             for node in calls:
-                found[node].add((index, part))
-    yield from map(frozenset, found.values())
+                where[node].add((index, part))
+    return [frozenset(places) for places in where.values()]
 
 
 @dataclass(slots=True)
@@ -68,47 +68,34 @@ class Bucket:
     nodes: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, node: fx.Node, nbytes: int) -> None:
-        """One more."""
-        self.nodes.append(node)
-        self.nbytes += nbytes
-
 
 def _reductions(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
-    """Buckets of which no node is read before the last one."""
-    open_: dict[object, Bucket] = {}
-    done: list[Bucket] = []
-    keys = _reduction_keys(program, limit, where)
-    total: Counter[object] = Counter()
-    for node, key in keys.items():
-        total[key] += _nbytes(program, node)
-    # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
-    full = {
-        key: max(min(limit, SMALL), size / (-(-size // limit) + 1)) if size else limit for key, size in total.items()
-    }
-    for node in program.graph.nodes:
-        read = set(node.all_input_nodes)
-        done += [open_.pop(key) for key, found in list(open_.items()) if not read.isdisjoint(found.nodes)]
-        if node in keys:
-            found = open_.setdefault(keys[node], Bucket())
-            found.add(node, _nbytes(program, node))
-            if found.nbytes >= full[keys[node]]:
-                done.append(open_.pop(keys[node]))
-    return [found for found in (*done, *open_.values()) if len(found.nodes) > 1]
+    """Buckets of small reductions, in each of which no node is read before the last one.
 
-
-def _reduction_keys(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> dict[fx.Node, object]:
-    """The reductions that are smaller than a bucket, each with what those of one bucket have in common.
-
-    Those that run once for several backwards are not joined to one that runs in each.
+    Reductions that run once for several backwards are not joined to one that runs in each.
     """
     backward, late = set(split(program).backward), deferrable(program)
-    sent = [(node, part) for node in program.calls if (part := _sent(node)) is not None and part.kind in REDUCTIONS]
-    return {
-        node: (_key(program, node, part), where[node], part.args[1], node in backward, node in late)
-        for node, part in sent
-        if _nbytes(program, node) < limit
-    }
+    keys: dict[fx.Node, object] = {}
+    total: Counter[object] = Counter()
+    for node in program.calls:
+        part = _single_collective(node)
+        if part is not None and part.kind in REDUCTIONS and _nbytes(program, node) < limit:
+            keys[node] = _key(program, node, part), where[node], part.args[1], node in backward, node in late
+            total[keys[node]] += _nbytes(program, node)
+    # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
+    full = {key: max(min(limit, SMALL), n / (-(-n // limit) + 1)) if n else limit for key, n in total.items()}
+    open_: dict[object, Bucket] = {}
+    done: list[Bucket] = []
+    for node in program.graph.nodes:
+        operands = set(node.all_input_nodes)
+        done += [open_.pop(key) for key, group in list(open_.items()) if not operands.isdisjoint(group.nodes)]
+        if node in keys:
+            current = open_.setdefault(keys[node], Bucket())
+            current.nodes.append(node)
+            current.nbytes += _nbytes(program, node)
+            if current.nbytes >= full[keys[node]]:
+                done.append(open_.pop(keys[node]))
+    return [group for group in (*done, *open_.values()) if len(group.nodes) > 1]
 
 
 def _gathers(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
@@ -117,32 +104,33 @@ def _gathers(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> li
     layers: dict[object, str] = {}
     backward = set(split(program).backward)
     for node in program.calls:
-        part = _sent(node)
+        part = _single_collective(node)
         if part is None or not is_early(node):
             continue
         nbytes, key = _nbytes(program, node), (_key(program, node, part), where[node], node in backward)
-        found, read_by = runs.setdefault(key, [Bucket()]), layer(program, node)
-        if layers.get(key) != read_by or found[-1].nbytes + nbytes > limit:
-            found.append(Bucket())
-        found[-1].add(node, nbytes)
+        run, read_by = runs.setdefault(key, [Bucket()]), layer(program, node)
+        if layers.get(key) != read_by or run[-1].nbytes + nbytes > limit:
+            run.append(Bucket())
+        run[-1].nodes.append(node)
+        run[-1].nbytes += nbytes
         layers[key] = read_by
-    return [found for run in runs.values() for found in _merged(run, limit) if len(found.nodes) > 1]
+    return [group for run in runs.values() for group in _merged(run, limit) if len(group.nodes) > 1]
 
 
 def _merged(run: list[Bucket], limit: int) -> list[Bucket]:
     """Neighbours go together where they hold no more than the largest alone."""
-    size = max(found.nbytes for found in run)
+    most = min(limit, max(group.nbytes for group in run))
     merged = [run[0]]
-    for found in run[1:]:
-        if merged[-1].nbytes + found.nbytes <= min(size, limit):
-            merged[-1] = Bucket(merged[-1].nodes + found.nodes, merged[-1].nbytes + found.nbytes)
+    for group in run[1:]:
+        if merged[-1].nbytes + group.nbytes <= most:
+            merged[-1] = Bucket(merged[-1].nodes + group.nodes, merged[-1].nbytes + group.nbytes)
         else:
-            merged.append(found)
+            merged.append(group)
     return merged
 
 
-def _sent(node: fx.Node) -> Member | None:
-    """A collective by itself."""
+def _single_collective(node: fx.Node) -> Member | None:
+    """The collective of a node that is no bucket, and does not add up microbatches."""
     parts = members(node)
     return parts[0] if node.target is not bucket and parts and parts[0].args[0] != (MICROBATCH,) else None
 
@@ -157,19 +145,18 @@ def _nbytes(program: Program, node: fx.Node) -> int:
     return max(end.nbytes for end in ends if end is not None)
 
 
-def _join(program: Program, found: Bucket, place: fx.Node) -> None:
+def _join(program: Program, group: Bucket, place: fx.Node) -> None:
     """One bucket for several nodes, right before one of them; each of them picks its result."""
-    parts = [members(node)[0] for node in found.nodes]
+    nodes, parts = group.nodes, [members(node)[0] for node in group.nodes]
     args = (parts[0].kind, parts[0].args[0], tuple(part.args[1:] for part in parts))
-    types = tuple(program.type(node) for node in found.nodes)
-    shardings = tuple(program.sharding(node) for node in found.nodes)
+    types = tuple(program.type(node) for node in nodes)
     name = f"{parts[0].kind}_{'_'.join(parts[0].args[0])}_bucket".replace(":", "_")
     with program.graph.inserting_before(place):
         joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, place, name=name)
-    program.set_sharding(joined, shardings)
-    program.set_origins(joined, tuple(program.origin(node) for node in found.nodes))
-    program.set_causes(joined, tuple(cause for node in found.nodes for cause in program.causes(node)))
-    for i, node in reversed(list(enumerate(found.nodes))):
+    program.set_sharding(joined, tuple(program.sharding(node) for node in nodes))
+    program.set_origins(joined, tuple(program.origin(node) for node in nodes))
+    program.set_causes(joined, tuple(cause for node in nodes for cause in program.causes(node)))
+    for i, node in reversed(list(enumerate(nodes))):
         if node < joined:
             joined.append(node)
         node.target, node.args = operator.getitem, (joined, i)

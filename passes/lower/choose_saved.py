@@ -26,7 +26,6 @@ from shardc.program.lifetime import Parts, owners_of
 from shardc.program.node import is_getitem
 from shardc.program.program import Program, Value
 from shardc.program.stages import StageAssignment, ValueKinds, stages_of
-from shardc.schedules.schedule import Schedule
 
 FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
 WIRE = 16  # bytes of memory that are moved in the time of one on the wire
@@ -44,10 +43,26 @@ Recompute = Callable[[Program, Choose], Program]  # a copy in which backward com
 
 
 def within_budget(program: Program, remat: Remat, recompute: Recompute) -> Program:
-    """The program that saves no more than the budget on any rank. OptionError where more must be saved."""
+    """The program that saves no more than the budget on any rank. OptionError where more must be saved.
+
+    In a pipeline each rank chooses for itself. Where one still saves too much its budget is lowered, and all try again.
+    """
     if program.options.pipeline is None:
         return recompute(program, partial(_unsaved, remat=remat))
-    return _within_budget_of_ranks(program, remat, recompute)
+    assert remat.budget is not None
+    most, whole = remat.budget, _saved_bytes(_without_max_memory(program))
+    if max(whole) <= most:
+        return program
+    budgets = [most] * len(whole)
+    for tries_left in reversed(range(TRIES)):
+        recomputing = recompute(program, partial(_unsaved_in_ranks, remat=remat, budgets=budgets))
+        saved = _saved_bytes(recomputing)
+        if max(saved) <= most:
+            return recomputing
+        for rank, nbytes in enumerate(saved):
+            if nbytes > most:
+                budgets[rank] = max(0, budgets[rank] - (nbytes - most)) if tries_left > 1 else 0
+    raise _too_little(remat, max(whole), max(saved))
 
 
 def _unsaved(program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat) -> set[Value]:
@@ -72,27 +87,6 @@ def _too_little(remat: Remat, whole: int, least: int) -> OptionError:
         f"at least {least} must be saved" + ("" if remat.collectives else ": results of collectives are"),
         f"say budget={least} or more" + ("" if remat.collectives else ", or collectives=True"),
     )
-
-
-# Of a pipeline, rank by rank.
-
-
-def _within_budget_of_ranks(program: Program, remat: Remat, recompute: Recompute) -> Program:
-    """Choose for each rank by itself. Where one still saves too much its budget is lowered, and all is tried again."""
-    assert remat.budget is not None
-    most, whole = remat.budget, _saved_bytes(_without_max_memory(program))
-    if max(whole) <= most:
-        return program
-    budgets = [most] * len(whole)
-    for tries_left in reversed(range(TRIES)):
-        recomputing = recompute(program, partial(_unsaved_in_ranks, remat=remat, budgets=budgets))
-        saved = _saved_bytes(recomputing)
-        if max(saved) <= most:
-            return recomputing
-        for rank, excess in enumerate(each - most for each in saved):
-            if excess > 0:
-                budgets[rank] = max(0, budgets[rank] - excess) if tries_left > 1 else 0
-    raise _too_little(remat, max(whole), max(saved))
 
 
 def _saved_bytes(program: Program) -> list[int]:
@@ -139,7 +133,11 @@ def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> It
     What is computed once a step is there anyway.
     """
     kinds, schedule = ValueKinds(program), schedule_of(program)
-    stage, under_way = StageAssignment(kinds).stage, _most_under_way(schedule)
+    stage = StageAssignment(kinds).stage
+    under_way = [  # for each stage the most microbatches that it has begun and not ended
+        max(accumulate((IN_FLIGHT.get(act.kind, 0) for act in schedule.actions[rank] if act.stage == index), initial=0))
+        for index, rank in enumerate(schedule.place)
+    ]
     crossings = ((way.target, nodes) for way, nodes in stages_of(program).crossings.items() if way.part == "forward")
     received = {(target, owners[program.value(node)][0]) for target, nodes in crossings for node in nodes}
     fixed = {node for _, node in received}
@@ -150,18 +148,6 @@ def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> It
         forward = [node for node in parts.forward if node in local or node in taken]
         times = {node: under_way[stage[node]] if stage.get(node) in here else most for node in forward}
         yield Share(forward, [node for node in parts.backward if node in local], fixed, times)
-
-
-def _most_under_way(schedule: Schedule) -> list[int]:
-    """For each stage the most microbatches that it has begun and not ended."""
-    return [
-        max(
-            accumulate(
-                (IN_FLIGHT.get(each.kind, 0) for each in schedule.actions[rank] if each.stage == stage), initial=0
-            )
-        )
-        for stage, rank in enumerate(schedule.place)
-    ]
 
 
 # The minimum cut.
@@ -195,8 +181,10 @@ class Chooser:
         """The values to save, at the least cost within the budget; the fewest bytes possible where that is more."""
         if self.bytes_of(self.read) <= budget:
             return self.read
-        least = self.read
-        for held in self._holdings():
+        least, crossings = self.read, self._crossings()
+        # What crosses all narrow places, every 2nd, 4th, ..., none.
+        holdings = [set().union(*crossings[2**i - 1 :: 2**i]) for i in range(len(crossings).bit_length())]
+        for held in (*holdings, set()):
             self.held = held
             least = min(least, self.saved(HIGH), key=self.bytes_of)
             if self.bytes_of(least) <= budget:
@@ -211,14 +199,6 @@ class Chooser:
         """All values, views too, that backward computes again if it needs them."""
         again = self._closed(saved)[1]
         return {value for value, owner in self.owners.items() if owner[0] in again and owner not in saved}
-
-    def _holdings(self) -> Iterator[set[Value]]:
-        """The values that cross all narrow places, every 2nd, 4th, ..., none."""
-        crossings, every = self._crossings(), 1
-        while every <= len(crossings):
-            yield set().union(*crossings[every - 1 :: every])
-            every *= 2
-        yield set()
 
     def _crossings(self) -> list[set[Value]]:
         """The values that cross each narrow place of forward: made before, read after."""

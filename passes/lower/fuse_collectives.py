@@ -19,7 +19,7 @@ from torch import fx
 from shardc.program.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
 from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
-from shardc.program.provenance import Cause, ShardingChange
+from shardc.program.provenance import ShardingChange
 
 from ..reshard.accumulate import insert_sum
 from ..reshard.insert_reshards import endpoint
@@ -42,25 +42,16 @@ def fuse_collectives(program: Program) -> Program:
 
 
 def _share_equal(program: Program) -> None:
-    seen: dict[object, fx.Node] = {}
+    """Run equal collectives once. ZeRO-3 gathers a parameter in each phase; in a pipeline once for both."""
+    is_freed = program.options.zero is not None and program.options.pipeline is None
+    first: dict[object, fx.Node] = {}
     for node in list(program.calls):
         if node.target in COLLECTIVES or node.target in EXCHANGES:
-            key = (node.target, node.args, _use(program, node))
-            if key in seen:
-                program.replace(node, seen[key])
-            else:
-                seen[key] = node
-
-
-def _use(program: Program, node: fx.Node) -> str:
-    """The phase of a collective that must not be shared with another phase: ZeRO-3 gathers a parameter in each.
-
-    In a pipeline it gathers once for both.
-    """
-    gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
-    is_freed = program.options.zero is not None and program.options.pipeline is None
-    is_again = is_freed and gathered.op == "placeholder"
-    return program.source(node).phase if is_again else ""
+            gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
+            phase = program.source(node).phase if is_freed and gathered.op == "placeholder" else ""
+            equal = first.setdefault((node.target, node.args, phase), node)
+            if equal is not node:
+                program.replace(node, equal)
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -74,11 +65,11 @@ def _is_inner_sum(program: Program, node: fx.Node) -> bool:
 
 
 def _summands(program: Program, node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
+    summands: list[fx.Node] = []
     for summand in (operand(node, 0), operand(node, 1)):
         is_inner = _is_sum(summand) and _is_inner_sum(program, summand)
-        found += _summands(program, summand) if is_inner else [summand]
-    return found
+        summands += _summands(program, summand) if is_inner else [summand]
+    return summands
 
 
 def _add_before_reducing(program: Program, node: fx.Node) -> None:
@@ -105,40 +96,41 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
 
 
 def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
-    first = group[0]
-    partial = operand(first)
-    for other in group[1:]:
-        partial = insert_sum(program, partial, operand(other), other)
-    if len(group) == 1:
+    """One reduction of the sum of the operands of several."""
+    first, *others = group
+    if not others:
         return first
+    partial = operand(first)
+    for other in others:
+        partial = insert_sum(program, partial, operand(other), other)
     result = program.insert(first.target, (partial, *first.args[1:]), program.type(first), first, name=first.name)
-    others = tuple(cause for other in group[1:] for cause in program.causes(other))
+    added = tuple(cause for other in others for cause in program.causes(other))
+    value, origins = endpoint(program, partial), program.origin(partial)
+    causes = [
+        replace(cause, value=value, origins=origins, added=cause.added + added)
+        if isinstance(cause, ShardingChange)
+        else cause
+        for cause in program.causes(first)
+    ]
     program.set_sharding(result, program.sharding(first))
-    program.set_causes(result, tuple(_of(program, partial, cause, others) for cause in program.causes(first)))
+    program.set_causes(result, tuple(causes))
     program.set_origins(result, program.origins(first))
     return result
-
-
-def _of(program: Program, value: fx.Node, cause: Cause, added: tuple[Cause, ...]) -> Cause:
-    """The cause of a reduction, once that is of another value."""
-    if not isinstance(cause, ShardingChange):
-        return cause
-    return replace(cause, value=endpoint(program, value), origins=program.origin(value), added=cause.added + added)
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:
     """all_reduce of which every user takes the same slice along the same axes: reduce_scatter."""
     slices = list(node.users)
-    axes = node.args[1]
-    if not slices or any(user.target is not shard_slice or user.args[1:] != slices[0].args[1:] for user in slices):
+    if not slices or any(user.target is not shard_slice for user in slices):
         return
-    if slices[0].args[1] != axes:
+    first = slices[0]
+    if first.args[1] != node.args[1] or any(user.args[1:] != first.args[1:] for user in slices):
         return
     with program.graph.inserting_before(node):
         name = node.name.replace("all_reduce", "reduce_scatter")
-        result = program.insert(reduce_scatter, (*node.args, slices[0].args[2]), program.type(node), node, name=name)
-    program.set_sharding(result, program.sharding(slices[0]))
+        result = program.insert(reduce_scatter, (*node.args, first.args[2]), program.type(node), node, name=name)
+    program.set_sharding(result, program.sharding(first))
     program.set_causes(result, program.causes(node))
-    program.set_origins(result, program.origins(slices[0]))
+    program.set_origins(result, program.origins(first))
     for user in slices:
         program.replace(user, result)

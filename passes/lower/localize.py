@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.language.rule import OpCall
-from shardc.language.sharding import Sharding, TensorType
+from shardc.language.sharding import TensorType
 from shardc.ops import op_rule
 from shardc.ops.piece import fit
 from shardc.program.collective import Fit, fits, group_size
@@ -32,19 +31,23 @@ def localize(program: Program) -> Program:
     calls = {node: program.call(node) for node in program.calls}
     for node in program.graph.nodes:
         if node.op != "output":
-            _set_local_type(program, node)
+            _set_local_types(program, node)
     uneven = [(node, part, *_fits(program, node, part)) for node in calls for part in members(node)]
     for node, call in calls.items():
+        rule = op_rule(node.target)
         if is_annotation(node):
             program.replace(node, operand(node))
-        else:
-            _localize_arguments(program, node, call)
+        elif rule is not None and rule.local is not None:  # sizes that the op names become one rank's
+            args = list(node.args)
+            for position, argument in sorted(rule.local(call, program.call(node)).items()):
+                args[position : position + 1] = [argument]
+            node.args = tuple(args)
     for node, part, before, after in uneven:
         _fit(program, node, members(node)[part.index], before, after)  # of which an operand may be cut short by now
     return program
 
 
-def _set_local_type(program: Program, node: fx.Node) -> None:
+def _set_local_types(program: Program, node: fx.Node) -> None:
     if node.op == "call_function" and not is_getitem(node) and not members(node):
         program.is_fallback(node)  # found out by the call in global types
     program.forget_rule(node)
@@ -52,56 +55,37 @@ def _set_local_type(program: Program, node: fx.Node) -> None:
         producer, index = program.value(node)
         program.set_type(node, program.types(producer)[index])
         return
-    program.set_local_types(node, tuple(map(_local_type, program.types(node), program.shardings(node))))
-
-
-def _local_type(type_: TensorType | None, sharding: Sharding | None) -> TensorType | None:
-    if type_ is None or sharding is None:
-        return type_
-    return TensorType(sharding.local_shape(type_.shape), type_.dtype)
-
-
-def _localize_arguments(program: Program, node: fx.Node, call: OpCall) -> None:
-    """Sizes that an op names become one rank's, as its rule says how."""
-    found = op_rule(node.target)
-    if found is None or found.local is None:
-        return
-    args = list(node.args)
-    for position, argument in sorted(found.local(call, program.call(node)).items()):
-        args[position : position + 1] = [argument]
-    node.args = tuple(args)
+    pairs = zip(program.types(node), program.shardings(node), strict=False)
+    types = [TensorType(cut.local_shape(type_.shape), type_.dtype) if type_ and cut else type_ for type_, cut in pairs]
+    program.set_local_types(node, tuple(types))
 
 
 def _fits(program: Program, node: fx.Node, part: Member) -> tuple[Fit | None, Fit | None]:
-    taken, made = program.local_type(part.operand), program.local_type(node, part.index)
-    assert taken is not None and made is not None and program.mesh is not None, node
-    return fits(part.kind, part.args, group_size(program.mesh, part.kind, part.args), taken.shape, made.shape)
+    src, dst = program.local_type(part.operand), program.local_type(node, part.index)
+    assert src is not None and dst is not None and program.mesh is not None, node
+    return fits(part.kind, part.args, group_size(program.mesh, part.kind, part.args), src.shape, dst.shape)
 
 
 def _fit(program: Program, node: fx.Node, part: Member, before: Fit | None, after: Fit | None) -> None:
-    """Put around a collective what makes its pieces equal."""
+    """Make the operand of a collective longer, or cut its result short, so that its pieces are equal."""
+    assert program.mesh is not None
     if before is not None:
         with program.graph.inserting_before(node):
             set_operand(node, part, _fitted(program, part.operand, before, node))
-    if after is not None:
-        for result in list(results(node, part)):
-            users = list(result.users)
-            with program.graph.inserting_after(result):
-                fitted = _fitted(program, result, after, node)
-            for user in users:
-                user.replace_input_with(result, fitted)
-            _set_joined_type(program, node, result, part, after[0])
-
-
-def _set_joined_type(program: Program, node: fx.Node, result: fx.Node, part: Member, dim: int) -> None:
-    """Of a result that is cut short after."""
-    assert program.mesh is not None
-    types, joined = list(program.types(node)), list(program.type(result).shape)
-    joined[dim] = program.value_type(program.value(part.operand)).shape[dim]
-    joined[dim] *= group_size(program.mesh, part.kind, part.args)
-    types[part.index] = TensorType(tuple(joined), program.type(result).dtype)
-    program.set_type(node, tuple(types) if program.has_many(node) else types[0])
-    program.set_type(result, types[part.index])
+    if after is None:
+        return
+    for result in list(results(node, part)):
+        users = list(result.users)
+        with program.graph.inserting_after(result):
+            fitted = _fitted(program, result, after, node)
+        for user in users:
+            user.replace_input_with(result, fitted)
+        dim, types, shape = after[0], list(program.types(node)), list(program.type(result).shape)
+        length = program.value_type(program.value(part.operand)).shape[dim]
+        shape[dim] = length * group_size(program.mesh, part.kind, part.args)
+        types[part.index] = TensorType(tuple(shape), program.type(result).dtype)
+        program.set_type(node, tuple(types) if program.has_many(node) else types[0])
+        program.set_type(result, types[part.index])
 
 
 def _fitted(program: Program, value: fx.Node, to: Fit, like: fx.Node) -> fx.Node:

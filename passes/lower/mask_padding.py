@@ -36,7 +36,13 @@ ZEROED = ("parameter", "buffer", "input", "tangent")  # what enters a program is
 def mask_padding(program: Program) -> Program:
     """The program with masks."""
     program = program.copy()
-    _Masker(program).run()
+    masker = _Masker(program, {node for (kind, _), node in program.named_inputs.items() if kind in ZEROED})
+    for node in list(program.calls):
+        if node.target not in COLLECTIVES:
+            unmasked = list(operands(node))
+            masked = [operand and masker.masked(node, i, operand) for i, operand in enumerate(unmasked)]
+            if masked != unmasked:
+                set_operands(node, masked)
     return program
 
 
@@ -52,25 +58,14 @@ class Row:
 
 @dataclass(slots=True)
 class _Masker:
-    """``done``: the mask of a node's row with a fill. ``zeros``: whether a row of a node is known to read zeros."""
+    """``zeroed``: inputs padded with zeros. ``masks``: by node, row and fill. ``zeros``: whether a row reads zeros."""
 
     program: Program
-    done: dict[tuple[fx.Node, Row, float], fx.Node] = field(default_factory=dict)
+    zeroed: set[fx.Node]
+    masks: dict[tuple[fx.Node, Row, float], fx.Node] = field(default_factory=dict)
     zeros: dict[tuple[fx.Node, Row], bool] = field(default_factory=dict)
-    zeroed: set[fx.Node] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.zeroed = {node for (kind, _), node in self.program.named_inputs.items() if kind in ZEROED}
-
-    def run(self) -> None:
-        for node in list(self.program.calls):
-            if node.target not in COLLECTIVES:
-                given = operands(node)
-                new = [operand and self._masked(node, i, operand) for i, operand in enumerate(given)]
-                if new != list(given):
-                    set_operands(node, new)
-
-    def _masked(self, node: fx.Node, index: int, operand: fx.Node) -> fx.Node:
+    def masked(self, node: fx.Node, index: int, operand: fx.Node) -> fx.Node:
         """The operand as the op may see it."""
         rule = self.program.rule(node)
         dims = rule.operands[index]
@@ -78,8 +73,16 @@ class _Masker:
             return operand
         for row in self.rows(operand):
             fill = self._fill(node, rule, operand, dims[row.dim])
-            if fill is not None and not (fill == 0 and self._is_zero(operand, row)):
-                operand = self._mask(operand, row, fill, node)
+            if fill is None or (fill == 0 and self._is_zero(operand, row)):
+                continue
+            if (operand, row, fill) not in self.masks:
+                type_ = self.program.value_type(self.program.value(operand))
+                with self.program.graph.inserting_before(node):
+                    new = self.program.insert(mask, (operand, *self._args(row, fill)), type_, operand)
+                self.program.set_sharding(new, self.program.sharding(operand))
+                self.program.set_origins(new, (self.program.origin(operand),))
+                self.masks[operand, row, fill] = new
+            operand = self.masks[operand, row, fill]
         return operand
 
     def rows(self, node: fx.Node) -> Iterator[Row]:
@@ -111,25 +114,15 @@ class _Masker:
             return node in self.zeroed
         if is_getitem(node) or node.target in COLLECTIVES:
             return node.target is mask and node.args[1:] == self._args(row, 0)
-        rule, given = self.program.rule(node), operands(node)
-        if len(given) != 1 or given[0] is None or frozenset({0}) not in rule.linear or self.program.has_many(node):
+        rule, sources = self.program.rule(node), operands(node)
+        if len(sources) != 1 or frozenset({0}) not in rule.linear or self.program.has_many(node):
             return False
-        source, made, taken = given[0], rule.results[0], rule.operands[0]
-        if made is None or taken is None:
+        (source,), (src_dims,), dst_dims = sources, rule.operands, rule.results[0]
+        if source is None or src_dims is None or dst_dims is None:
             return False
-        found = [each for each in self.rows(source) if set(taken[each.dim]) & set(made[row.dim])]
-        is_same = [(each.size, each.axes) for each in found] == [(row.size, row.axes)]
-        return is_same and self._is_zero(source, found[0])
-
-    def _mask(self, operand: fx.Node, row: Row, fill: float, user: fx.Node) -> fx.Node:
-        if (operand, row, fill) not in self.done:
-            type_ = self.program.value_type(self.program.value(operand))
-            with self.program.graph.inserting_before(user):
-                new = self.program.insert(mask, (operand, *self._args(row, fill)), type_, operand)
-            self.program.set_sharding(new, self.program.sharding(operand))
-            self.program.set_origins(new, (self.program.origin(operand),))
-            self.done[operand, row, fill] = new
-        return self.done[operand, row, fill]
+        rows = [origin for origin in self.rows(source) if set(src_dims[origin.dim]) & set(dst_dims[row.dim])]
+        is_same = [(origin.size, origin.axes) for origin in rows] == [(row.size, row.axes)]
+        return is_same and self._is_zero(source, rows[0])
 
     def _args(self, row: Row, fill: float) -> tuple[tuple[str, ...], int, int, int, float]:
         assert self.program.mesh is not None

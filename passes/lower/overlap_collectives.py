@@ -46,12 +46,20 @@ def overlap_collectives(program: Program) -> Program:
     backward = split(program).backward
     order = _put_off(backward)
     if order != list(backward):
-        for node in order:  # nothing before backward reads what it makes
+        for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
     for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
         min(node.users, default=program.output_node).prepend(node)
     for part in (split(program).forward, split(program).backward):
-        _gather_ahead(program, part)
+        # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
+        # too: two layers' parameters are whole at a time, in any number of buckets.
+        gathers = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
+        layers = [list(group) for _, group in groupby(sorted(gathers), lambda pair: layer(program, pair[1]))]
+        for before, group in pairwise(layers):
+            place = before[0][0]
+            for _, node in group:
+                move_before(place, node)
+                place.prepend(node)
     return program
 
 
@@ -94,17 +102,3 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_sent(node: fx.Node) -> bool:
     return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))
-
-
-def _gather_ahead(program: Program, part: Sequence[fx.Node]) -> None:
-    """Start a layer's gathers of stored parameters right before the layer before it reads its own.
-
-    Gathers that stood earlier move there too: two layers' parameters are whole at a time, in any number of buckets.
-    """
-    found = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
-    layers = [list(group) for _, group in groupby(sorted(found), lambda pair: layer(program, pair[1]))]
-    for before, group in pairwise(layers):
-        place = before[0][0]
-        for _, node in group:
-            move_before(place, node)
-            place.prepend(node)

@@ -14,7 +14,7 @@ was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -57,34 +57,22 @@ def _recomputing(program: Program, choose: Choose) -> Program:
 
         def missing(node: fx.Node) -> Iterator[fx.Node]:
             """The operands that must be computed again before a call, and are not yet."""
-            for each in node.all_input_nodes:
-                if each in forward and each not in copies and (is_getitem(node) or program.value(each) in unsaved):
-                    yield each
+            for value in node.all_input_nodes:
+                if value in forward and value not in copies and (is_getitem(node) or program.value(value) in unsaved):
+                    yield value
 
         for node in sorted(reached([reader], missing) - {reader}, key=order.__getitem__):
-            copies[node] = _copy(program, node, reader, copies, twins, order)
-        for each in reader.all_input_nodes:
-            if each in copies and program.value(each) in unsaved:
-                reader.replace_input_with(each, copies[each])
+            twin = twins.get(node)
+            if twin is None:
+                with program.graph.inserting_before(reader):
+                    twin = program.repeat(node, copies)
+            elif order[twin] > order[reader]:
+                reader.prepend(twin)
+            copies[node] = twin
+        for value in reader.all_input_nodes:
+            if value in copies and program.value(value) in unsaved:
+                reader.replace_input_with(value, copies[value])
     return program
-
-
-def _copy(
-    program: Program,
-    node: fx.Node,
-    reader: fx.Node,
-    copies: Mapping[fx.Node, fx.Node],
-    twins: Mapping[fx.Node, fx.Node],
-    order: Mapping[fx.Node, int],
-) -> fx.Node:
-    """A call of forward again before a reader; its twin of backward if it has one."""
-    twin = twins.get(node)
-    if twin is None:
-        with program.graph.inserting_before(reader):
-            return program.repeat(node, copies)
-    if order[twin] > order[reader]:
-        reader.prepend(twin)
-    return twin
 
 
 def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
@@ -108,10 +96,9 @@ def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
 def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
     """The values that are computed in the blocks and read in no other block or stage of forward."""
     chosen = blocks_of(program, parts, remat)
-    block = {
-        node: next((path for path in _enclosing(program.source(node).module) if path in chosen), "")
-        for node in parts.forward
-    }
+    block: dict[fx.Node, str] = {}
+    for node in parts.forward:
+        block[node] = next((path for path in _enclosing(program.source(node).module) if path in chosen), "")
     home = {node: (block[node], program.source(node).stage) for node in parts.forward}
     inside = {(node, i) for node in parts.forward if block[node] for i in range(len(program.types(node)))}
     saved = {(node, 0) for node in parts.forward if is_collective(node) and not remat.collectives}
@@ -123,10 +110,9 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
 
 def blocks_of(program: Program, parts: Parts, remat: Remat) -> set[str]:
     """The paths of the modules whose inside is computed again. OptionError where the glob matches none."""
-    paths = dict.fromkeys(
-        path for node in parts.forward for path in reversed(list(_enclosing(program.source(node).module)))
-    )
-    matched = dict.fromkeys(path for path in paths if fnmatchcase(path, remat.blocks))
+    modules = (program.source(node).module for node in parts.forward)
+    paths = dict.fromkeys(path for module in modules for path in reversed(list(_enclosing(module))))
+    matched = [path for path in paths if fnmatchcase(path, remat.blocks)]
     outermost = [path for path in matched if not any(above in matched for above in list(_enclosing(path))[1:])]
     if not outermost:
         raise OptionError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
-from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
 from .cut_blocks import cut_blocks
@@ -33,10 +32,11 @@ def _candidates(after: Program) -> set[str]:
     pins: dict[str, list[Pin]] = {}
     for pin in after.pins:
         pins.setdefault(pin.text, []).append(pin)
-    annotations = {
-        text: own for text, own in pins.items() if all(pin.is_annotation and pin.kind in _KINDS for pin in own)
+    nodes = {
+        text: {after.named_inputs[pin.kind, pin.name] for pin in own}
+        for text, own in pins.items()
+        if all(pin.is_annotation and pin.kind in _KINDS for pin in own)
     }
-    nodes = {text: {after.named_inputs[pin.kind, pin.name] for pin in own} for text, own in annotations.items()}
     spread = {
         origin.annotation
         for node in (*after.placeholders, *after.calls)
@@ -44,13 +44,11 @@ def _candidates(after: Program) -> set[str]:
         for origin in origins.values()
         if node not in nodes.get(origin.annotation, ())
     }
-    return set(annotations) - spread
+    return set(nodes) - spread
 
 
 def _is_same_without(texts: Collection[str], before: Program, after: Program) -> bool:
     pins = tuple(pin for pin in before.pins if pin.text not in texts)
-    return _shardings(propagate(cut_blocks(replace(before, pins=pins)))) == _shardings(after)
-
-
-def _shardings(program: Program) -> list[Sequence[Sharding | None]]:
-    return [program.shardings(node) for node in (*program.placeholders, *program.calls)]
+    without = propagate(cut_blocks(replace(before, pins=pins)))
+    ours, theirs = ([by.shardings(node) for node in (*by.placeholders, *by.calls)] for by in (without, after))
+    return ours == theirs

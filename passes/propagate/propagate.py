@@ -21,8 +21,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import MICROBATCH, Axes, Mesh
 from shardc.language.rule import Dims, Rule
@@ -50,10 +48,17 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
                 tensor = tensors[pinned_value(program, pin)]
                 _cut_as_pinned(program, tensor, pin, precedence, rank)
                 worklist.add_around(tensor.value)
-        _settle(worklist, tensors)
+        for with_contractions in (False, True):
+            for op in worklist.drain(with_contractions):
+                for value in _step(op, tensors):
+                    worklist.add_around(value)
+    assert program.mesh is not None
     for node in program.graph.nodes:
-        if found := [tensors.get((node, index)) for index in range(len(program.types(node)))]:
-            _write(program, node, found)
+        own = [tensors.get((node, index)) for index in range(len(program.types(node)))]
+        shardings = tuple(Sharding(program.mesh, tuple(tensor.dims)) if tensor else None for tensor in own)
+        if any(shardings) or (own and program.has_many(node)):
+            program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
+            program.set_origins(node, tuple(tensor.origins if tensor else {} for tensor in own))
     return replace(program, pins=pins)
 
 
@@ -124,24 +129,7 @@ def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, precedence: Prec
                 tensor.origins[part.name] = Origin(text, rank, tensor.name)
 
 
-def _write(program: Program, node: fx.Node, tensors: Sequence[_Tensor | None]) -> None:
-    """Put the shardings and origins on a node."""
-    assert program.mesh is not None
-    shardings = tuple(Sharding(program.mesh, tuple(tensor.dims)) if tensor else None for tensor in tensors)
-    if any(shardings) or program.has_many(node):
-        program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
-        program.set_origins(node, tuple(tensor.origins if tensor else {} for tensor in tensors))
-
-
 # The fixpoint.
-
-
-def _settle(worklist: _Worklist, tensors: Mapping[Value, _Tensor]) -> None:
-    """Take steps until nothing changes; contractions wait until no other op has one left."""
-    for with_contractions in (False, True):
-        for op in worklist.drain(with_contractions):
-            for value in _step(op, tensors):
-                worklist.add_around(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ was there has the sharding that it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -50,25 +50,18 @@ def _accumulate_first(program: Program, node: fx.Node) -> None:
         return
     accumulated = replace(sharding, partial=rest)
     with program.graph.inserting_before(node):
-        values, causes = list(_sums_of_stages(program, value)), program.causes(node)
-        if len(values) == 1 and accumulated == target:
+        by_stage: dict[int, list[fx.Node]] = {}
+        for summand in _summands(program, value):
+            by_stage.setdefault(program.source(summand).stage, []).append(summand)
+        if len(by_stage) == 1 and accumulated == target:
             return
-        total = _add(program, [insert_reshard(program, each, accumulated, node, *causes) for each in values])
+        sums = [_add(program, summands) for summands in by_stage.values()] if len(by_stage) > 1 else [value]
+        causes = program.causes(node)
+        total = _add(program, [insert_reshard(program, stage_sum, accumulated, node, *causes) for stage_sum in sums])
     if accumulated == target:
         program.replace(node, total)
     else:
         node.args = (total,)
-
-
-def _sums_of_stages(program: Program, value: fx.Node) -> Iterator[fx.Node]:
-    """For each stage that computes summands of a value, the sum of these."""
-    by_stage: dict[int, list[fx.Node]] = {}
-    for summand in _summands(program, value):
-        by_stage.setdefault(program.source(summand).stage, []).append(summand)
-    if len(by_stage) == 1:
-        yield value
-    else:
-        yield from (_add(program, summands) for summands in by_stage.values())
 
 
 def _summands(program: Program, value: fx.Node) -> list[fx.Node]:
@@ -77,19 +70,18 @@ def _summands(program: Program, value: fx.Node) -> list[fx.Node]:
         return [value]
     if is_cast(value) and program.type(value).dtype.itemsize > program.type(operand(value)).dtype.itemsize:
         narrow = _summands(program, operand(value))
-        return [value] if len(narrow) == 1 else [_cast_alike(program, value, each) for each in narrow]
+        if len(narrow) == 1:
+            return [value]
+        casts = [program.repeat(value, {operand(value): summand}) for summand in narrow]
+        for cast, summand in zip(casts, narrow, strict=True):
+            program.set_source(cast, replace(program.source(cast), stage=program.source(summand).stage))
+        return casts
     if value.target is not aten.add.Tensor or value.kwargs:
         return [value]
     nodes = [each for each in value.args if isinstance(each, fx.Node)]
     if len(nodes) < len(value.args) or any(program.sharding(each) != program.sharding(value) for each in nodes):
         return [value]
     return [summand for each in nodes for summand in _summands(program, each)]
-
-
-def _cast_alike(program: Program, cast: fx.Node, value: fx.Node) -> fx.Node:
-    new = program.repeat(cast, {operand(cast): value})
-    program.set_source(new, replace(program.source(new), stage=program.source(value).stage))
-    return new
 
 
 def _add(program: Program, values: Sequence[fx.Node]) -> fx.Node:

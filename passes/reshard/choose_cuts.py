@@ -7,7 +7,7 @@ that are linear in it, for as long as it has one reader and nothing makes it lar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from torch import fx
 from shardc.capture.precision import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import Axes, AxisPart
-from shardc.language.rule import Dims, Rule
+from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
 from shardc.program.node import is_annotation, is_cast
 from shardc.program.program import Program, Value, ends_of
-from shardc.program.provenance import PARAMETER, Origin
+from shardc.program.provenance import PARAMETER
 
 from .plan_reshard import move_bytes
 
@@ -37,7 +37,8 @@ def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
     At first every partial sum with one reader is carried on. Those that meet an op they cannot pass are reduced where
     they are made, and so on until all that are carried pass.
     """
-    carried = {value for node in program.calls for value in _values_with_one_reader(program, node)}
+    holders = [holder for node in program.calls for holder in (node.users if program.has_many(node) else [node])]
+    carried = {program.value(holder) for holder in holders if len(holder.users) == 1}
     while True:
         inputs = {(node, 0): program.sharding(node) for node in program.placeholders}
         planner = _Planner(Arrivals(program, inputs, stand_ins or {}), carried, reduced_casts(program))
@@ -46,13 +47,6 @@ def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
         if not planner.blocked:
             return CutPlan(planner.arrivals, planner.ops, _output_shardings(planner.arrivals))
         carried = carried - planner.blocked
-
-
-def _values_with_one_reader(program: Program, node: fx.Node) -> Iterator[Value]:
-    """The results of a call that have one reader; with more, each would reduce the sum for itself."""
-    for holder in node.users if program.has_many(node) else [node]:
-        if len(holder.users) == 1:
-            yield program.value(holder)
 
 
 def _output_shardings(arrivals: Arrivals) -> list[Sharding | None]:
@@ -108,9 +102,8 @@ class CutPlan:
         """Bytes that a rank sends for all reshards. A value is brought to each sharding once."""
         program, current = self.program, self.arrivals.shardings
         reads = [(program.operand_values(node), op.operands) for node, op in self.ops.items()]
-        reads.append(
-            (tuple(None if node is None else program.value(node) for node in program.results), tuple(self.outputs))
-        )
+        results = tuple(None if node is None else program.value(node) for node in program.results)
+        reads.append((results, tuple(self.outputs)))
         moves = {(value, to) for values, shardings in reads for value, to in zip(values, shardings, strict=True)}
         reductions = [((node, i), made) for node, op in self.ops.items() for i, made in enumerate(op.results) if made]
         return sum(move_bytes(made, current[value], program.value_type(value)) for value, made in reductions) + sum(
@@ -138,37 +131,32 @@ class Arrivals:
         return self.stand_ins.get((node, value)) or self.shardings[value]
 
     def op_shardings(self, node: fx.Node, cuts: Cuts, ride: Ride | None = None) -> OpShardings:
-        """The shardings of operands and results when the factors are cut so."""
-        ride = ride or Ride()
-        rule, values = self.program.rule(node), self.program.operand_values(node)
-        return OpShardings(
-            tuple(
-                None
-                if value is None
-                else self._operand(rule, dims, cuts, value, ride.partial if i in ride.operands else ())
-                for i, (value, dims) in enumerate(zip(values, rule.operands, strict=True))
-            ),
-            tuple(
-                None if type_ is None else self._result(rule, index, len(type_.shape), cuts, ride.partial)
-                for index, type_ in enumerate(self.program.types(node))
-            ),
-        )
+        """The shardings of operands and results when the factors are cut so.
 
-    def _operand(self, rule: Rule, dims: Dims | None, cuts: Cuts, value: Value, open_: Partial) -> Sharding:
-        mesh = self.shardings[value].mesh
-        if dims is None:
-            return Sharding.replicated(mesh, len(self.shardings[value].dims))
-        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), open_)
-
-    def _result(self, rule: Rule, index: int, ndim: int, cuts: Cuts, passing: Partial) -> Sharding:
-        """Cut as its factors are; partial over the cuts of the factors that it does not have."""
-        mesh, dims = self.program.mesh, rule.results[index]
+        A result is partial over the cuts of the factors that it does not have.
+        """
+        ride, program = ride or Ride(), self.program
+        rule, mesh = program.rule(node), program.mesh
         assert mesh is not None
-        if dims is None:
-            return Sharding.replicated(mesh, ndim)
-        summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, index)]
-        open_ = [(part, rule.reduce) for cut in summed for part in cut.all_axes]
-        return Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(sorted((*open_, *passing))))
+        operands: list[Sharding | None] = []
+        for i, (value, dims) in enumerate(zip(program.operand_values(node), rule.operands, strict=True)):
+            if value is None or dims is None:
+                operands.append(value and Sharding.replicated(mesh, len(self.shardings[value].dims)))
+            else:
+                open_ = ride.partial if i in ride.operands else ()
+                operands.append(Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), open_))
+        results: list[Sharding | None] = []
+        for i, type_ in enumerate(program.types(node)):
+            dims = rule.results[i]
+            if type_ is None or dims is None:
+                results.append(None if type_ is None else Sharding.replicated(mesh, len(type_.shape)))
+            else:
+                summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, i)]
+                partial_axes = sorted(
+                    [*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial]
+                )
+                results.append(Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
+        return OpShardings(tuple(operands), tuple(results))
 
     def cost(self, node: fx.Node, op: OpShardings) -> int:
         """Bytes that a rank sends to bring the operands there, and the results to their propagated shardings."""
@@ -282,37 +270,29 @@ def claims_on(program: Program, node: fx.Node, rule: Rule, sharding_of: Callable
     Only the result has claims where the user annotated the value.
     """
     operands = [] if is_annotation(node) else list(zip(program.operand_values(node), rule.operands, strict=True))
-    claims = [_claims_of(program, rule, value, dims, sharding_of(value), False) for value, dims in operands if value]
-    for index, (dims, sharding) in enumerate(zip(rule.results, program.shardings(node), strict=True)):
-        if sharding is not None:
-            claims.append(_claims_of(program, rule, (node, index), dims, sharding, True))
-    return [claim for each in claims for claim in each]
-
-
-def _claims_of(
-    program: Program, rule: Rule, value: Value, dims: Dims | None, sharding: Sharding, is_of_result: bool
-) -> list[Claim]:
-    type_ = program.value_type(value)
-    cuts = factor_cuts(dims, sharding.dims, type_.shape, rule.sizes) if dims is not None else {}
-    if not cuts:
-        return []
-    nbytes, origins = ceil_div(type_.nbytes, num_shards(sharding.cut_axes)), program.origins(value[0])[value[1]]
-    return [Claim(factor, cut, _rank(cut.all_axes, origins), nbytes, is_of_result) for factor, cut in cuts.items()]
-
-
-def _rank(axes: Axes, origins: Mapping[str, Origin]) -> int:
-    return min((origins[part.name].rank for part in axes if part.name in origins), default=PARAMETER)
+    tensors = [(value, dims, sharding_of(value), False) for value, dims in operands if value]
+    results = enumerate(zip(rule.results, program.shardings(node), strict=True))
+    tensors += [((node, i), dims, sharding, True) for i, (dims, sharding) in results if sharding is not None]
+    claims: list[Claim] = []
+    for value, dims, sharding, is_of_result in tensors:
+        type_, origins = program.value_type(value), program.origins(value[0])[value[1]]
+        nbytes = ceil_div(type_.nbytes, num_shards(sharding.cut_axes))
+        cuts = {} if dims is None else factor_cuts(dims, sharding.dims, type_.shape, rule.sizes)
+        for factor, cut in cuts.items():
+            rank = min((origins[part.name].rank for part in cut.all_axes if part.name in origins), default=PARAMETER)
+            claims.append(Claim(factor, cut, rank, nbytes, is_of_result))
+    return claims
 
 
 def choices(rule: Rule, claims: list[Claim], taken: Axes = ()) -> list[Cuts]:
     """The cuts by the claims' own order, and those where another claim comes first. ``taken`` axes cut nothing."""
-    found = [assign(rule, claims, taken)]
+    ways = [assign(rule, claims, taken)]
     for claim in claims:
-        if found[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
+        if ways[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
             cuts = assign(rule, claims, taken, first=claim)
-            if cuts not in found and num_pieces(cuts) >= num_pieces(found[0]):
-                found.append(cuts)
-    return found
+            if cuts not in ways and num_pieces(cuts) >= num_pieces(ways[0]):
+                ways.append(cuts)
+    return ways
 
 
 def assign(rule: Rule, claims: list[Claim], taken: Axes = (), first: Claim | None = None) -> Cuts:

@@ -102,9 +102,15 @@ def _divided(program: Program, plan: CutPlan, other: Program) -> CutPlan:
     crossed = _Division(program, data, parameters).cheapest()
     if not crossed:
         return plan
+    of_operands = {  # an operand from the other side has its sharding on the op's own side
+        (node, value): (parameters if node in crossed else data).sharding(value)
+        for node in program.calls
+        for value in program.operand_values(node)
+        if value is not None and (value[0] in crossed) != (node in crossed)
+    }
     before, wire_bytes = {node: data.facts(node) for node in crossed}, plan.wire_bytes
     _set_facts(program, {node: parameters.facts(node) for node in crossed})
-    divided = choose_cuts(program, {**stand_ins, **_stand_ins(program, data, parameters, crossed)})
+    divided = choose_cuts(program, {**stand_ins, **of_operands})
     if divided.wire_bytes < wire_bytes:
         return divided
     _set_facts(program, before)
@@ -117,16 +123,6 @@ def _set_facts(program: Program, facts: Mapping[fx.Node, Facts]) -> None:
         program.set_origins(node, origins)
 
 
-def _stand_ins(program: Program, data: _Side, parameters: _Side, crossed: set[fx.Node]) -> StandIns:
-    """For each operand from the other side, its sharding on the op's own side."""
-    return {
-        (node, value): (parameters if node in crossed else data).sharding(value)
-        for node in program.calls
-        for value in program.operand_values(node)
-        if value is not None and (value[0] in crossed) != (node in crossed)
-    }
-
-
 class _Side:
     """How every op would be cut if all values were as one propagation has them. Any copy's node of a name will do."""
 
@@ -134,19 +130,11 @@ class _Side:
         self._program = program
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._arrivals = Arrivals(program, current_shardings(program), stand_ins)
-        self._cuts: dict[str, Cuts] = {}
-        self._ops: dict[str, OpShardings] = {}
+        self.cuts: dict[str, Cuts] = {}  # which axes cut which factor, by the op's name
+        self.ops: dict[str, OpShardings] = {}
         for node in program.calls:
-            cuts = self._cuts[node.name] = assign(program.rule(node), self._arrivals.claims(node))
-            self._ops[node.name] = self._arrivals.op_shardings(node, cuts)
-
-    def cuts(self, node: fx.Node) -> Cuts:
-        """Which axes cut which factor of an op."""
-        return self._cuts[node.name]
-
-    def operands(self, node: fx.Node) -> Shardings:
-        """The shardings that an op needs its operands in."""
-        return self._ops[node.name].operands
+            cuts = self.cuts[node.name] = assign(program.rule(node), self._arrivals.claims(node))
+            self.ops[node.name] = self._arrivals.op_shardings(node, cuts)
 
     def sharding(self, value: Value) -> Sharding:
         """The sharding of a value."""
@@ -161,7 +149,7 @@ class _Side:
         """Bytes that bring an op's results from how it makes them to their shardings."""
         return sum(
             move_bytes(made, self.sharding((node, i)), self._program.value_type((self._nodes[node.name], i)))
-            for i, made in enumerate(self._ops[node.name].results)
+            for i, made in enumerate(self.ops[node.name].results)
             if made is not None
         )
 
@@ -195,10 +183,13 @@ class _Division:
         """The ops on the parameters' side."""
         inputs = zip(self.program.inputs, self.program.placeholders, strict=True)
         pinned = {(pin.kind, pin.name) for pin in self.program.pins}
-        self.free = {node for given, node in inputs if (given.kind, given.name) not in pinned}
-        self.free |= set(filter(self._is_free, self.program.calls))
+        self.free = {node for entry, node in inputs if (entry.kind, entry.name) not in pinned}
         for node in self.program.calls:
-            if node in self.free:
+            ours, theirs = self.data.cuts[node.name], self.parameters.cuts[node.name]
+            if ours == theirs or is_annotation(node) or num_pieces(ours) > num_pieces(theirs):
+                continue
+            if _is_shared(self.program.rule(node), ours, theirs):
+                self.free.add(node)
                 self._add_costs(node, self.data.reduction_bytes(node), self.parameters.reduction_bytes(node))
         for value, readers_by_target in self._readers().items():
             for target, readers in readers_by_target.items():
@@ -208,37 +199,27 @@ class _Division:
         _, side = nx.minimum_cut(self.graph, DATA, PARAMETERS, flow_func=boykov_kolmogorov)[1]
         return side & self.free
 
-    def _is_free(self, node: fx.Node) -> bool:
-        ours, theirs = self.data.cuts(node), self.parameters.cuts(node)
-        if ours == theirs or is_annotation(node) or num_pieces(ours) > num_pieces(theirs):
-            return False
-        return _is_shared(self.program.rule(node), ours, theirs)
-
     def _readers(self) -> dict[Value, dict[Sharding, _Readers]]:
         """By value, and by the sharding that it is needed in."""
-        found: dict[Value, dict[Sharding, _Readers]] = defaultdict(lambda: defaultdict(_Readers))
+        readers: dict[Value, dict[Sharding, _Readers]] = defaultdict(lambda: defaultdict(_Readers))
 
         def add(value: Value, reader: fx.Node, ours: Sharding, theirs: Sharding) -> None:
             if reader not in self.free or ours == theirs:
-                found[value][ours].on_any_side = True
+                readers[value][ours].on_any_side = True
             else:
-                found[value][ours].of_data.append(reader)
-                found[value][theirs].of_parameters.append(reader)
+                readers[value][ours].of_data.append(reader)
+                readers[value][theirs].of_parameters.append(reader)
 
         for node in self.program.calls:
-            values, ours, theirs = (
-                self.program.operand_values(node),
-                self.data.operands(node),
-                self.parameters.operands(node),
-            )
-            for value, our, their in zip(values, ours, theirs, strict=True):
-                if value is not None and our is not None and their is not None:
-                    add(value, node, our, their)
+            sides = self.data.ops[node.name].operands, self.parameters.ops[node.name].operands
+            for value, ours, theirs in zip(self.program.operand_values(node), *sides, strict=True):
+                if value is not None and ours is not None and theirs is not None:
+                    add(value, node, ours, theirs)
         for _, owner, result in ends_of(self.program):
             if owner is not None and result is not None:
-                shardings = (side.sharding((owner, 0)) for side in (self.data, self.parameters))
-                add(self.program.value(result), owner, *shardings)
-        return found
+                ours, theirs = self.data.sharding((owner, 0)), self.parameters.sharding((owner, 0))
+                add(self.program.value(result), owner, ours, theirs)
+        return readers
 
     def _add_move(self, value: Value, target: Sharding, readers: _Readers) -> None:
         """The cost to bring a value to a sharding, from its sharding on either side."""

@@ -83,14 +83,10 @@ class _Rewriter:
     def call(self, node: fx.Node) -> None:
         """Bring the operands of a call to the plan's shardings, and give its results theirs."""
         program, op, reasons = self.program, self.plan.ops[node], OpReasons(self.plan, node)
-        pairs = enumerate(zip(operands(node), op.operands, strict=True))
-        set_operands(
-            node,
-            [
-                self._operand(value, target, node, i, reasons) if value and target else value
-                for i, (value, target) in pairs
-            ],
-        )
+        new: list[fx.Node | None] = []
+        for i, (value, target) in enumerate(zip(operands(node), op.operands, strict=True)):
+            new.append(self._operand(value, target, node, i, reasons) if value and target else value)
+        set_operands(node, new)
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
@@ -141,27 +137,26 @@ class _Rewriter:
         node.args = (tuple(results),)
 
     def _result(self, result: fx.Node, target: Sharding, output: Output, owner: fx.Node | None) -> fx.Node:
-        """A result of the program in its sharding, resharded as soon as it is known."""
+        """A result of the program in its sharding, resharded as soon as it is known.
+
+        A gradient's or a buffer's axes have the origins of its owner, other results those that propagate gave.
+        """
         program = self.program
         held = self.holder[program.value(result)]
-        current = program.sharding(held)
+        current, (producer, index) = program.sharding(held), program.value(result if owner is None else held)
         if current != target and (held, target) not in self.resharded:
             end = Endpoint(f"the {output.kind} {output.name}")
             text = next((pin.text for pin in program.pins if (pin.kind, pin.name) == ("output", output.name)), "")
+            if owner is None:
+                origins = self.propagated.get(producer, program.origins(producer))[index]
+            else:
+                known = program.origin(owner).items()
+                origins = {axis: origin.through(end.name, (producer.name, index)) for axis, origin in known}
             reasons = needs(
                 current, target, lambda axis, dim: Need(axis, "sum" if dim is None else "end", dim, None, text),
-                self._end_origins(result, held, end.name, owner).get,
+                origins.get,
             )  # fmt: skip
             with program.graph.inserting_after(held):
                 why = self._change(held, target, end, reasons)
                 self.resharded[held, target] = insert_reshard(program, held, target, held, why)
         return held if current == target else self.resharded[held, target]
-
-    def _end_origins(self, result: fx.Node, held: fx.Node, end: str, owner: fx.Node | None) -> Mapping[str, Origin]:
-        """The origins of a result's axes: of a gradient or a buffer its owner's, else those that propagate gave."""
-        if owner is None:
-            producer, index = self.program.value(result)
-            return self.propagated.get(producer, self.program.origins(producer))[index]
-        producer, index = self.program.value(held)
-        origins = self.program.origin(owner).items()
-        return {axis: origin.through(end, (producer.name, index)) for axis, origin in origins}

@@ -13,10 +13,10 @@ types stay global.
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from shardc.language.sharding import TensorType
-from shardc.program.collective import COLLECTIVES, EXCHANGES, Step, reshard
+from shardc.program.collective import COLLECTIVES, EXCHANGES, reshard
+from shardc.program.node import operand
 from shardc.program.program import Program
 
 from .plan_reshard import plan_reshard
@@ -29,10 +29,15 @@ def lower_reshards(program: Program) -> Program:
     program = program.copy(level="lowered")
     for node in list(program.calls):
         if node.target is reshard:
-            value: fx.Node = node.args[0]  # type: ignore[assignment]
+            value, type_ = operand(node), program.type(node)
             with program.graph.inserting_before(node):
-                for step in plan_reshard(program.sharding(value), program.sharding(node), program.type(node)):
-                    value = _insert(program, step, value, node)
+                for step in plan_reshard(program.sharding(value), program.sharding(node), type_):
+                    name = "_".join([step.kind, *dict.fromkeys(part.name for part in step.axes)])
+                    result = TensorType(step.shape, type_.dtype)
+                    value = program.insert(FUNCTIONS[step.kind], (value, *step.args), result, node, name=name)
+                    program.set_sharding(value, step.sharding)
+                    program.set_causes(value, program.causes(node))
+                    program.set_origins(value, program.origins(node))
             program.replace(node, value)
         elif node.target in EXCHANGES:
             moved, _, dim, *rest = node.args
@@ -40,13 +45,3 @@ def lower_reshards(program: Program) -> Program:
             axes = sharding.dims[dim].axes  # type: ignore[index]
             node.args = (moved, tuple(map(sharding.mesh.print_part, axes)), dim, *rest)
     return program
-
-
-def _insert(program: Program, step: Step, value: fx.Node, like: fx.Node) -> fx.Node:
-    name = "_".join([step.kind, *dict.fromkeys(part.name for part in step.axes)])
-    type_ = TensorType(step.shape, program.type(like).dtype)
-    node = program.insert(FUNCTIONS[step.kind], (value, *step.args), type_, like, name=name)
-    program.set_sharding(node, step.sharding)
-    program.set_causes(node, program.causes(like))
-    program.set_origins(node, program.origins(like))
-    return node

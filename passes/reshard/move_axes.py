@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
 from shardc.language.collective_kind import CollectiveKind
@@ -76,11 +76,7 @@ class Space:
     spare: frozenset[int] = frozenset()
 
     @cached_property
-    def _weights(self) -> tuple[int, ...]:
-        return tuple(max(size, SMALLEST) for size in self.sizes)
-
-    @cached_property
-    def _known(self) -> dict[Atoms, int]:
+    def _pieces(self) -> dict[Atoms, int]:
         return {}
 
     @cached_property
@@ -91,7 +87,7 @@ class Space:
     @cached_property
     def scale(self) -> int:
         """The whole value's size, such that every cost is a whole number."""
-        return LATENCY * math.prod(self._weights) ** 2
+        return LATENCY * math.prod(max(size, SMALLEST) for size in self.sizes) ** 2
 
     @cached_property
     def bound(self) -> int:
@@ -105,9 +101,9 @@ class Space:
 
     def pieces(self, atoms: Atoms) -> int:
         """Into how many pieces atoms cut."""
-        known = self._known.get(atoms)
+        known = self._pieces.get(atoms)
         if known is None:
-            known = self._known[atoms] = math.prod([self._weights[atom] for atom in atoms])
+            known = self._pieces[atoms] = math.prod([max(self.sizes[atom], SMALLEST) for atom in atoms])
         return known
 
     def local(self, state: State) -> int:
@@ -115,15 +111,16 @@ class Space:
         return self.scale // math.prod(map(self.pieces, state.lists))
 
     def fits(self, dim: int, atoms: Atoms) -> bool:
-        """Whether the atoms may cut the dim: it divides by them, or need not."""
-        if dim in self.loose:
-            return self._stays_apart(self.room[dim], atoms)
-        return self.room[dim] % math.prod([self.sizes[atom] for atom in atoms]) == 0
+        """Whether the atoms may cut the dim: it divides by them, or need not.
 
-    def _stays_apart(self, room: int, atoms: Atoms) -> bool:
-        """Whether no two neighbours are one cut together that leaves other chunks than one after the other."""
-        for atom, after in zip(atoms, (*atoms[1:], None), strict=True):
-            if (atom, after) in self.joins and room % (self.sizes[atom] * self.sizes[after or 0]):
+        Where it need not, no two neighbours may be one cut together that leaves other chunks than one after the other.
+        """
+        room = self.room[dim]
+        if dim not in self.loose:
+            return room % math.prod([self.sizes[atom] for atom in atoms]) == 0
+        for i, atom in enumerate(atoms):
+            after = atoms[i + 1] if i + 1 < len(atoms) else None
+            if after is not None and (atom, after) in self.joins and room % (self.sizes[atom] * self.sizes[after]):
                 return False
             room = ceil_div(room, self.sizes[atom])
         return True
@@ -168,7 +165,7 @@ class Space:
 
 def moves_from(space: Space, state: State) -> Iterator[Edge]:
     """Every move from a state."""
-    local, free = space.local(state), sorted(space.wanted - state.used)
+    local, latency, free = space.local(state), space.latency, sorted(space.wanted - state.used)
     for dim, atoms in enumerate(state.lists):
         for atom in free:
             if space.fits(dim, (*atoms, atom)):
@@ -176,74 +173,49 @@ def moves_from(space: Space, state: State) -> Iterator[Edge]:
         for keep, suffix in space.suffixes(dim, atoms):
             ways = space.pieces(suffix)
             if local * ways <= space.bound:
-                after = state.put((dim, keep))
-                yield Move("all_gather", suffix, (dim,), state, after), local * ways - local + space.latency
+                yield Move("all_gather", suffix, (dim,), state, state.put((dim, keep))), local * ways - local + latency
             for dst, others in enumerate(state.lists):
                 if dst != dim and space.takes(dst, others, suffix):
                     after = state.put((dim, keep), (dst, others + suffix))
-                    yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + space.latency
+                    yield Move("all_to_all", suffix, (dim, dst), state, after), local - local // ways + latency
     for some in _arrangements(state.partial):
-        yield from _reductions(space, state, some)
-    if space.permutes:
-        yield from _permutes(space, state)
-
-
-def _reductions(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
-    rest, local = tuple(atom for atom in state.partial if atom not in some), space.local(state)
-    once = local - local // space.pieces(some)
-    if some == tuple(sorted(some)):
-        yield Move("all_reduce", some, (), state, state.put(partial=rest)), 2 * once + space.latency
-    for dim, atoms in enumerate(state.lists):
-        if space.takes(dim, atoms, some):
-            after = state.put((dim, atoms + some), partial=rest)
-            yield Move("reduce_scatter", some, (dim,), state, after), once + space.latency
-
-
-def _permutes(space: Space, state: State) -> Iterator[Edge]:
-    """The atoms that cut, dealt out anew."""
-    lengths = [len(atoms) for atoms in state.lists]
-    starts = [0, *accumulate(lengths)]
-    for order in permutations([atom for atoms in state.lists for atom in atoms]):
-        after = State(tuple(order[i : i + length] for i, length in zip(starts, lengths, strict=False)), state.partial)
+        rest, once = tuple(atom for atom in state.partial if atom not in some), local - local // space.pieces(some)
+        if some == tuple(sorted(some)):
+            yield Move("all_reduce", some, (), state, state.put(partial=rest)), 2 * once + latency
+        for dim, atoms in enumerate(state.lists):
+            if space.takes(dim, atoms, some):
+                after = state.put((dim, atoms + some), partial=rest)
+                yield Move("reduce_scatter", some, (dim,), state, after), once + latency
+    starts = [0, *accumulate(map(len, state.lists))]
+    for order in permutations(sum(state.lists, ())) if space.permutes else ():  # the atoms that cut, dealt out anew
+        after = State(tuple(order[start:end] for start, end in pairwise(starts)), state.partial)
         if after != state and space.counts(after) == space.counts(state):
-            yield Move("collective_permute", (), (), state, after), space.local(state) + space.latency
+            yield Move("collective_permute", (), (), state, after), local + latency
 
 
 def moves_into(space: Space, state: State) -> Iterator[Edge]:
     """Every move that leads to a state but permutes: those of ``moves_from``, undone."""
-    local, used = space.local(state), state.used
+    local, latency, used, reducible = space.local(state), space.latency, state.used, set(space.src.partial)
     for dim, atoms in enumerate(state.lists):
         for keep, suffix in space.suffixes(dim, atoms):
             ways = space.pieces(suffix)
-            if local * ways <= space.bound:
-                yield from _cuts_undone(space, state, dim, suffix)
+            if len(suffix) == 1 and suffix[0] in space.wanted and local * ways <= space.bound:
+                yield Move("shard_slice", suffix, (dim,), state.put((dim, keep)), state), 0
+            if reducible.issuperset(suffix) and local * ways <= space.bound:
+                before = state.put((dim, keep), partial=tuple(sorted(state.partial + suffix)))
+                yield Move("reduce_scatter", suffix, (dim,), before, state), space.local(before) - local + latency
             for src, others in enumerate(state.lists):
                 if src != dim and space.takes(src, others, suffix):
                     before = state.put((dim, keep), (src, others + suffix))
-                    yield Move("all_to_all", suffix, (src, dim), before, state), local - local // ways + space.latency
+                    yield Move("all_to_all", suffix, (src, dim), before, state), local - local // ways + latency
     for some in _arrangements(tuple(atom for atom in range(len(space.sizes)) if atom not in used)):
-        yield from _joins_undone(space, state, some)
-
-
-def _cuts_undone(space: Space, state: State, dim: int, suffix: Atoms) -> Iterator[Edge]:
-    keep = state.lists[dim][: -len(suffix)]
-    if len(suffix) == 1 and suffix[0] in space.wanted:
-        yield Move("shard_slice", suffix, (dim,), state.put((dim, keep)), state), 0
-    if set(suffix) <= set(space.src.partial):
-        before = state.put((dim, keep), partial=tuple(sorted(state.partial + suffix)))
-        cost = space.local(before) - space.local(state) + space.latency
-        yield Move("reduce_scatter", suffix, (dim,), before, state), cost
-
-
-def _joins_undone(space: Space, state: State, some: Atoms) -> Iterator[Edge]:
-    local = space.local(state)
-    once = local - local // space.pieces(some)
-    for dim, atoms in enumerate(state.lists):
-        if space.takes(dim, atoms, some):
-            yield Move("all_gather", some, (dim,), state.put((dim, atoms + some)), state), once + space.latency
-    if some == tuple(sorted(some)) and set(some) <= set(space.src.partial):
-        before = state.put(partial=tuple(sorted(state.partial + some)))
-        yield Move("all_reduce", some, (), before, state), 2 * once + space.latency
+        once = local - local // space.pieces(some)
+        for dim, atoms in enumerate(state.lists):
+            if space.takes(dim, atoms, some):
+                yield Move("all_gather", some, (dim,), state.put((dim, atoms + some)), state), once + latency
+        if some == tuple(sorted(some)) and reducible.issuperset(some):
+            before = state.put(partial=tuple(sorted(state.partial + some)))
+            yield Move("all_reduce", some, (), before, state), 2 * once + latency
 
 
 def _arrangements(atoms: Atoms) -> Iterator[Atoms]:

@@ -50,19 +50,20 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
     """
     assert src.mesh == dst.mesh and can_reach(src, dst), (src, dst)
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
-    refined = [_refined(sharding, type.shape, sizes) for sharding in (src, dst)]
+    refined: list[Sharding] = []  # on the separate dims; a dim that is not split keeps its cuts as they are
+    for sharding in (src, dst):
+        dims = [
+            (cut,) if subs is None or len(subs) == 1 else _on_subdims(cut, size, subs)
+            for cut, size, subs in zip(sharding.dims, type.shape, sizes, strict=True)
+        ]
+        refined.append(replace(sharding, dims=sum(dims, ())))
     split = _split_uneven(src, dst, type.shape, refined)
     if split:
-        filled = replace(dst, dims=tuple(without_idle(*cut)[0] for cut in zip(dst.dims, type.shape, strict=True)))
-        if filled not in (src, dst):
-            return (*plan_reshard(src, filled, type), *_idle_slices(filled, dst, type))
-        stops = [_whole_at(src, split), _whole_at(dst, split)]
-        ways = pairwise([src, *(stop for stop in stops if stop != src), dst])
-        return tuple(step for one, two in ways for step in plan_reshard(one, two, type))
+        return _by_whole_dims(src, dst, type, split)
     apart = _apart(src, dst, sizes, refined)
-    moved = [i for i in sorted(apart) if has_chunks_in_a_row(src.dims[i], dst.dims[i], type.shape[i])]
-    if moved:
-        return _rechunked(src, dst, type, moved[0])
+    for i in sorted(apart):
+        if has_chunks_in_a_row(src.dims[i], dst.dims[i], type.shape[i]):
+            return _rechunked(src, dst, type, i)
     if apart:
         via = _whole_at(dst, apart)
         return plan_reshard(src, via, type) + plan_reshard(via, dst, type)
@@ -72,6 +73,22 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
         view = Step("view", (list(shape),), refined[0], shape)
         steps = [view, *steps, Step("view", (list(type.shape),), dst, type.shape)]
     return (*steps[:-1], replace(steps[-1], sharding=dst)) if steps else ()
+
+
+def _by_whole_dims(src: Sharding, dst: Sharding, type: TensorType, dims: set[int]) -> tuple[Step, ...]:
+    """Steps that join ``dims`` and cut them anew; ranks that are to hold nothing slice last."""
+    parts = [without_idle(cut, size) for cut, size in zip(dst.dims, type.shape, strict=True)]
+    filled = replace(dst, dims=tuple(cut for cut, _ in parts))
+    if filled in (src, dst):
+        stops = [stop for stop in (_whole_at(src, dims), _whole_at(dst, dims)) if stop != src]
+        return tuple(step for one, two in pairwise([src, *stops, dst]) for step in plan_reshard(one, two, type))
+    steps = list(plan_reshard(src, filled, type))
+    for dim, (_, idle) in enumerate(parts):
+        filled = filled.with_dim(dim, dst.dims[dim])
+        if idle:
+            args = tuple(map(dst.mesh.print_part, idle)), dim
+            steps.append(Step("shard_slice", args, filled, type.shape))
+    return tuple(steps)
 
 
 def can_reach(src: Sharding, dst: Sharding) -> bool:
@@ -94,26 +111,26 @@ def collectives_of_steps(
     shape = type.shape
     for step in steps:
         if step.kind not in ("view", "shard_slice", "mask_padding"):
-            found = _collective(step, before.local_shape(shape), type.dtype)
-            is_sent = is_reordered and step.kind == "collective_permute"
-            total = found.bytes * step.sharding.mesh.size
-            yield replace(found, wire_bytes=found.bytes, wire_bytes_total=total) if is_sent else found
+            collective = _collective(step, before.local_shape(shape), type.dtype)
+            if is_reordered and step.kind == "collective_permute":
+                total = collective.bytes * step.sharding.mesh.size
+                collective = replace(collective, wire_bytes=collective.bytes, wire_bytes_total=total)
+            yield collective
         before, shape = step.sharding, step.shape
 
 
 def _collective(step: Step, local_shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
     assert step.kind != "view"
-    mesh = step.sharding.mesh
-    after, count = step.sharding.local_shape(step.shape), group_size(mesh, step.kind, step.args)
-    name = dtype_name(dtype)
+    mesh, after = step.sharding.mesh, step.sharding.local_shape(step.shape)
     if step.kind == "rechunk":
-        moved, given = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
-        total = wire_bytes_total(mesh, step.kind, step.args, given)
-        return Collective("collective_permute", step.args[0], name, local_shape, after, moved, given, total)
-    payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
-    sent = wire_bytes(step.kind, payload, count)
+        payload, sent = (numel * dtype.itemsize for numel in rechunked_numel(step.args, local_shape))
+    else:
+        count = group_size(mesh, step.kind, step.args)
+        payload = payload_numel(step.kind, step.args, count, local_shape, after) * dtype.itemsize
+        sent = wire_bytes(step.kind, payload, count)
     total = wire_bytes_total(mesh, step.kind, step.args, sent)
-    return Collective(step.kind, step.args[0], name, local_shape, after, payload, sent, total)
+    kind: CollectiveKind = "collective_permute" if step.kind == "rechunk" else step.kind
+    return Collective(kind, step.args[0], dtype_name(dtype), local_shape, after, payload, sent, total)
 
 
 # The public function, of shardings as users write them.
@@ -135,7 +152,14 @@ def reshard_plan(
                             "make dst partial only where src is")  # fmt: skip
     if before.mesh == after.mesh or _is_same_on_devices(before, after.mesh) or _is_same_on_devices(after, before.mesh):
         return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
-    return tuple(collectives_of_steps(moved, _reordering_steps(moved, after, type_), type_, is_reordered=True))
+    # One step permutes the devices: those before it go by the first mesh, those after by the other.
+    is_plain = not any(cut.minor for cut in moved.dims + after.dims)
+    if is_plain and moved.is_even(type_.shape) and after.is_even(type_.shape):
+        steps = plain_steps(moved, after, type_.shape, reorders=True)
+    else:
+        permute = Step("collective_permute", ((), ()), moved, type_.shape)
+        steps = (permute, *plan_reshard(moved, after, type_))
+    return tuple(collectives_of_steps(moved, steps, type_, is_reordered=True))
 
 
 def _type(shape: object, dtype: object) -> TensorType:
@@ -147,25 +171,17 @@ def _type(shape: object, dtype: object) -> TensorType:
     return TensorType(sizes, dtype)  # type: ignore[arg-type]
 
 
-def _sharding(mesh: Mesh, type: TensorType, given: P | Sharding, who: str) -> Sharding:
-    if isinstance(given, P):
-        return given.sharding(mesh, type.shape, who)
-    if not isinstance(given, Sharding):
-        raise ShardingError(who, repr(given), "it is no P and no Sharding", "write for example P('dp', None)")
-    is_same = (given.mesh.axis_names, given.mesh.shape) == (mesh.axis_names, mesh.shape)
-    if len(given.dims) != len(type.shape) or not is_same:
-        raise ShardingError(who, f"{given} on {given.mesh}, shape {list(type.shape)}, {mesh}",
+def _sharding(mesh: Mesh, type: TensorType, spec: P | Sharding, who: str) -> Sharding:
+    if isinstance(spec, P):
+        return spec.sharding(mesh, type.shape, who)
+    if not isinstance(spec, Sharding):
+        raise ShardingError(who, repr(spec), "it is no P and no Sharding", "write for example P('dp', None)")
+    is_same = (spec.mesh.axis_names, spec.mesh.shape) == (mesh.axis_names, mesh.shape)
+    if len(spec.dims) != len(type.shape) or not is_same:
+        raise ShardingError(who, f"{spec} on {spec.mesh}, shape {list(type.shape)}, {mesh}",
                             "the sharding does not fit: mesh or number of dims",
                             "make the sharding on this mesh for this shape")  # fmt: skip
-    return given
-
-
-def _reordering_steps(src: Sharding, dst: Sharding, type: TensorType) -> Sequence[Step]:
-    """Steps of which one is a permute: those before it go by the first mesh, those after by the other."""
-    is_plain = not any(cut.minor for cut in src.dims + dst.dims)
-    if is_plain and src.is_even(type.shape) and dst.is_even(type.shape):
-        return tuple(plain_steps(src, dst, type.shape, reorders=True))
-    return (Step("collective_permute", ((), ()), src, type.shape), *plan_reshard(src, dst, type))
+    return spec
 
 
 def _is_same_on_devices(sharding: Sharding, other: Mesh) -> bool:
@@ -184,28 +200,24 @@ def _is_same_on_devices(sharding: Sharding, other: Mesh) -> bool:
 
 def has_chunks_in_a_row(src: DimSharding, dst: DimSharding, size: int) -> bool:
     """Whether each rank holds one run of the dim on both sides, in the order of the same axes."""
-
-    def is_in_a_row(cut: DimSharding) -> bool:
+    if src.axes != dst.axes or size == 0:
+        return False
+    for cut in (src, dst):
         (lead, axes), *minor = cut.subdims(size)
-        first, *rest = axes or (None,)
-        return (
-            first is not None
-            and ceil_div(lead, first.size) % num_shards(tuple(rest)) == 0
-            and not any(cuts for _, cuts in minor)
-        )
-
-    return src.axes == dst.axes and size > 0 and is_in_a_row(src) and is_in_a_row(dst)
+        if not axes or any(cuts for _, cuts in minor) or ceil_div(lead, axes[0].size) % num_shards(axes[1:]):
+            return False
+    return True
 
 
 def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tuple[Step, ...]:
     """The dim's chunks as on the other side, first of all where that makes them smaller, else last."""
     size, cut = type.shape[dim], dst.dims[dim]
-    held, chunk = src.dims[dim].local_size(size), cut.local_size(size)
-    count, inner = num_shards(cut.axes), math.prod(sub for sub, _ in cut.minor)
-    total = size if ceil_div(size, count) == chunk else count * chunk
-    window = Windows(count, size, total, 0, fixed_shard_size=held)
+    before, after, count = src.dims[dim].local_size(size), cut.local_size(size), num_shards(cut.axes)
+    total = size if ceil_div(size, count) == after else count * after
+    window = Windows(count, size, total, 0, fixed_shard_size=before)
+    inner = math.prod(sub for sub, _ in cut.minor)
     args = (tuple(map(src.mesh.print_part, cut.axes)), dim, window.values, inner)
-    if chunk <= held:
+    if after <= before:
         via = src.with_dim(dim, cut)
         return (Step("rechunk", args, via, type.shape), *plan_reshard(via, dst, type))
     return (*plan_reshard(src, dst.with_dim(dim, src.dims[dim]), type), Step("rechunk", args, dst, type.shape))
@@ -235,14 +247,6 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
     return sizes
 
 
-def _refined(sharding: Sharding, shape: tuple[int, ...], sizes: list[tuple[int, ...] | None]) -> Sharding:
-    """The sharding on the separate dims; a dim that is not split keeps its cuts as they are."""
-    dims: list[DimSharding] = []
-    for dim, size, subs in zip(sharding.dims, shape, sizes, strict=True):
-        dims += [dim] if subs is None or len(subs) == 1 else _on_subdims(dim, size, subs)
-    return replace(sharding, dims=tuple(dims))
-
-
 def _on_subdims(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[DimSharding, ...]:
     """The cut on separate dims of these sizes."""
     subdims = cut.subdims(size)
@@ -269,29 +273,15 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
     Chunks of the ceiling by an axis are not those by its parts, one after the other, unless it divides what it cuts.
     """
     ends = part_ends(part for sharding in fine for part in sharding.used_parts)
-    return {
-        i
-        for i, (*cuts, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True))
-        if cuts[0] != cuts[1] and any(not cut.is_even(size) and _is_split_unevenly(cut, size, ends) for cut in cuts)
-    }
-
-
-def _idle_slices(filled: Sharding, dst: Sharding, type: TensorType) -> Iterator[Step]:
-    """Local slices along which all but the first ranks are left with nothing."""
-    for dim, size in enumerate(type.shape):
-        filled = filled.with_dim(dim, dst.dims[dim])
-        if idle := without_idle(dst.dims[dim], size)[1]:
-            yield Step("shard_slice", (tuple(map(dst.mesh.print_part, idle)), dim), filled, type.shape)
-
-
-def _is_split_unevenly(cut: DimSharding, size: int, ends: dict[str, list[int]]) -> bool:
-    """Whether an axis is in parts on the other side that does not divide what it cuts here."""
-    for room, axes in cut.subdims(size):
-        for part in axes:
-            if room % part.size and len(split_parts((part,), ends)) > 1:
-                return True
-            room = ceil_div(room, part.size)
-    return False
+    dims: set[int] = set()
+    for i, (ours, theirs, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
+        uneven = [cut for cut in (ours, theirs) if ours != theirs and not cut.is_even(size)]
+        for room, axes in (subdim for cut in uneven for subdim in cut.subdims(size)):
+            for part in axes:
+                if room % part.size and len(split_parts((part,), ends)) > 1:
+                    dims.add(i)
+                room = ceil_div(room, part.size)
+    return dims
 
 
 # The search, on dims on which both cuts are plain.
@@ -314,15 +304,23 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
         return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
     steps = list(steps_of(path.moves, space, atoms, active, src, shape))
-    spare = _unused_part(src, dst) if may_be_shared(space, path) else ()
-    if spare:
-        space = replace(
-            _space(src, dst, shape, ends, atoms + spare, active), reorders=reorders, spare=frozenset({len(atoms)})
-        )
-        shared = cheapest_path(space)
-        others = list(steps_of(shared.moves, space, atoms + spare, active, src, shape)) if shared else steps
-        steps = min(steps, others, key=lambda steps: _sent(src, steps, shape))
-    return steps
+    unused = unused_parts(src.mesh, src.used_parts + dst.used_parts)
+    largest = max(unused, key=lambda part: part.size, default=None)  # which may share what is moved
+    if largest is None or largest.size == 1 or not may_be_shared(space, path):
+        return steps
+    atoms, spare = (*atoms, largest), frozenset({len(atoms)})
+    space = replace(_space(src, dst, shape, ends, atoms, active), reorders=reorders, spare=spare)
+    if (shared := cheapest_path(space)) is None:
+        return steps
+    others = list(steps_of(shared.moves, space, atoms, active, src, shape))
+
+    def cost(steps: Sequence[Step]) -> int:
+        """Elements that one rank sends, padding included, and for each collective some part of the larger end."""
+        shapes = [src.local_shape(shape), *(step.sharding.local_shape(step.shape) for step in steps)]
+        latency = max(math.prod(shapes[0]), math.prod(shapes[-1])) // LATENCY
+        return sum(sent + latency for at, step in zip(shapes, steps, strict=False) if (sent := wire_numel(step, at)))
+
+    return min(steps, others, key=cost)
 
 
 def search_space(
@@ -330,15 +328,24 @@ def search_space(
 ) -> tuple[Space, Axes, list[int], dict[str, list[int]]]:
     """Where a search goes: the space, its atoms as axis parts, the dims in play and where axes are split.
 
-    ``is_wide``: a dim that does not change is in play too, and an axis may cut it on the way.
+    Axes are split at the ends of both sides' parts, and so that axes that trade places are of one size. ``is_wide``: a
+    dim that does not change is in play too, and an axis may cut it on the way.
     """
-    ends = _ends_in_play(src, dst, shape)
+    ends = fine = part_ends(src.used_parts + dst.used_parts)
+    if all(src.dims[i] == dst.dims[i] for i in _uneven_dims(src, dst, shape)):
+        while (split := _uneven_pair(*_rest(src, dst, fine))) is not None:
+            fine = {**fine, split.name: sorted([*fine[split.name], split.pre * split.size])}
+        if len({part for axes in sum(_rest(src, dst, fine), ()) for part in axes}) <= MAX_SPLIT:
+            ends = fine
     start, target = _rest(src, dst, ends)
     in_play = {part for axes in (*start, *target, _closing(src, dst, ends)) for part in axes}
     atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
     active = [i for i in range(len(shape)) if start[i] or target[i]]
-    if len(atoms) <= MAX_SPARE:
-        active = sorted(active + _spare_dim(src, dst, shape, active, atoms if is_wide else sum(target, ())))
+    new = atoms if is_wide else sum(target, ())
+    if new and len(atoms) <= MAX_SPARE:  # a dim that does not change, on which the new cuts can wait
+        same = [i for i, cut in enumerate(dst.dims) if i not in active and cut == src.dims[i] and not cut.minor]
+        spare = [i for i in same if dst.dims[i].local_size(shape[i]) % num_shards(new) == 0]
+        active = sorted(active + spare[:1])
     return _space(src, dst, shape, ends, atoms, active), atoms, active, ends
 
 
@@ -352,42 +359,22 @@ def steps_of(
         yield Step(kind, args, sharding, shape)
 
 
-def _sent(src: Sharding, steps: Sequence[Step], shape: tuple[int, ...]) -> int:
-    """Elements that one rank sends, padding included, and for each collective some part of the larger end."""
-    held = [src.local_shape(shape), *(step.sharding.local_shape(step.shape) for step in steps)]
-    latency = max(map(math.prod, (held[0], held[-1]))) // LATENCY
-    return sum(sent + latency for taken, step in zip(held, steps, strict=False) if (sent := wire_numel(step, taken)))
-
-
 def _space(
     src: Sharding, dst: Sharding, shape: tuple[int, ...], ends: dict[str, list[int]], atoms: Axes, active: list[int]
 ) -> Space:
     number = {part: i for i, part in enumerate(atoms)}
-    start, target = ([tuple(number[part] for part in side[i]) for i in active] for side in _rest(src, dst, ends))
-    kept = [num_shards(split_parts(src.dims[i].axes, ends)) // num_shards(_rest(src, dst, ends)[0][i]) for i in active]
+    rest = _rest(src, dst, ends)
+    start, target = (tuple(tuple(number[part] for part in side[i]) for i in active) for side in rest)
+    kept = [num_shards(split_parts(src.dims[i].axes, ends)) // num_shards(rest[0][i]) for i in active]
     loose = _uneven_dims(src, dst, shape)
-    joins = ((a, b) for a, b in permutations(atoms, 2) if len(merge_parts((a, b))) == 1)
-    closing = tuple(sorted(number[part] for part in _closing(src, dst, ends)))
     return Space(
         tuple(part.size for part in atoms),
         tuple(ceil_div(shape[i], pieces) for i, pieces in zip(active, kept, strict=True)),
-        State(tuple(start), closing),
-        State(tuple(target), ()),
+        State(start, tuple(sorted(number[part] for part in _closing(src, dst, ends)))),
+        State(target, ()),
         frozenset(at for at, dim in enumerate(active) if dim in loose),
-        frozenset((number[a], number[b]) for a, b in joins),
+        frozenset((number[a], number[b]) for a, b in permutations(atoms, 2) if len(merge_parts((a, b))) == 1),
     )
-
-
-def _ends_in_play(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> dict[str, list[int]]:
-    """Where axes are split: at the ends of both sides' parts, and so that axes that trade places are of one size."""
-    ends = part_ends(src.used_parts + dst.used_parts)
-    fine = ends
-    if any(src.dims[i] != dst.dims[i] for i in _uneven_dims(src, dst, shape)):
-        return ends
-    while (split := _uneven_pair(*_rest(src, dst, fine))) is not None:
-        fine = {**fine, split.name: sorted([*fine[split.name], split.pre * split.size])}
-    in_play = {part for axes in sum(_rest(src, dst, fine), ()) for part in axes}
-    return fine if len(in_play) <= MAX_SPLIT else ends
 
 
 def _uneven_dims(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> set[int]:
@@ -412,29 +399,13 @@ def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | Non
 
 def _rest(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
     """What cuts each dim on either side, without what both have in common at the major end."""
-    pairs = [_without_common(split_parts(a.axes, ends), split_parts(b.axes, ends)) if a != b else ((), ())
-             for a, b in zip(src.dims, dst.dims, strict=True)]  # fmt: skip
-    return tuple(ours for ours, _ in pairs), tuple(theirs for _, theirs in pairs)
-
-
-def _without_common(ours: Axes, theirs: Axes) -> tuple[Axes, Axes]:
-    common = 0
-    while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
-        common += 1
-    return ours[common:], theirs[common:]
-
-
-def _spare_dim(src: Sharding, dst: Sharding, shape: tuple[int, ...], active: list[int], new: Axes) -> list[int]:
-    """A dim that does not change, on which the new cuts can wait."""
-    same = [i for i, cut in enumerate(dst.dims) if i not in active and cut == src.dims[i] and not cut.minor and new]
-    return [i for i in same if dst.dims[i].local_size(shape[i]) % num_shards(new) == 0][:1]
-
-
-def _unused_part(src: Sharding, dst: Sharding) -> Axes:
-    """The largest part of an axis that neither side uses, to share what is moved; none if all are used."""
-    parts = unused_parts(src.mesh, src.used_parts + dst.used_parts)
-    largest = max(parts, key=lambda part: part.size, default=None)
-    return (largest,) if largest is not None and largest.size > 1 else ()
+    rests: list[tuple[Axes, Axes]] = []
+    for a, b in zip(src.dims, dst.dims, strict=True):
+        ours, theirs = (split_parts(a.axes, ends), split_parts(b.axes, ends)) if a != b else ((), ())
+        while ours and theirs and ours[0] == theirs[0]:
+            ours, theirs = ours[1:], theirs[1:]
+        rests.append((ours, theirs))
+    return tuple(ours for ours, _ in rests), tuple(theirs for _, theirs in rests)
 
 
 def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
@@ -470,17 +441,14 @@ def _calls(
 
     for move in moves:
         if move.kind == "collective_permute":
-            windows = [_window(a, b) for a, b in zip(move.before.lists, move.after.lists, strict=True)]
-            yield move.kind, tuple(sum((printed(window[i]) for window in windows), ()) for i in (0, 1))
+            names: list[tuple[tuple[str, ...], tuple[str, ...]]] = []  # for each dim, without common ends
+            for ours, theirs in zip(move.before.lists, move.after.lists, strict=True):
+                while ours and theirs and ours[0] == theirs[0]:
+                    ours, theirs = ours[1:], theirs[1:]
+                while ours and theirs and ours[-1] == theirs[-1]:
+                    ours, theirs = ours[:-1], theirs[:-1]
+                names.append((printed(ours), printed(theirs)))
+            yield move.kind, (sum((ours for ours, _ in names), ()), sum((theirs for _, theirs in names), ()))
             continue
         op = (src.partial[0][1],) if move.kind in ("all_reduce", "reduce_scatter") else ()
         yield move.kind, (printed(move.atoms), *op, *(active[dim] for dim in move.dims))
-
-
-def _window(ours: Atoms, theirs: Atoms) -> tuple[Atoms, Atoms]:
-    """What differs between two lists, without their common ends."""
-    while ours and theirs and ours[0] == theirs[0]:
-        ours, theirs = ours[1:], theirs[1:]
-    while ours and theirs and ours[-1] == theirs[-1]:
-        ours, theirs = ours[:-1], theirs[:-1]
-    return ours, theirs

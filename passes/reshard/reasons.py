@@ -14,7 +14,7 @@ from shardc.language.rule import Dims
 from shardc.language.sharding import DimSharding, Sharding
 from shardc.program.node import is_annotation
 from shardc.program.program import Value
-from shardc.program.provenance import Need, NeedKind, Origin
+from shardc.program.provenance import Need, Origin
 
 from .choose_cuts import CutPlan
 
@@ -33,21 +33,24 @@ class OpReasons:
     # Origins of the results' axes.
 
     def result_origins(self) -> tuple[Mapping[str, Origin], ...]:
-        """For each result, the origin of each axis that cuts it or over which a sum is open."""
-        pairs = enumerate(zip(self.op.results, self.program.origins(self.node), strict=True))
-        return tuple({} if made is None else self._result_origins(i, made, known) for i, (made, known) in pairs)
+        """For each result, the origin of each axis that cuts it or over which a sum is open.
 
-    def _result_origins(self, index: int, made: Sharding, known: Mapping[str, Origin]) -> dict[str, Origin]:
-        """``known``: the origins of the result as propagated, which stay where an axis cuts the same dim."""
-        propagated = self.propagated[index]
-        new: dict[str, Origin] = {}
-        for part in made.partial_axes:
-            new |= self._through(part.name, index, is_sum=True)
-        for part in made.cut_axes:
-            is_same = propagated is not None and dim_of(propagated, part.name) == dim_of(made, part.name)
-            if not (is_same and part.name in known):
-                new |= self._through(part.name, index, is_sum=False)
-        return new | {**known, **new}
+        It stays as propagated where an axis cuts the same dim.
+        """
+        origins: list[dict[str, Origin]] = []
+        for i, (result, known) in enumerate(zip(self.op.results, self.program.origins(self.node), strict=True)):
+            propagated, new = self.propagated[i], dict[str, Origin]()
+            if result is None:
+                origins.append(new)
+                continue
+            for part in result.partial_axes:
+                new |= self._through(part.name, i, is_sum=True)
+            for part in result.cut_axes:
+                is_same = propagated is not None and dim_of(propagated, part.name) == dim_of(result, part.name)
+                if not (is_same and part.name in known):
+                    new |= self._through(part.name, i, is_sum=False)
+            origins.append(new | {**known, **new})
+        return tuple(origins)
 
     def _through(self, axis: str, index: int, is_sum: bool) -> dict[str, Origin]:
         """The origin of an axis on a result; of a sum of several open sums, those of the others beside it."""
@@ -68,8 +71,8 @@ class OpReasons:
         assert target is not None and value is not None
 
         def origin(axis: str) -> Origin | None:
-            found = self._origin(axis)
-            return found and found.through(self.node.name, (value[0].name, value[1]))
+            known = self._origin(axis)
+            return known and known.through(self.node.name, (value[0].name, value[1]))
 
         return needs(current, target, lambda axis, dim: self._need(index, current, axis, dim), origin)
 
@@ -82,31 +85,27 @@ class OpReasons:
             return Need(axis, "placed", dim, stated=next(pins, ""))
         dims = self.rule.operands[index]
         factors = () if dims is None else dims[dim]
-        rival = self._origin(axis) if self._cuts.get(axis, set()) - set(factors) else None
-        kind = self._kind(factors, current.dims[dim], rival)
-        return Need(axis, kind, dim, rival if kind == "taken" else None)
-
-    def _kind(self, factors: tuple[str, ...], cut: DimSharding, rival: Origin | None) -> NeedKind:
-        """``rival``: the origin of the axis on another factor that it cuts."""
         if self.rule.is_fallback:
-            return "fallback"
+            return Need(axis, "fallback", dim)
         if not factors or set(factors) & self.rule.whole:
-            return "whole"
+            return Need(axis, "whole", dim)
+        rival = self._origin(axis) if self._cuts.get(axis, set()) - set(factors) else None
         if rival is not None:
-            return "taken"
-        return "fewest" if all(self.rule.may_cut(factor, cut) for factor in factors) else "unfit"
+            return Need(axis, "taken", dim, rival)
+        is_fit = all(self.rule.may_cut(factor, current.dims[dim]) for factor in factors)
+        return Need(axis, "fewest" if is_fit else "unfit", dim)
 
     # Axes and factors.
 
     @cached_property
     def _cuts(self) -> Mapping[str, set[str]]:
         """The factors that each axis cuts in the plan."""
-        found: dict[str, set[str]] = {}
+        factors: dict[str, set[str]] = {}
         for _, cuts in self._factor_cuts(self.op.operands, self.op.results):
             for factor, cut in cuts.items():
                 for part in cut.all_axes:
-                    found.setdefault(part.name, set()).add(factor)
-        return found
+                    factors.setdefault(part.name, set()).add(factor)
+        return factors
 
     def _origin(self, axis: str) -> Origin | None:
         """The origin of an axis on the factor that it cuts."""
@@ -130,9 +129,8 @@ class OpReasons:
         self, operands: Iterable[Sharding | None], results: Iterable[Sharding | None]
     ) -> Iterator[tuple[Tensor, dict[str, DimSharding]]]:
         """The op's tensors in given shardings, and how each factor is cut in each."""
-        made = [(self.node, i) for i in range(len(self.rule.results))]
         tensors = [*zip(self.values, self.rule.operands, operands, strict=True)]
-        tensors += zip(made, self.rule.results, results, strict=False)
+        tensors += (((self.node, i), *pair) for i, pair in enumerate(zip(self.rule.results, results, strict=False)))
         for value, dims, sharding in tensors:
             if value is not None and dims is not None and sharding is not None:
                 shape = self.program.value_type(value).shape

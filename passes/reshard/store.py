@@ -40,21 +40,16 @@ def store(program: Program) -> Program:
     assert program.mesh is not None
     axis, program = program.mesh.axis(zero.axis) if zero else None, program.copy()
     storer = _Storer(program, zero)
-    for put, node in zip(program.inputs, program.placeholders, strict=True):
-        if put.kind == "parameter":
+    for entry, node in zip(program.inputs, program.placeholders, strict=True):
+        if entry.kind == "parameter":
             sharding = program.sharding(node)
-            storer.store(put.name, node, stored_sharding(put.type, sharding, axis) if axis else sharding)
-    _cast_at_once(program)
-    return program
-
-
-def _cast_at_once(program: Program) -> None:
-    """Let gradients be cast and reduced as soon as they are made."""
-    for output, made in zip(program.outputs, program.results, strict=True):
-        if made is not None and output.kind == "gradient":
-            for before, node in pairwise(reversed(casts_behind(made, reshard))):
+            storer.store(entry.name, node, stored_sharding(entry.type, sharding, axis) if axis else sharding)
+    for output, result in zip(program.outputs, program.results, strict=True):
+        if result is not None and output.kind == "gradient":  # is cast and reduced as soon as it is computed
+            for before, node in pairwise(reversed(casts_behind(result, reshard))):
                 if before.op != "placeholder":
                     before.append(node)
+    return program
 
 
 def stored_sharding(type_: TensorType, sharding: Sharding, axis: AxisPart) -> Sharding:
@@ -100,14 +95,18 @@ class _Storer:
         if stored != computed:
             assert self.zero is not None
             why = StorageChange(name, program.type(node), stored, computed, self.zero.text)
-            for each in filter(None, (node, cast)):
-                program.set_sharding(each, stored)
-                self._set_origin(each, Origin(why.option, PARAMETER, (each.name, 0)))
+            for value in filter(None, (node, cast)):
+                program.set_sharding(value, stored)
+                self._set_origin(value, Origin(why.option, PARAMETER, (value.name, 0)))
             self._store_gradient(node, stored, why)
             gathered = self._gather(cast or node, computed, why)
             copy = cast if cast is not None and self.stage == 3 else gathered
-        if copy is not None:
-            self._keep(name, copy)
+        if copy is not None:  # it is computed in the update, and returned from the program
+            for value in (copy, operand(copy)):
+                if value.op != "placeholder":
+                    program.set_source(value, replace(program.source(value), phase="update"))
+            program.outputs = (*program.outputs, Output(name, "computed"))
+            program.output_node.args = ((*program.results, copy),)
 
     def _narrower(self, node: fx.Node) -> fx.Node | None:
         """The cast to fewer bytes that alone reads a parameter, if there is one. It becomes the first call."""
@@ -130,35 +129,21 @@ class _Storer:
 
         The users of a phase are a group of stage 3, or all in a pipeline, where microbatches follow each other.
         """
-        users = sorted(node.users, key=self.order.__getitem__)
+        program, users = self.program, sorted(node.users, key=self.order.__getitem__)
         if self.stage < 3:
-            first = min(self.first_call, *users, key=self.order.__getitem__) if users else node
-            return self._reshard_for(users, node, computed, first, why) if users else None
-        groups = [users]
-        if self.program.options.pipeline is None:
-            phases = ("forward", "backward")
-            groups = [[user for user in users if self.program.source(user).phase == phase] for phase in phases]
-        for group in filter(None, groups):
-            self._reshard_for(group, node, computed, group[0], why)
-        return None
-
-    def _reshard_for(
-        self, users: list[fx.Node], node: fx.Node, computed: Sharding, before: fx.Node, why: StorageChange
-    ) -> fx.Node:
-        with self.program.graph.inserting_before(before):
-            resharded = insert_reshard(self.program, node, computed, users[0], why)
-        for user in users:
-            user.replace_input_with(node, resharded)
-        return resharded
-
-    def _keep(self, name: str, node: fx.Node) -> None:
-        """Compute a value in the update, and return it from the program."""
-        program = self.program
-        for each in (node, operand(node)):
-            if each.op != "placeholder":
-                program.set_source(each, replace(program.source(each), phase="update"))
-        program.outputs = (*program.outputs, Output(name, "computed"))
-        program.output_node.args = ((*program.results, node),)
+            groups = [(users, min(self.first_call, *users, key=self.order.__getitem__))] if users else []
+        elif program.options.pipeline is not None:
+            groups = [(users, users[0])] if users else []
+        else:
+            phases = ([u for u in users if program.source(u).phase == phase] for phase in ("forward", "backward"))
+            groups = [(group, group[0]) for group in phases if group]
+        resharded = None
+        for group, before in groups:
+            with program.graph.inserting_before(before):
+                resharded = insert_reshard(program, node, computed, group[0], why)
+            for user in group:
+                user.replace_input_with(node, resharded)
+        return resharded if self.stage < 3 else None
 
     def _store_gradient(self, node: fx.Node, stored: Sharding, why: StorageChange) -> None:
         """Return a gradient as its parameter is stored: from the reshard that reduces it, or from another.
