@@ -21,7 +21,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -40,14 +39,19 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
-    where_by_node, program = _where(program), program.copy()
-    where, limit = dict(zip(program.graph.nodes, where_by_node, strict=True)), program.options.bucket
-    for reductions in _reductions(program, limit, where):
-        _join(program, reductions, reductions.nodes[-1])
-    for gathers in _gathers(program, limit, where):
-        for node in gathers.nodes[1:]:
-            move_before(gathers.nodes[0], node)
-        _join(program, gathers, gathers.nodes[0])
+    original, program = program, program.copy()
+    where = dict(zip(program.graph.nodes, _where(original), strict=True))
+    sizes: dict[fx.Node, int] = {}  # bytes of each collective that a bucket may hold
+    for node in program.calls:
+        if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
+            ends = program.local_type(parts[0].operand), program.local_type(node)
+            sizes[node] = max(end.nbytes for end in ends if end is not None)
+    for reductions in _reductions(program, sizes, where):
+        _join(program, reductions, reductions[-1])
+    for gathers in _gathers(program, sizes, where):
+        for node in gathers[1:]:
+            move_before(gathers[0], node)
+        _join(program, gathers, gathers[0])
     return program
 
 
@@ -61,78 +65,61 @@ def _where(program: Program) -> list[Where]:
     return [frozenset(places) for places in where.values()]
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Collectives that go together, in program order, and how many bytes they move."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-    nbytes: int = 0
-
-
-def _reductions(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
+def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
     """Buckets of small reductions, in each of which no node is read before the last one.
 
     Reductions that run once for several backwards are not joined to one that runs in each.
     """
-    backward, late = set(split(program).backward), deferrable(program)
+    backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
     keys: dict[fx.Node, object] = {}
     total: Counter[object] = Counter()
-    for node in program.calls:
-        part = _single_collective(node)
-        if part is not None and part.kind in REDUCTIONS and _nbytes(program, node) < limit:
+    for node, nbytes in sizes.items():
+        part = members(node)[0]
+        if part.kind in REDUCTIONS and nbytes < limit:
             keys[node] = _key(program, node, part), where[node], part.args[1], node in backward, node in late
-            total[keys[node]] += _nbytes(program, node)
+            total[keys[node]] += nbytes
     # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
     full = {key: max(min(limit, SMALL), n / (-(-n // limit) + 1)) if n else limit for key, n in total.items()}
-    open_: dict[object, Bucket] = {}
-    done: list[Bucket] = []
+    open_: dict[object, list[fx.Node]] = {}
+    done: list[list[fx.Node]] = []
     for node in program.graph.nodes:
         operands = set(node.all_input_nodes)
-        done += [open_.pop(key) for key, group in list(open_.items()) if not operands.isdisjoint(group.nodes)]
+        done += [open_.pop(key) for key, nodes in list(open_.items()) if not operands.isdisjoint(nodes)]
         if node in keys:
-            current = open_.setdefault(keys[node], Bucket())
-            current.nodes.append(node)
-            current.nbytes += _nbytes(program, node)
-            if current.nbytes >= full[keys[node]]:
+            nodes = open_.setdefault(keys[node], [])
+            nodes.append(node)
+            if sum(map(sizes.__getitem__, nodes)) >= full[keys[node]]:
                 done.append(open_.pop(keys[node]))
-    return [group for group in (*done, *open_.values()) if len(group.nodes) > 1]
+    return [nodes for nodes in (*done, *open_.values()) if len(nodes) > 1]
 
 
-def _gathers(program: Program, limit: int, where: Mapping[fx.Node, Where]) -> list[Bucket]:
+def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
     """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
-    runs: dict[object, list[Bucket]] = {}
+    runs: dict[object, list[list[fx.Node]]] = {}
     layers: dict[object, str] = {}
-    backward = set(split(program).backward)
-    for node in program.calls:
-        part = _single_collective(node)
-        if part is None or not is_early(node):
-            continue
-        nbytes, key = _nbytes(program, node), (_key(program, node, part), where[node], node in backward)
-        run, read_by = runs.setdefault(key, [Bucket()]), layer(program, node)
-        if layers.get(key) != read_by or run[-1].nbytes + nbytes > limit:
-            run.append(Bucket())
-        run[-1].nodes.append(node)
-        run[-1].nbytes += nbytes
+    backward, limit = set(split(program).backward), program.options.bucket
+
+    def nbytes(nodes: list[fx.Node]) -> int:
+        return sum(map(sizes.__getitem__, nodes))
+
+    for node in filter(is_early, sizes):
+        key, read_by = (_key(program, node, members(node)[0]), where[node], node in backward), layer(program, node)
+        run = runs.setdefault(key, [[]])
+        if layers.get(key) != read_by or nbytes([*run[-1], node]) > limit:
+            run.append([])
+        run[-1].append(node)
         layers[key] = read_by
-    return [group for run in runs.values() for group in _merged(run, limit) if len(group.nodes) > 1]
-
-
-def _merged(run: list[Bucket], limit: int) -> list[Bucket]:
-    """Neighbours go together where they hold no more than the largest alone."""
-    most = min(limit, max(group.nbytes for group in run))
-    merged = [run[0]]
-    for group in run[1:]:
-        if merged[-1].nbytes + group.nbytes <= most:
-            merged[-1] = Bucket(merged[-1].nodes + group.nodes, merged[-1].nbytes + group.nbytes)
-        else:
-            merged.append(group)
-    return merged
-
-
-def _single_collective(node: fx.Node) -> Member | None:
-    """The collective of a node that is no bucket, and does not add up microbatches."""
-    parts = members(node)
-    return parts[0] if node.target is not bucket and parts and parts[0].args[0] != (MICROBATCH,) else None
+    buckets: list[list[fx.Node]] = []
+    for run in runs.values():
+        most = min(limit, max(map(nbytes, run)))
+        merged = run[:1]
+        for nodes in run[1:]:
+            if nbytes(merged[-1] + nodes) <= most:
+                merged[-1] = merged[-1] + nodes
+            else:
+                merged.append(nodes)
+        buckets += merged
+    return [nodes for nodes in buckets if len(nodes) > 1]
 
 
 def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
@@ -140,14 +127,9 @@ def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
     return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
 
 
-def _nbytes(program: Program, node: fx.Node) -> int:
-    ends = program.local_type(members(node)[0].operand), program.local_type(node)
-    return max(end.nbytes for end in ends if end is not None)
-
-
-def _join(program: Program, group: Bucket, place: fx.Node) -> None:
+def _join(program: Program, nodes: list[fx.Node], place: fx.Node) -> None:
     """One bucket for several nodes, right before one of them; each of them picks its result."""
-    nodes, parts = group.nodes, [members(node)[0] for node in group.nodes]
+    parts = [members(node)[0] for node in nodes]
     args = (parts[0].kind, parts[0].args[0], tuple(part.args[1:] for part in parts))
     types = tuple(program.type(node) for node in nodes)
     name = f"{parts[0].kind}_{'_'.join(parts[0].args[0])}_bucket".replace(":", "_")

@@ -30,19 +30,7 @@ aten = torch.ops.aten
 def fuse_collectives(program: Program) -> Program:
     """The program with fewer and cheaper collectives."""
     program = program.copy()
-    _share_equal(program)
-    for node in reversed(list(program.calls)):
-        if _is_sum(node) and not _is_inner_sum(program, node):
-            _add_before_reducing(program, node)
-    for node in list(program.calls):
-        if node.target is all_reduce:
-            _scatter_where_sliced(program, node)
-    program.remove_dead()
-    return program
-
-
-def _share_equal(program: Program) -> None:
-    """Run equal collectives once. ZeRO-3 gathers a parameter in each phase; in a pipeline once for both."""
+    # ZeRO-3 gathers a parameter again in each phase; in a pipeline once for both.
     is_freed = program.options.zero is not None and program.options.pipeline is None
     first: dict[object, fx.Node] = {}
     for node in list(program.calls):
@@ -52,6 +40,14 @@ def _share_equal(program: Program) -> None:
             equal = first.setdefault((node.target, node.args, phase), node)
             if equal is not node:
                 program.replace(node, equal)
+    for node in reversed(list(program.calls)):
+        if _is_sum(node) and not _is_inner_sum(program, node):
+            _add_before_reducing(program, node)
+    for node in list(program.calls):
+        if node.target is all_reduce:
+            _scatter_where_sliced(program, node)
+    program.remove_dead()
+    return program
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -90,9 +90,6 @@ def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
     return {node: twin for node, twin in twins.items() if node in needed}
 
 
-# Blocks: modules whose inside is computed again.
-
-
 def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
     """The values that are computed in the blocks and read in no other block or stage of forward."""
     chosen = blocks_of(program, parts, remat)

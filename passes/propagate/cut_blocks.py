@@ -27,11 +27,8 @@ from .propagate import propagate
 def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with the pins of fused parameters in blocks; ``first`` as in ``propagate``."""
     pins = {pinned_value(program, pin): pin for pin in program.pins if pin.kind in PARAMETER_KINDS}
-    cuts = [
-        (cut, size)
-        for value, pin in pins.items()
-        for cut, size in zip(pin.sharding.dims, program.value_type(value).shape, strict=True)
-    ]
+    tensors = [(pin.sharding.dims, program.value_type(value).shape) for value, pin in pins.items()]
+    cuts = [pair for dims, shape in tensors for pair in zip(dims, shape, strict=True)]
     if not any(blocks.fit(cut, size) for blocks in _blocks_taken(program) for cut, size in cuts):
         return program
     changes = _changes(propagate(program, first), {value[0].name: pin for value, pin in pins.items()})

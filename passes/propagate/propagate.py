@@ -129,9 +129,6 @@ def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, precedence: Prec
                 tensor.origins[part.name] = Origin(text, rank, tensor.name)
 
 
-# The fixpoint.
-
-
 @dataclass(frozen=True, slots=True)
 class Op:
     """A rule over values: an op of the graph, or a tie. ``values``, and their ``dims``: operands, then results."""

@@ -34,34 +34,26 @@ def accumulate(program: Program) -> Program:
     if program.options.pipeline is None:
         return program
     program = program.copy()
-    for node in list(program.calls):
-        if node.target is reshard:
-            _accumulate_first(program, node)
+    for node in [node for node in program.calls if node.target is reshard]:
+        value, target, causes = operand(node), program.sharding(node), program.causes(node)
+        rest = tuple((part, op) for part, op in program.sharding(value).partial if part.name != MICROBATCH)
+        accumulated = replace(program.sharding(value), partial=rest)
+        if accumulated == program.sharding(value):
+            continue
+        with program.graph.inserting_before(node):
+            by_stage: dict[int, list[fx.Node]] = {}
+            for summand in _summands(program, value):
+                by_stage.setdefault(program.source(summand).stage, []).append(summand)
+            if len(by_stage) == 1 and accumulated == target:
+                continue
+            sums = [_add(program, summands) for summands in by_stage.values()] if len(by_stage) > 1 else [value]
+            total = _add(program, [insert_reshard(program, stage, accumulated, node, *causes) for stage in sums])
+        if accumulated == target:
+            program.replace(node, total)
+        else:
+            node.args = (total,)
     program.remove_dead()
     return program
-
-
-def _accumulate_first(program: Program, node: fx.Node) -> None:
-    """Let another reshard before this one reduce over microbatches."""
-    value = operand(node)
-    sharding, target = program.sharding(value), program.sharding(node)
-    rest = tuple((part, op) for part, op in sharding.partial if part.name != MICROBATCH)
-    if rest == sharding.partial:
-        return
-    accumulated = replace(sharding, partial=rest)
-    with program.graph.inserting_before(node):
-        by_stage: dict[int, list[fx.Node]] = {}
-        for summand in _summands(program, value):
-            by_stage.setdefault(program.source(summand).stage, []).append(summand)
-        if len(by_stage) == 1 and accumulated == target:
-            return
-        sums = [_add(program, summands) for summands in by_stage.values()] if len(by_stage) > 1 else [value]
-        causes = program.causes(node)
-        total = _add(program, [insert_reshard(program, stage_sum, accumulated, node, *causes) for stage_sum in sums])
-    if accumulated == target:
-        program.replace(node, total)
-    else:
-        node.args = (total,)
 
 
 def _summands(program: Program, value: fx.Node) -> list[fx.Node]:
@@ -76,12 +68,11 @@ def _summands(program: Program, value: fx.Node) -> list[fx.Node]:
         for cast, summand in zip(casts, narrow, strict=True):
             program.set_source(cast, replace(program.source(cast), stage=program.source(summand).stage))
         return casts
-    if value.target is not aten.add.Tensor or value.kwargs:
+    nodes = [arg for arg in value.args if isinstance(arg, fx.Node)]
+    is_sum = value.target is aten.add.Tensor and not value.kwargs and len(nodes) == len(value.args)
+    if not is_sum or any(program.sharding(node) != program.sharding(value) for node in nodes):
         return [value]
-    nodes = [each for each in value.args if isinstance(each, fx.Node)]
-    if len(nodes) < len(value.args) or any(program.sharding(each) != program.sharding(value) for each in nodes):
-        return [value]
-    return [summand for each in nodes for summand in _summands(program, each)]
+    return [summand for node in nodes for summand in _summands(program, node)]
 
 
 def _add(program: Program, values: Sequence[fx.Node]) -> fx.Node:

@@ -105,8 +105,10 @@ class CutPlan:
         results = tuple(None if node is None else program.value(node) for node in program.results)
         reads.append((results, tuple(self.outputs)))
         moves = {(value, to) for values, shardings in reads for value, to in zip(values, shardings, strict=True)}
-        reductions = [((node, i), made) for node, op in self.ops.items() for i, made in enumerate(op.results) if made]
-        return sum(move_bytes(made, current[value], program.value_type(value)) for value, made in reductions) + sum(
+        reductions = [
+            ((node, i), result) for node, op in self.ops.items() for i, result in enumerate(op.results) if result
+        ]
+        return sum(move_bytes(result, current[value], program.value_type(value)) for value, result in reductions) + sum(
             move_bytes(current[value], to, program.value_type(value)) for value, to in moves if value and to
         )
 
@@ -164,7 +166,7 @@ class Arrivals:
         values = program.operand_values(node)
         moves = [(value, self.shardings[value], to) for value, to in zip(values, op.operands, strict=True) if value]
         ends = enumerate(zip(op.results, program.shardings(node), strict=True))
-        moves += [((node, index), made, to) for index, (made, to) in ends if made]
+        moves += [((node, index), result, to) for index, (result, to) in ends if result]
         return sum(move_bytes(src, to, program.value_type(value)) for value, src, to in moves if to)
 
 
@@ -179,7 +181,7 @@ class Ride(NamedTuple):
 class _Planner:
     """Decides op by op, forward.
 
-    ``carried``: values whose sum stays open; every other is reduced where it is made. ``gradient_casts``: casts to the
+    ``carried``: values whose sum stays open; others are reduced where computed. ``gradient_casts``: casts to the
     dtype that gradients are reduced in. ``blocked``: carried sums that met an op they cannot pass.
     """
 
@@ -202,10 +204,10 @@ class _Planner:
             cuts = choices(program.rule(node), claims, tuple(part for part, _ in ride.partial))
             ways = [self.arrivals.op_shardings(node, each, ride) for each in cuts]
         op = self.ops[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self.arrivals.cost, node))
-        for index, (made, wish) in enumerate(zip(op.results, propagated, strict=True)):
-            if made is not None:
-                is_reduced = made.partial and (node, index) not in self.carried
-                shardings[node, index] = wish if is_reduced and wish else made
+        for index, (result, target) in enumerate(zip(op.results, propagated, strict=True)):
+            if result is not None:
+                is_reduced = result.partial and (node, index) not in self.carried
+                shardings[node, index] = target if is_reduced and target else result
 
     def _ride(self, node: fx.Node, claims: list[Claim]) -> Ride:
         """The operands whose partial sum may pass through an op: a whole linear group, open over the same axes."""
@@ -307,18 +309,12 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = (), first: Claim | Non
         have = cuts.get(claim.factor, WHOLE)
         if rule.may_cut(claim.factor, claim.cut) and extends(claim.cut, have):
             used = [*taken, *(part for factor, cut in cuts.items() if factor != claim.factor for part in cut.all_axes)]
-            granted = _unused(claim.cut, used)
+            granted, free = claim.cut, [not any(map(part.overlaps, used)) for part in claim.cut.all_axes]
+            if not all(free):
+                granted = WHOLE if granted.minor else DimSharding(granted.axes[: free.index(False)])
             if granted != WHOLE and rule.may_cut(claim.factor, granted) and extends(granted, have):
                 cuts[claim.factor] = granted
     return cuts
-
-
-def _unused(cut: DimSharding, used: list[AxisPart]) -> DimSharding:
-    """The leading part of a cut whose axes are not used."""
-    free = [not any(part.overlaps(other) for other in used) for part in cut.all_axes]
-    if all(free):
-        return cut
-    return WHOLE if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
 
 def num_pieces(cuts: Cuts) -> int:

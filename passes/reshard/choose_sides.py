@@ -148,9 +148,9 @@ class _Side:
     def reduction_bytes(self, node: fx.Node) -> int:
         """Bytes that bring an op's results from how it makes them to their shardings."""
         return sum(
-            move_bytes(made, self.sharding((node, i)), self._program.value_type((self._nodes[node.name], i)))
-            for i, made in enumerate(self.ops[node.name].results)
-            if made is not None
+            move_bytes(result, self.sharding((node, i)), self._program.value_type((self._nodes[node.name], i)))
+            for i, result in enumerate(self.ops[node.name].results)
+            if result is not None
         )
 
 

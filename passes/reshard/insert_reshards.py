@@ -38,14 +38,18 @@ from .reasons import OpReasons, needs
 def insert_reshards(program: Program) -> Program:
     """The program with a reshard between every producer and consumer that differ."""
     program = program.copy(level="agreed")
-    rewriter = _Rewriter(program, cheapest_plan(program))
-    for node in list(program.graph.nodes):
-        if node.op == "output":
-            rewriter.output(node)
-        elif node.op == "call_function" and not is_getitem(node):
+    plan = cheapest_plan(program)
+    rewriter = _Rewriter(program, plan)
+    for node in list(program.graph.nodes)[:-1]:  # all but the output
+        if node.op == "call_function" and not is_getitem(node):
             rewriter.call(node)
-        if node.op != "output" and not program.has_many(node):
+        if not program.has_many(node):
             rewriter.reduce(node)
+    results = [
+        rewriter.result(result, target, output, owner) if result and target else None
+        for (output, owner, result), target in zip(ends_of(program), plan.outputs, strict=True)
+    ]
+    program.output_node.args = (tuple(results),)
     return program
 
 
@@ -98,13 +102,13 @@ class _Rewriter:
 
     def _operand(self, value: fx.Node, target: Sharding, user: fx.Node, index: int, reasons: OpReasons) -> fx.Node:
         """The node that holds a value in the sharding that its user needs."""
-        held = self.holder[self.program.value(value)]
-        current = self.program.sharding(held)
-        if current != target and (held, target) not in self.resharded:
+        source = self.holder[self.program.value(value)]
+        current = self.program.sharding(source)
+        if current != target and (source, target) not in self.resharded:
             with self.program.graph.inserting_before(user):
-                why = self._change(held, target, endpoint(self.program, user), reasons.needs(index, current), index)
-                self.resharded[held, target] = insert_reshard(self.program, held, target, held, why)
-        return held if current == target else self.resharded[held, target]
+                why = self._change(source, target, endpoint(self.program, user), reasons.needs(index, current), index)
+                self.resharded[source, target] = insert_reshard(self.program, source, target, source, why)
+        return source if current == target else self.resharded[source, target]
 
     def _change(
         self, node: fx.Node, target: Sharding, user: Endpoint, needs: tuple[Need, ...], index: int | None = None
@@ -128,23 +132,15 @@ class _Rewriter:
             with program.graph.inserting_after(node):
                 self.holder[value] = insert_reshard(program, node, target, node, why)
 
-    def output(self, node: fx.Node) -> None:
-        """Return every result in the plan's sharding."""
-        results = [
-            self._result(result, target, output, owner) if result and target else None
-            for (output, owner, result), target in zip(ends_of(self.program), self.plan.outputs, strict=True)
-        ]
-        node.args = (tuple(results),)
-
-    def _result(self, result: fx.Node, target: Sharding, output: Output, owner: fx.Node | None) -> fx.Node:
+    def result(self, result: fx.Node, target: Sharding, output: Output, owner: fx.Node | None) -> fx.Node:
         """A result of the program in its sharding, resharded as soon as it is known.
 
         A gradient's or a buffer's axes have the origins of its owner, other results those that propagate gave.
         """
         program = self.program
-        held = self.holder[program.value(result)]
-        current, (producer, index) = program.sharding(held), program.value(result if owner is None else held)
-        if current != target and (held, target) not in self.resharded:
+        source = self.holder[program.value(result)]
+        current, (producer, index) = program.sharding(source), program.value(result if owner is None else source)
+        if current != target and (source, target) not in self.resharded:
             end = Endpoint(f"the {output.kind} {output.name}")
             text = next((pin.text for pin in program.pins if (pin.kind, pin.name) == ("output", output.name)), "")
             if owner is None:
@@ -156,7 +152,7 @@ class _Rewriter:
                 current, target, lambda axis, dim: Need(axis, "sum" if dim is None else "end", dim, None, text),
                 origins.get,
             )  # fmt: skip
-            with program.graph.inserting_after(held):
-                why = self._change(held, target, end, reasons)
-                self.resharded[held, target] = insert_reshard(program, held, target, held, why)
-        return held if current == target else self.resharded[held, target]
+            with program.graph.inserting_after(source):
+                why = self._change(source, target, end, reasons)
+                self.resharded[source, target] = insert_reshard(program, source, target, source, why)
+        return source if current == target else self.resharded[source, target]

@@ -101,7 +101,7 @@ def can_reach(src: Sharding, dst: Sharding) -> bool:
 def move_bytes(src: Sharding, dst: Sharding, type: TensorType) -> int:
     """Bytes that a rank sends to bring a value from one sharding to another."""
     steps = () if src == dst else plan_reshard(src, dst, type)
-    return sum(each.wire_bytes for each in collectives_of_steps(src, steps, type))
+    return sum(collective.wire_bytes for collective in collectives_of_steps(src, steps, type))
 
 
 def collectives_of_steps(
@@ -241,8 +241,8 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
     sizes = tuple(major // minor for major, minor in pairwise(borders))
     for cut in (src, dst):
         subs = _on_subdims(cut, size, sizes)
-        taken = merge_parts(part for sub in subs for part in sub.axes)
-        if taken != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
+        parts = merge_parts(part for sub in subs for part in sub.axes)
+        if parts != merge_parts(cut.all_axes) or any(sub.minor for sub in subs):
             return None
     return sizes
 
@@ -258,7 +258,7 @@ def _on_subdims(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[Di
 def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
     """The dims that cannot be seen alike: blocks that do not line up, or an axis in parts that do not."""
     ends = part_ends(part for sharding in fine for part in sharding.used_parts)
-    broken = {name for name, found in ends.items() if any(end % start for start, end in pairwise(found))}
+    broken = {name for name, at in ends.items() if any(end % start for start, end in pairwise(at))}
     names = [{part.name for part in a.all_axes + b.all_axes} for a, b in zip(src.dims, dst.dims, strict=True)]
     return {i for i, used in enumerate(names) if sizes[i] is None or used & broken}
 
@@ -287,7 +287,6 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
 # The search, on dims on which both cuts are plain.
 
 
-Args = tuple[object, ...]
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
 MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
 
@@ -353,10 +352,27 @@ def steps_of(
     moves: tuple[Move, ...], space: Space, atoms: Axes, active: list[int], src: Sharding, shape: tuple[int, ...]
 ) -> Iterator[Step]:
     """The moves of a search as steps."""
+
+    def names(numbers: Atoms) -> tuple[str, ...]:
+        return tuple(map(src.mesh.print_part, merge_parts(atoms[i] for i in numbers)))
+
     sharding = src
-    for kind, args in _calls(_joined_slices(moves, space.loose), atoms, active, src):
-        sharding = steps_sharding(sharding, kind, args)
-        yield Step(kind, args, sharding, shape)
+    for move in _joined_slices(moves, space.loose):
+        if move.kind == "collective_permute":
+            before: tuple[str, ...] = ()
+            after: tuple[str, ...] = ()
+            for ours, theirs in zip(move.before.lists, move.after.lists, strict=True):
+                while ours and theirs and ours[0] == theirs[0]:
+                    ours, theirs = ours[1:], theirs[1:]
+                while ours and theirs and ours[-1] == theirs[-1]:
+                    ours, theirs = ours[:-1], theirs[:-1]
+                before, after = before + names(ours), after + names(theirs)
+            args: tuple[object, ...] = (before, after)
+        else:
+            op = (src.partial[0][1],) if move.kind in ("all_reduce", "reduce_scatter") else ()
+            args = (names(move.atoms), *op, *(active[dim] for dim in move.dims))
+        sharding = steps_sharding(sharding, move.kind, args)
+        yield Step(move.kind, args, sharding, shape)
 
 
 def _space(
@@ -429,26 +445,3 @@ def _joined_slices(moves: tuple[Move, ...], loose: frozenset[int]) -> Iterator[M
         waiting.clear()
         yield move
     yield from waiting.values()
-
-
-def _calls(
-    moves: Iterator[Move], atoms: Axes, active: list[int], src: Sharding
-) -> Iterator[tuple[CollectiveKind, Args]]:
-    """Each move as a call's arguments after the value."""
-
-    def printed(numbers: Atoms) -> tuple[str, ...]:
-        return tuple(map(src.mesh.print_part, merge_parts(atoms[i] for i in numbers)))
-
-    for move in moves:
-        if move.kind == "collective_permute":
-            names: list[tuple[tuple[str, ...], tuple[str, ...]]] = []  # for each dim, without common ends
-            for ours, theirs in zip(move.before.lists, move.after.lists, strict=True):
-                while ours and theirs and ours[0] == theirs[0]:
-                    ours, theirs = ours[1:], theirs[1:]
-                while ours and theirs and ours[-1] == theirs[-1]:
-                    ours, theirs = ours[:-1], theirs[:-1]
-                names.append((printed(ours), printed(theirs)))
-            yield move.kind, (sum((ours for ours, _ in names), ()), sum((theirs for _, theirs in names), ()))
-            continue
-        op = (src.partial[0][1],) if move.kind in ("all_reduce", "reduce_scatter") else ()
-        yield move.kind, (printed(move.atoms), *op, *(active[dim] for dim in move.dims))

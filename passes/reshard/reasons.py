@@ -30,8 +30,6 @@ class OpReasons:
         self.values = plan.program.operand_values(node)
         self.arriving = [None if value is None else plan.arrivals.sharding(node, value) for value in self.values]
 
-    # Origins of the results' axes.
-
     def result_origins(self) -> tuple[Mapping[str, Origin], ...]:
         """For each result, the origin of each axis that cuts it or over which a sum is open.
 
@@ -63,8 +61,6 @@ class OpReasons:
         beside = {each.annotation: each for each in others if each.annotation != first.annotation}
         return {axis: replace(first, addends=tuple(beside.values()))}
 
-    # Needs of the operands.
-
     def needs(self, index: int, current: Sharding) -> tuple[Need, ...]:
         """Why an operand may not stay in its current sharding, for each axis that changes."""
         target, value = self.op.operands[index], self.values[index]
@@ -94,8 +90,6 @@ class OpReasons:
             return Need(axis, "taken", dim, rival)
         is_fit = all(self.rule.may_cut(factor, current.dims[dim]) for factor in factors)
         return Need(axis, "fewest" if is_fit else "unfit", dim)
-
-    # Axes and factors.
 
     @cached_property
     def _cuts(self) -> Mapping[str, set[str]]:
