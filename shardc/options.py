@@ -97,8 +97,11 @@ class Remat:
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, str):
-            what, problem = f"blocks={self.blocks!r}", "it is a glob over the paths of modules"
-            raise OptionError("Remat", what, problem, "say blocks='h.*', or budget= for a number of bytes")
+            problem, remedy = (
+                "it is a glob over the paths of modules",
+                "say blocks='h.*', or budget= for a number of bytes",
+            )
+            raise OptionError("Remat", f"blocks={self.blocks!r}", problem, remedy)
         if bool(self.blocks) == (self.budget is not None):
             what = "both blocks and budget" if self.blocks else "neither blocks nor budget"
             remedy = "say blocks='h.*', or budget=10**9 for a gigabyte"
@@ -191,17 +194,17 @@ class Pipeline:
         ])  # fmt: skip
 
     def _check_offload(self) -> None:
-        what = f"offload={self.offload!r}"
+        who, what = "Pipeline", f"offload={self.offload!r}"
         if not isinstance(self.offload, bool):
-            problem = "idle stages are in host memory or are not"
-            raise OptionError("Pipeline", what, problem, "say True or False")
+            raise OptionError(who, what, "idle stages are in host memory or are not", "say True or False")
         if self.offload and self.chunks_a_rank == 1:
             problem, remedy = "a rank has one stage, which is never idle", "say chunks=3 or more, or leave offload out"
-            raise OptionError("Pipeline", f"{what}, chunks={self.chunks}", problem, remedy)
+            raise OptionError(who, f"{what}, chunks={self.chunks}", problem, remedy)
         if self.offload and self.max_memory is not None:
-            problem = "it bounds what all stages of a rank hold"
             remedy = "leave max_memory out, and see program.memory['peak']"
-            raise OptionError("Pipeline", f"{what}, max_memory={self.max_memory}", problem, remedy)
+            raise OptionError(
+                who, f"{what}, max_memory={self.max_memory}", "it bounds what all stages of a rank hold", remedy
+            )
 
     @property
     def text(self) -> str:

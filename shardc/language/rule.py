@@ -267,10 +267,16 @@ def bind_spec(
     tensors = (*operands, *results)
     sides = (*_parse_side(left, operands), *_parse_side(right, results))
     sizes = _factor_sizes(sides, tensors, known)
+
+    def bind_dim(factors: tuple[str, ...], size: int) -> tuple[str, ...]:
+        product = math.prod(sizes[factor] for factor in factors)
+        if not factors or (len(factors) == 1 and factors[0] in chunks):
+            return factors
+        assert product == size or size == 1, (factors, size, sizes)
+        return factors if product == size else ()
+
     bound = tuple(
-        None
-        if dims is None or tensor is None
-        else tuple(_bind_dim(factors, size, sizes, chunks) for factors, size in zip(dims, tensor.shape, strict=True))
+        None if dims is None or tensor is None else tuple(map(bind_dim, dims, tensor.shape))
         for dims, tensor in zip(sides, tensors, strict=True)
     )
     return bound[: len(operands)], bound[len(operands) :], sizes
@@ -327,13 +333,3 @@ def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], known: Mapp
         for factor in [factor for factor in factors if factor not in sizes][:1]:
             sizes[factor] = size // math.prod(sizes[other] for other in factors if other != factor)
     return sizes
-
-
-def _bind_dim(factors: tuple[str, ...], size: int, sizes: Mapping[str, int], chunks: Container[str]) -> tuple[str, ...]:
-    if len(factors) == 1 and factors[0] in chunks:
-        return factors
-    product = math.prod(sizes[factor] for factor in factors)
-    if not factors or (size == 1 and product != 1):
-        return ()
-    assert product == size, (factors, size, sizes)
-    return factors

@@ -165,16 +165,16 @@ class Sharding:
         A DTensor's axes cut in the mesh's order, and each chunk as torch.chunk does: 5 elements over 2 x 2 ranks are
         2, 1, 1, 1 there and 2, 1, 2, 0 here.
         """
-        return replace(self, dims=tuple(map(self._storable, self.dims, shape)))
 
-    def _storable(self, cut: DimSharding, size: int) -> DimSharding:
-        if cut.is_even(size):
-            return cut
-        order = [self.mesh.axis_names.index(part.name) for part in cut.axes]
-        count = 0 if cut.minor else len(order)
-        while order[:count] != sorted(order[:count]) or not _are_torchs_chunks(size, cut.axes[:count]):
-            count -= 1
-        return DimSharding(cut.axes[:count])
+        def storable(cut: DimSharding, size: int) -> DimSharding:
+            order = [self.mesh.axis_names.index(part.name) for part in cut.axes]
+            count = 0 if cut.minor else len(order)
+            while order[:count] != sorted(order[:count]) or not _are_torchs_chunks(size, cut.axes[:count]):
+                count -= 1
+            return DimSharding(cut.axes[:count])
+
+        pairs = zip(self.dims, shape, strict=True)
+        return replace(self, dims=tuple(cut if cut.is_even(size) else storable(cut, size) for cut, size in pairs))
 
     def text(self, type_: TensorType | None = None) -> str:
         """The printed form: ``f32[8@dp, (3 64@tp)]{sum tp}``; without a type the sizes are ``_``."""

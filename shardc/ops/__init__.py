@@ -17,22 +17,15 @@
 | ``windowed`` | convolution, pooling, padding by values, resampling |
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from shardc.language.rule import RULES, OpRule, pointwise_rule
-from shardc.ops import attention as attention
-from shardc.ops import contraction as contraction
-from shardc.ops import embedding as embedding
-from shardc.ops import index as index
-from shardc.ops import linalg as linalg
-from shardc.ops import loss as loss
-from shardc.ops import normalization as normalization
-from shardc.ops import piece as piece
-from shardc.ops import pointwise as pointwise
-from shardc.ops import random as random
-from shardc.ops import reduction as reduction
-from shardc.ops import view as view
-from shardc.ops import windowed as windowed
+from shardc.ops import pointwise
+
+for module in iter_modules(__path__):  # each file enters its rules in the table
+    import_module(f"{__name__}.{module.name}")
 
 
 def op_rule(target: Any) -> OpRule | None:

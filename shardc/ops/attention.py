@@ -33,18 +33,12 @@ def _attention_rule(call: OpCall) -> Rule:
     return make_rule(f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}", call)
 
 
-FUSED = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
+FUSED = tuple(
+    getattr(aten, f"_scaled_dot_product_{kernel}{direction}").default
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for direction in ("", "_backward")
 )
-for op in FUSED:
-    rule(op, _attention_rule, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
+rule(FUSED, _attention_rule, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
 
 
 def is_attention(target: Any) -> bool:

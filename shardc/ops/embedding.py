@@ -40,24 +40,21 @@ def _embedding_backward_rule(call: OpCall) -> Rule:
     return make_rule(f"{tokens} d, {tokens} -> v d", call, linear="0", whole=f"v {tokens if by_count else ''}")
 
 
-def _bags(tensor: TensorType | None) -> str:
-    """The dims of the places of maxima: per bag and column, or per bag."""
-    return "1 d" if tensor is not None and len(tensor.shape) == 2 else "1"
-
-
-def _embedding_bag_rule(call: OpCall) -> Rule:
-    """Where bags begin and how large they are does not depend on the columns."""
-    places = _bags(call.results[3])
-    return make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {places if 'd' in places else '_'}", call)
+def _bag_maxima(tensor: TensorType | None, without: str) -> str:
+    """The dims of the places of maxima: per bag and column, or ``without`` columns."""
+    return "1 d" if tensor is not None and len(tensor.shape) == 2 else without
 
 
 rule(aten.embedding.default, "v d, ... -> ... d", whole="v", linear="0")
 rule(aten.embedding_dense_backward.default, _embedding_backward_rule)
 rule(lookup_rows, "v d, ..., v -> ... d", linear="0")
 rule(scatter_rows, lambda call: make_rule("T d, T, v -> v d".replace("T", _tokens(call)), call, linear="0"))
-rule((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), _embedding_bag_rule)
+rule(  # where bags begin and how large they are does not depend on the columns
+    (aten._embedding_bag.default, aten._embedding_bag_forward_only.default),
+    lambda call: make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {_bag_maxima(call.results[3], '_')}", call),
+)
 rule(
     aten._embedding_bag_backward.default,
-    lambda call: make_rule(f"1 d, 1, 1, 1, 1, {_bags(call.operands[5])}, 1 -> 1 d", call, linear="0"),
+    lambda call: make_rule(f"1 d, 1, 1, 1, 1, {_bag_maxima(call.operands[5], '1')}, 1 -> 1 d", call, linear="0"),
 )
 rule(aten._embedding_bag_per_sample_weights_backward.default, "1 d, 1 d, 1, 1, 1 -> 1")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardc.language.rule import Bind, Local, OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
@@ -39,37 +39,28 @@ rule(aten._fused_rms_norm.default, _layer_norm_rule("X, W -> X, S", operand=0))
 rule(aten._fused_rms_norm_backward.default, _layer_norm_rule("X, X, S, W -> X, W", operand=1))
 
 
-def _group_norm_rule(spec: str, groups: int) -> Bind:
+def _group_norm_rule(op: Any, spec: str, at: int) -> None:
     """``X`` in the spec is the input: groups are free, channels and places of a group are averaged.
 
-    ``groups``: the argument that counts them.
+    ``at``: the argument that is the size of the batch; channels follow it, and two further the number of groups.
     """
 
     def bind(call: OpCall) -> Rule:
-        shape, count = call.operand.shape, call.args[groups]
+        shape, groups = call.operand.shape, call.args[at + 3]
         places = " ".join(dim_names(len(shape))[2:])
-        sizes = {"g": count, "c": shape[1] // count}
+        sizes = {"g": groups, "c": shape[1] // groups}
         return make_rule(spec.replace("X", f"n (g c) {places}"), call, whole=f"c {places}", sizes=sizes)
-
-    return bind
-
-
-def _local_group_norm(at: int) -> Local:
-    """Group norm names the sizes of batch and channels, and how many groups there are; ``at``: from which position."""
 
     def local(call: OpCall, shard: OpCall) -> dict[int, Any]:
         batch, channels = shard.operand.shape[:2]
-        num_channels = call.operand.shape[1]
-        return {at: batch, at + 1: channels, at + 3: call.args[at + 3] * channels // max(1, num_channels)}
+        groups = call.args[at + 3] * channels // max(1, call.operand.shape[1])
+        return {at: batch, at + 1: channels, at + 3: groups}
 
-    return local
+    rule(op, bind, local=local)
 
 
-for op, groups, spec in (
-    (aten.native_group_norm.default, 6, "X, (g c), (g c) -> X, n g, n g"),
-    (aten.native_group_norm_backward.default, 8, "X, X, n g, n g, (g c) -> X, (g c), (g c)"),
-):
-    rule(op, _group_norm_rule(spec, groups), local=_local_group_norm(groups - 3))
+_group_norm_rule(aten.native_group_norm.default, "X, (g c), (g c) -> X, n g, n g", at=3)
+_group_norm_rule(aten.native_group_norm_backward.default, "X, X, n g, n g, (g c) -> X, (g c), (g c)", at=5)
 
 
 def _batch_norm_rule(training: int | bool) -> Bind:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.language.rule import Bind, Groups, Local, OpCall, Rule, make_rule, rule
+from shardc.language.rule import Bind, Groups, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
@@ -40,7 +40,7 @@ def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, i
     return (dim, *slice(*bounds).indices(shape[dim]))
 
 
-def _slice_rule(spec: str, at: int, linear: str) -> Bind:
+def _slice_rule(op: Any, spec: str, at: int, linear: str = "0") -> None:
     """``L`` and ``S`` in the spec are the large and the small side of a slice; ``at``: the argument that is the dim."""
 
     def bind(call: OpCall) -> Rule:
@@ -54,18 +54,8 @@ def _slice_rule(spec: str, at: int, linear: str) -> Bind:
             large, small = spec_with(names, dim, f"(blk d{dim})"), spec_with(names, dim, f"d{dim}")
         return _piece_rule(spec.replace("L", large).replace("S", small), call, linear)
 
-    return bind
-
-
-def _large(spec: str, call: OpCall) -> TensorType:
-    """The tensor ``L`` of a spec: the first operand, or the first result."""
-    return call.operand if spec.startswith("L") else call.result
-
-
-def _local_slice(spec: str, at: int) -> Local:
-    """Start and end scale with the dim; a gradient's shape, an argument too, is that of one rank."""
-
     def local(call: OpCall, shard: OpCall) -> dict[int, Any]:
+        """Start and end scale with the dim; a gradient's shape, an argument too, is that of one rank."""
         shape, local_shape = _large(spec, call).shape, _large(spec, shard).shape
         dim, start, end, _ = _bounds(shape, call.args[at:])
         size, local_size = shape[dim], local_shape[dim]
@@ -74,15 +64,17 @@ def _local_slice(spec: str, at: int) -> Local:
             return sizes
         return {**sizes, at + 1: start * local_size // size, at + 2: end * local_size // size}
 
-    return local
+    rule(op, bind, local=local)
 
 
-for op, spec, at, linear in (
-    (aten.slice.Tensor, "L -> S", 1, "0"),
-    (aten.slice_backward.default, "S -> L", 2, "0"),
-    (aten.slice_scatter.default, "L, S -> L", 2, "01"),
-):
-    rule(op, _slice_rule(spec, at, linear), local=_local_slice(spec, at))
+def _large(spec: str, call: OpCall) -> TensorType:
+    """The tensor ``L`` of a spec: the first operand, or the first result."""
+    return call.operand if spec.startswith("L") else call.result
+
+
+_slice_rule(aten.slice.Tensor, "L -> S", 1)
+_slice_rule(aten.slice_backward.default, "S -> L", 2)
+_slice_rule(aten.slice_scatter.default, "L, S -> L", 2, linear="01")
 
 
 def _select_rule(spec: str, at: int, default: int | None = None, linear: str | None = "0") -> Bind:

@@ -92,17 +92,17 @@ def _view_rule(call: OpCall) -> Rule:
     return make_rule(spec, call, linear="0", whole=whole, sizes=sizes)
 
 
-def _permute_rule(call: OpCall, order: Sequence[int]) -> Rule:
+def _permute_rule(call: OpCall) -> Rule:
     names = dim_names(len(call.operand.shape))
-    return make_rule(f"{' '.join(names)} -> {' '.join(names[dim] for dim in order)}", call, linear="0")
+    return make_rule(f"{' '.join(names)} -> {' '.join(names[dim] for dim in call.args[1])}", call, linear="0")
 
 
 def _transpose_rule(call: OpCall) -> Rule:
-    order = list(range(len(call.operand.shape)))
-    dims = call.args[1:3] if len(call.args) > 1 else range(len(order))[::-1]  # t() names no dims
-    if order:
-        order[dims[0]], order[dims[-1]] = order[dims[-1]], order[dims[0]]
-    return _permute_rule(call, order)
+    names = dim_names(len(call.operand.shape))
+    dims, result = call.args[1:3] or (0, -1), [*names]  # t() names no dims
+    if names:
+        result[dims[0]], result[dims[1]] = names[dims[1]], names[dims[0]]
+    return make_rule(f"{' '.join(names)} -> {' '.join(result)}", call, linear="0")
 
 
 def _expand_rule(call: OpCall) -> Rule:
@@ -165,7 +165,7 @@ def _unfold_rule(spec: str, x: TensorType, dim: int, call: OpCall) -> Rule:
 
 
 rule((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view_rule, sizes=1)
-rule(aten.permute.default, lambda call: _permute_rule(call, call.args[1]))
+rule(aten.permute.default, _permute_rule)
 rule((aten.transpose.int, aten.t.default), _transpose_rule)
 rule(aten.expand.default, _expand_rule, sizes=1)
 rule(aten.unsqueeze.default, _unsqueeze_rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardc.compiler import Compiled
 from shardc.costs.stage_schedule import schedule_of
@@ -58,16 +58,13 @@ def symbolic_plan(
 
 def _remembering(compile_: Compile, progress: Callable[[str], None]) -> Compile:
     """``compile_`` with a cache by point, which reports each compile."""
-    results: dict[tuple[tuple[str, int], ...], Compiled] = {}
 
-    def remembering(point: Point) -> Compiled:
-        key = tuple(sorted(point.items()))
-        if key not in results:
-            progress(point_text(point))
-            results[key] = compile_(point)
-        return results[key]
+    @cache
+    def compiled(sizes: tuple[tuple[str, int], ...], text: str) -> Compiled:
+        progress(text)
+        return compile_(dict(sizes))
 
-    return remembering
+    return lambda point: compiled(tuple(sorted(point.items())), point_text(point))
 
 
 @dataclass(frozen=True)

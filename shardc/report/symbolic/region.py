@@ -75,7 +75,11 @@ Ranges = tuple[Mapping[str, int], Mapping[str, int]]  # the least and the most o
 
 def _ranges(symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition]) -> Ranges:
     reference, axes, moving = symbolic.point, symbolic.axes, symbolic.moving_axes
-    limits = {axis: _most_ranks(axis, cuts) if axis in moving else reference[axis] for axis in axes}
+    fixed_cuts = [cut for cut in cuts if cut.is_even and not names_in(cut.size)]
+    limits = {axis: reference[axis] for axis in axes}
+    for axis in moving:  # an axis has no more ranks than dims without a symbol can be cut for evenly
+        sizes = [int(cut.size) for cut in fixed_cuts if axis in names_in(cut.shards)]
+        limits[axis] = math.gcd(*sizes) if sizes else RANKS
     low, high, conditions = {count: FEW}, {count: MODULES}, independent(cuts)
     for name, size in reference.items():
         if name in axes:
@@ -85,12 +89,6 @@ def _ranges(symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition])
             grows = any(limits.get(axis) == RANKS for axis in cut_by)
             low[name], high[name] = max(1, size // SHRINK), size * (RANKS if grows else GROWTH)
     return {name: low[name] for name in reference}, {name: high[name] for name in reference}
-
-
-def _most_ranks(axis: str, cuts: Sequence[CutCondition]) -> int:
-    """The ranks along an axis that cuts dims without a symbol evenly."""
-    fixed = [int(cut.size) for cut in cuts if cut.is_even and axis in names_in(cut.shards) and not names_in(cut.size)]
-    return math.gcd(*fixed) if fixed else RANKS
 
 
 def other_meshes(symbolic: SymbolicProgram) -> Iterator[Point]:

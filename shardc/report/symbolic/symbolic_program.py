@@ -54,7 +54,14 @@ class SymbolicProgram:
         """The cuts of all values, and of parameters as they are computed on; a dim that is not cut is cut by 1."""
         is_even = functools.cache(lambda size, shards: value(size, self.point) % value(shards, self.point) == 0)
         conditions: dict[CutCondition, None] = {}
-        for type_, sharding in dict.fromkeys(_typed_shardings(self._in_symbols)):
+        program = self._in_symbols
+        stored = {name: program.types(node)[0] for (_, name), node in program.named_inputs.items()}
+        pairs: list[tuple[TensorType | None, Sharding | None]]
+        pairs = [(stored[name], sharding) for name, sharding in program.computed.items()]
+        for node in program.graph.nodes:
+            if node.op != "output":
+                pairs += zip(program.types(node), program.shardings(node), strict=False)
+        for type_, sharding in dict.fromkeys(pairs):
             for dim, size in zip(sharding.dims if sharding else (), type_.shape if type_ else (), strict=True):
                 for sub, axes in dim.subdims(size):
                     if axes or not getattr(sub, "is_integer", True):
@@ -97,15 +104,6 @@ class SymbolicProgram:
 def mesh_at(axes: Sequence[str], point: Point) -> Mesh:
     """The mesh of these axes at a point."""
     return Mesh(device_ids=None, **{name: point[name] for name in axes})
-
-
-def _typed_shardings(program: Program) -> Iterator[tuple[TensorType | None, Sharding | None]]:
-    stored = {name: program.types(node)[0] for (_, name), node in program.named_inputs.items()}
-    for name, sharding in program.computed.items():
-        yield stored[name], sharding
-    for node in program.graph.nodes:
-        if node.op != "output":
-            yield from zip(program.types(node), program.shardings(node), strict=False)
 
 
 def _even_pieces(cuts: Iterable[CutCondition]) -> dict[Any, Any]:
