@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from shardc.language.partition import P
-from shardc.program.node import is_annotation, takes_device
-from shardc.program.program import Pin, Program
+from shardc.program.node import arguments, is_annotation, takes_device
+from shardc.program.program import Program
 
 from ..emitter import Emitter, Results, Rewrite
 from .draw_random import draw_random
@@ -45,7 +45,9 @@ def canonicalize(program: Program) -> Program:
 
 def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
     for node in list(program.calls):
-        _drop_device(node)
+        if takes_device(node.target):  # a constant is made where the runtime computes, not where it was captured
+            dropped = ("device", "pin_memory", "layout")
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in dropped}
         node.target = SAME.get(node.target, node.target)
         if node.target in rewrites:
             with program.graph.inserting_before(node):
@@ -57,40 +59,27 @@ def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
 def _separate_pinned_outputs(program: Program) -> None:
     """Copy a pinned output that is an input, an annotated value or another pinned output: its pin is then its own."""
     pinned = {pin.name: pin for pin in program.pins if pin.kind == "output"}
-    taken = {*program.placeholders, *filter(is_annotation, program.calls)}
+    values_with_pin = {*program.placeholders, *filter(is_annotation, program.calls)}
     results = list(program.results)
     for i, output in enumerate(program.outputs):
         node, pin = results[i], pinned.get(output.name) if output.kind == "output" else None
         if node is None or pin is None:
             continue
-        if node in taken:
-            results[i] = node = _annotated(program, node, pin)
-        taken.add(node)
+        if node in values_with_pin:
+            type_ = program.type(node)
+            arguments = (node, str(P.of(pin.sharding, type_.shape, pin.open)), pin.priority)
+            with program.graph.inserting_before(program.output_node):
+                node = program.insert(torch.ops.shardc.annotate.default, arguments, type_, node, {"text": pin.text})
+            results[i] = node
+        values_with_pin.add(node)
     program.output_node.args = (tuple(results),)
-
-
-def _annotated(program: Program, node: fx.Node, pin: Pin) -> fx.Node:
-    type_ = program.type(node)
-    spec = str(P.of(pin.sharding, type_.shape, pin.open))
-    with program.graph.inserting_before(program.output_node):
-        return program.insert(
-            torch.ops.shardc.annotate.default, (node, spec, pin.priority), type_, node, {"text": pin.text}
-        )
-
-
-def _drop_device(node: fx.Node) -> None:
-    """A constant is made where the runtime computes: the device it was captured on says nothing."""
-    if takes_device(node.target):
-        dropped = ("device", "pin_memory", "layout")
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key not in dropped}
 
 
 # Convolutions: the bias apart.
 
 
 def _convolution(program: Program, node: fx.Node) -> Results:
-    emit = Emitter(program, node)
-    given = emit.given
+    emit, given = Emitter(program, node), arguments(node)
     bias = given["bias"]
     if bias is None:
         return None
@@ -101,18 +90,17 @@ def _convolution(program: Program, node: fx.Node) -> Results:
 
 def _convolution_backward(program: Program, node: fx.Node) -> Results:
     """The bias's gradient is a sum of its own."""
-    emit = Emitter(program, node)
-    given = emit.given
-    of_x, of_weight, of_bias = given["output_mask"]
-    if not of_bias:
+    emit, given = Emitter(program, node), arguments(node)
+    has_x, has_weight, has_bias = given["output_mask"]
+    if not has_bias:
         return None
     dims = [dim for dim in range(len(emit.shape(given["grad_output"]))) if dim != 1]
-    summed = emit(aten.sum.dim_IntList, given["grad_output"], dims)
-    if not (of_x or of_weight):
-        return None, None, summed
-    without = given | {"bias_sizes": None, "output_mask": [of_x, of_weight, False]}
-    found = emit.results(emit(node.target, *without.values()))
-    return found[0], found[1], summed
+    of_bias = emit(aten.sum.dim_IntList, given["grad_output"], dims)
+    if not (has_x or has_weight):
+        return None, None, of_bias
+    without_bias = given | {"bias_sizes": None, "output_mask": [has_x, has_weight, False]}
+    of_x, of_weight, _ = emit.results(emit(node.target, *without_bias.values()))
+    return of_x, of_weight, of_bias
 
 
 CONVOLUTIONS: dict[Any, Rewrite] = {

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,27 +32,23 @@ def draw_random(program: Program) -> None:
     """Replace every random op."""
     ordinals: Counter[str] = Counter()
     for node in list(program.calls):
-        if not _draws(node):
-            continue
+        if not is_random(node) or (hasattr(node.target, "_schema") and not arguments(node).get("dropout_p", 1.0)):
+            continue  # attention with a dropout of zero draws nothing
         module = program.source(node).module
         ordinals[module] += 1
         draw = Draw(program, node, f"{module}#{ordinals[module]}")
         with program.graph.inserting_before(node):
             if node.target in DISTRIBUTIONS:
-                program.replace(node, DISTRIBUTIONS[node.target](draw))
+                result = DISTRIBUTIONS[node.target](draw)
+                program.replace(node, result if isinstance(result, tuple) else draw.emit.cast(result, draw.dtype))
             else:
                 _seed(program, node, draw)
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether an op draws; attention with a dropout of zero does not."""
-    return is_random(node) and (not hasattr(node.target, "_schema") or bool(arguments(node).get("dropout_p", 1.0)))
-
-
 def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
     """The same op, whole, by a generator of its own."""
-    nowhere = (torch.Generator, torch.device, torch.layout)  # a tensor is made where the program runs
-    given = [None if isinstance(value, nowhere) else value for value in arguments(node).values()]
+    unused = (torch.Generator, torch.device, torch.layout)  # a tensor is made where the program runs
+    given = [None if isinstance(value, unused) else value for value in arguments(node).values()]
     if any(isinstance(value, fx.Node) for entry in given if isinstance(entry, (list, tuple)) for value in entry):
         source = program.source(node)
         place = f"{node.target} in {source.module or 'the model'} ({source.location})"
@@ -86,10 +83,10 @@ def name_draws(program: Program) -> Program:
     program.remove_dead()
     named: set[fx.Node] = set()
     for output, result in zip(program.outputs, program.results, strict=True):
-        fresh = ancestors(result) - named if result is not None else set()
-        for each in fresh:
-            program.set_source(each, replace(program.source(each), module=output.name))
-        named |= fresh
+        unnamed = ancestors(result) - named if result is not None else set()
+        for node in unnamed:
+            program.set_source(node, replace(program.source(node), module=output.name))
+        named |= unnamed
     return program
 
 
@@ -130,16 +127,12 @@ class Draw:
 
     def __init__(self, program: Program, node: fx.Node, place: str) -> None:
         self.program, self.emit, self.place = program, Emitter(program, node), place
+        self.given = self.emit.given
         type_ = program.types(node)[0]
         assert type_ is not None
         self.shape, self.dtype = type_.shape, type_.dtype
         is_narrow = self.dtype.is_floating_point and self.dtype != torch.float64
         self.work = torch.float32 if is_narrow else torch.float64
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The op's arguments by name."""
-        return self.emit.given
 
     @property
     def random(self) -> fx.Node:
@@ -153,7 +146,13 @@ class Draw:
 
     def uniform(self, part: int = 0, shape: tuple[int, ...] | None = None) -> fx.Node:
         """Numbers in [0, 1) of the op's shape, in float32; another ``part`` draws others."""
-        index = self._global_index(self.shape if shape is None else shape)
+        shape = self.shape if shape is None else shape
+        index = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
+        for dim, size in enumerate(shape):
+            stride = math.prod(shape[dim + 1 :])
+            along = self.emit(aten.mul.Scalar, self.emit(aten.arange.default, size), stride)
+            spread = [1] * dim + [size] + [1] * (len(shape) - dim - 1)
+            index = self.emit(aten.add.Tensor, index, self.emit(aten.reshape.default, along, spread))
         return self.emit(uniform, self.random, self.key(part), index)
 
     def uniform_in(self, dtype: torch.dtype, part: int = 0) -> fx.Node:
@@ -192,21 +191,8 @@ class Draw:
         """``drawn * scale + shift``, each a number or a tensor."""
         return self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, drawn, scale), shift)
 
-    def done(self, drawn: fx.Node) -> fx.Node:
-        """The draw in the op's dtype."""
-        return self.emit.cast(drawn, self.dtype)
 
-    def _global_index(self, shape: tuple[int, ...]) -> fx.Node:
-        total = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
-        for dim, size in enumerate(shape):
-            stride = math.prod(shape[dim + 1 :])
-            along = self.emit(aten.mul.Scalar, self.emit(aten.arange.default, size), stride)
-            spread = [1] * dim + [size] + [1] * (len(shape) - dim - 1)
-            total = self.emit(aten.add.Tensor, total, self.emit(aten.reshape.default, along, spread))
-        return total
-
-
-# Distributions.
+# Distributions. A single result is cast to the op's dtype where it takes the op's place.
 
 
 _WIDE = 2**48  # more whole numbers than a fine uniform number tells apart
@@ -216,14 +202,14 @@ def _dropout(draw: Draw) -> Drawn:
     """The kept values over the chance to be kept, and the mask of those kept."""
     keep = 1.0 - draw.given["p"] if draw.given["train"] else 1.0
     mask = draw.emit(aten.lt.Scalar, draw.uniform(), keep)
-    kept = draw.emit(aten.mul.Tensor, draw.given["input"], draw.done(mask))
+    kept = draw.emit(aten.mul.Tensor, draw.given["input"], draw.emit.cast(mask, draw.dtype))
     return draw.emit(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0), mask
 
 
 def _bernoulli(draw: Draw) -> Drawn:
     chance = draw.given["p"] if "p" in draw.given else draw.given["self"]
     below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
-    return draw.done(draw.emit(below, draw.uniform(), chance))
+    return draw.emit(below, draw.uniform(), chance)
 
 
 def _uniform(draw: Draw) -> Drawn:
@@ -231,31 +217,26 @@ def _uniform(draw: Draw) -> Drawn:
     return draw.scaled(draw.uniform_in(draw.dtype), high - low, low)
 
 
-def _normal(draw: Draw) -> Drawn:
-    return draw.done(draw.scaled(draw.normal(), draw.given.get("std", 1.0), draw.given.get("mean", 0.0)))
-
-
-def _log_normal(draw: Draw) -> Drawn:
-    exponent = draw.scaled(draw.normal(), draw.given["std"], draw.given["mean"])
-    return draw.done(draw.emit(aten.exp.default, exponent))
+def _normal(draw: Draw) -> fx.Node:
+    return draw.scaled(draw.normal(), draw.given.get("std", 1.0), draw.given.get("mean", 0.0))
 
 
 def _exponential(draw: Draw) -> Drawn:
     """Never zero, as its logarithm is taken (the Gumbel distribution)."""
     waited = draw.emit(aten.clamp_min.default, draw.emit(aten.neg.default, draw.log_of_rest()), 2.0**-25)
-    return draw.done(draw.emit(aten.div.Tensor, waited, draw.given["lambd"]))
+    return draw.emit(aten.div.Tensor, waited, draw.given["lambd"])
 
 
 def _cauchy(draw: Draw) -> Drawn:
     angle = draw.scaled(draw.uniform_in(draw.work), math.pi, -math.pi / 2)
-    return draw.done(draw.scaled(draw.emit(aten.tan.default, angle), draw.given["sigma"], draw.given["median"]))
+    return draw.scaled(draw.emit(aten.tan.default, angle), draw.given["sigma"], draw.given["median"])
 
 
 def _geometric(draw: Draw) -> Drawn:
     """How many trials until one succeeds, itself included."""
     chance = draw.given["p"]
     failed = draw.emit(aten.div.Tensor, draw.log_of_rest(), math.log1p(-chance) if chance < 1 else -math.inf)
-    return draw.done(draw.emit(aten.add.Tensor, draw.emit(aten.floor.default, failed), 1.0))
+    return draw.emit(aten.add.Tensor, draw.emit(aten.floor.default, failed), 1.0)
 
 
 def _rrelu(draw: Draw) -> Drawn:
@@ -272,61 +253,53 @@ def _rrelu(draw: Draw) -> Drawn:
     return draw.emit(aten.where.self, draw.emit(aten.le.Scalar, given["self"], 0), sloped, given["self"]), noise
 
 
-def _randint(draw: Draw) -> Drawn:
-    return _whole_number(draw, draw.given.get("low", 0), draw.given["high"])
+def _whole_number(draw: Draw) -> Drawn:
+    """Whole numbers from ``low`` up to, not including, ``high``: even over large ranges too.
 
-
-def _random(draw: Draw) -> Drawn:
-    """From 0 up to the largest that a whole number has, or that a float counts to."""
-    if draw.dtype.is_floating_point:
-        default = int(2 / torch.finfo(draw.dtype).eps)
-    else:
-        default = 1 if draw.dtype == torch.bool else torch.iinfo(draw.dtype).max
-    return _whole_number(draw, 0, draw.given.get("to", default + 1))
-
-
-def _whole_number(draw: Draw, low: int, high: int) -> Drawn:
-    """Whole numbers from ``low`` up to, not including, ``high``: even over large ranges too."""
+    Without bounds from 0 up to the largest that a whole number has, or that a float counts to.
+    """
+    low, high = draw.given.get("low", 0), draw.given.get("high", draw.given.get("to"))
+    if high is None and draw.dtype.is_floating_point:
+        high = int(2 / torch.finfo(draw.dtype).eps) + 1
+    elif high is None:
+        high = 2 if draw.dtype == torch.bool else torch.iinfo(draw.dtype).max + 1
     count = high - low
     if count <= _WIDE:
         within = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, draw.fine_uniform(), count))
-        return draw.done(draw.emit(aten.add.Tensor, within, low))
+        return draw.emit(aten.add.Tensor, within, low)
     coarse = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, draw.fine_uniform(), count / 2**16))
     fine = draw.emit(aten.floor.default, draw.emit(aten.mul.Scalar, draw.uniform(2), 2.0**16))
     coarse, fine = (draw.emit.cast(part, torch.int64) for part in (coarse, fine))
-    return draw.done(draw.emit(aten.add.Tensor, draw.emit(aten.mul.Scalar, coarse, 2**16), draw.scaled(fine, 1, low)))
+    return draw.emit(aten.add.Tensor, draw.emit(aten.mul.Scalar, coarse, 2**16), draw.scaled(fine, 1, low))
 
 
 def _randperm(draw: Draw) -> Drawn:
     """The order of as many numbers; whole, as sorting is."""
-    numbers = draw.fine_uniform()
-    order = draw.emit.item(draw.emit(aten.sort.stable, numbers, stable=True, dim=-1), 1)
-    return draw.done(order)
+    return draw.emit.item(draw.emit(aten.sort.stable, draw.fine_uniform(), stable=True, dim=-1), 1)
 
 
 def _multinomial(draw: Draw) -> Drawn:
-    """Rows of chances to indices drawn by them: without replacement those that come first in an exponential race."""
+    """Rows of chances to indices drawn by them.
+
+    With replacement, the first index whose cumulated chance is above a uniform number; one of no chance never is.
+    Without, those that come first in an exponential race.
+    """
     chance, count = draw.emit.cast(draw.given["self"], torch.float64), draw.given["num_samples"]
+    shape = draw.emit.shape(chance)
     if draw.given["replacement"]:
-        return _by_sums(draw, chance)
-    rest = draw.emit(aten.rsub.Scalar, draw.fine_uniform(draw.program.type(chance).shape), 1.0)
+        sums = draw.emit(aten.cumsum.default, chance, -1)
+        total = draw.emit(aten.slice.Tensor, sums, -1, shape[-1] - 1, shape[-1])
+        point = draw.emit(aten.mul.Tensor, draw.fine_uniform(), total)
+        return draw.emit(aten.searchsorted.Tensor, sums, point, right=True)
+    rest = draw.emit(aten.rsub.Scalar, draw.fine_uniform(shape), 1.0)
     waited = draw.emit(aten.clamp_min.default, draw.emit(aten.neg.default, draw.emit(aten.log.default, rest)), 2.0**-50)
     arrival = draw.emit(aten.div.Tensor, waited, chance)
     return draw.emit.item(draw.emit(aten.topk.default, arrival, count, -1, False, True), 1)
 
 
-def _by_sums(draw: Draw, chance: fx.Node) -> fx.Node:
-    """The first index whose cumulated chance is above a uniform number; one of no chance never is."""
-    sums = draw.emit(aten.cumsum.default, chance, -1)
-    last = draw.program.type(chance).shape[-1] - 1
-    total = draw.emit(aten.slice.Tensor, sums, -1, last, last + 1)
-    point = draw.emit(aten.mul.Tensor, draw.fine_uniform(), total)
-    return draw.emit(aten.searchsorted.Tensor, sums, point, right=True)
-
-
 def _poisson(draw: Draw) -> Drawn:
     rate = draw.emit.cast(draw.given["self"], torch.float64)
-    return draw.done(draw.emit(poisson_quantile, rate, draw.fine_uniform()))
+    return draw.emit(poisson_quantile, rate, draw.fine_uniform())
 
 
 _Distribution = Callable[[Draw], Drawn]
@@ -337,23 +310,19 @@ _NAMES: dict[_Distribution, str] = {
     _uniform: "uniform.default",
     _normal: "randn.default randn.generator randn_like.default randn_like.generator normal_functional.default "
     "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
-    _log_normal: "log_normal.default",
+    lambda draw: draw.emit(aten.exp.default, _normal(draw)): "log_normal.default",
     _exponential: "exponential.default",
     _cauchy: "cauchy.default",
     _geometric: "geometric.default",
     _rrelu: "rrelu_with_noise_functional.default",
-    _randint: "randint.default randint.generator randint.low randint.low_generator randint_like.default "
-    "randint_like.low_dtype randint_like.generator randint_like.low_generator_dtype",
-    _random: "random.default random.to",
+    _whole_number: "randint.default randint.generator randint.low randint.low_generator randint_like.default "
+    "randint_like.low_dtype randint_like.generator randint_like.low_generator_dtype random.default random.to",
     _randperm: "randperm.default randperm.generator",
     _multinomial: "multinomial.default",
     _poisson: "poisson.default",
 }
 
 
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload)
-
-
-DISTRIBUTIONS: dict[Any, _Distribution] = {_op(name): draw for draw, names in _NAMES.items() for name in names.split()}
+DISTRIBUTIONS: dict[Any, _Distribution] = {
+    attrgetter(name)(aten): draw for draw, names in _NAMES.items() for name in names.split()
+}

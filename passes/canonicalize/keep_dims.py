@@ -12,9 +12,10 @@ Invariant: no mm, bmm or addmm is left, and every value is as before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,11 +41,10 @@ def keep_dims(program: Program) -> Program:
     """The program with every matrix product as a ``dot`` over the model's own dims."""
     program = program.copy()
     for node in list(program.calls):
-        if node.target in SPECS:
-            with program.graph.inserting_before(node):
+        with program.graph.inserting_before(node):
+            if node.target in SPECS:
                 _rewrite(program, node)
-        elif node.target is aten.sum.dim_IntList:
-            with program.graph.inserting_before(node):
+            elif node.target is aten.sum.dim_IntList:
                 _sum_unmerged(program, node)
     _join_reshapes(program)
     program.remove_dead()
@@ -53,10 +53,7 @@ def keep_dims(program: Program) -> Program:
 
 @dataclass(slots=True)
 class _Product:
-    """A product in the making: two operands, the names of their dims and of the result's.
-
-    ``splits`` are the result's dims that were taken apart, each (position, sizes) in the order it was done.
-    """
+    """A product in the making: two operands, the names of their dims and of the result's."""
 
     operands: list[fx.Node]
     names: list[Names]
@@ -69,22 +66,23 @@ def _rewrite(program: Program, node: fx.Node) -> None:
     product = _Product([operand(node, has_bias), operand(node, has_bias + 1)], [left, right], out)
     while _absorb(program, product, node):
         pass
-    sizes = _sizes(program, product)
+    sizes = {
+        name: size
+        for factor, names in zip(product.operands, product.names, strict=True)
+        for name, size in zip(names, program.type(factor).shape, strict=True)
+    }
     type_ = TensorType(tuple(sizes[name] for name in product.out), program.type(node).dtype)
     result = program.insert(dot, (*product.operands, _spec(product)), type_, node)
     if has_bias:
         result = _add_bias(program, node, result)
-    if type_.shape != program.type(node).shape:
-        result = _reshape(program, result, program.type(node).shape)
-    program.replace(node, result)
+    program.replace(node, _reshape(program, result, program.type(node).shape))
 
 
 def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
     """``beta * bias + alpha * product``; a bias of the last dim alone stays as it is."""
     bias, beta, alpha = operand(node), arguments(node)["beta"], arguments(node)["alpha"]
-    shape = program.type(product).shape
-    own = program.type(bias).shape
-    if shape[len(shape) - len(own) :] != own:
+    shape, bias_shape = program.type(product).shape, program.type(bias).shape
+    if shape[len(shape) - len(bias_shape) :] != bias_shape:
         product = _reshape(program, product, program.type(node).shape)
     if alpha != 1:
         product = program.emit(aten.mul.Scalar, product, alpha, like=node)
@@ -95,21 +93,16 @@ def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
 
 def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
     """Take one permute or one merging view into the product; False when there is none left to take."""
-    for side, given in enumerate(product.operands):
-        if given.target is aten.permute.default:
-            _absorb_permute(product, side)
+    for side, view in enumerate(product.operands):
+        if view.target is aten.permute.default:
+            names = dict(zip(arguments(view)["dims"], product.names[side], strict=True))
+            product.operands[side] = operand(view)
+            product.names[side] = tuple(names[dim] for dim in range(len(names)))
             return True
     return any(
-        given.target is aten.reshape.default and _absorb_merge(program, product, side, node)
-        for side, given in enumerate(product.operands)
+        view.target is aten.reshape.default and _absorb_merge(program, product, side, node)
+        for side, view in enumerate(product.operands)
     )
-
-
-def _absorb_permute(product: _Product, side: int) -> None:
-    view = product.operands[side]
-    names = dict(zip(arguments(view)["dims"], product.names[side], strict=True))
-    product.operands[side] = operand(view)
-    product.names[side] = tuple(names[dim] for dim in range(len(names)))
 
 
 def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node) -> bool:
@@ -123,16 +116,11 @@ def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node)
     if not all(_is_ready(program, product, side, name, group, node) for name, group in merged.items()):
         return False
     product.operands[side] = source
-    product.names[side] = _split_names(product.names[side], merged)
-    other = 1 - side
-    shape = tuple(
-        size
-        for name, extent in zip(product.names[other], program.type(product.operands[other]).shape, strict=True)
-        for size in merged.get(name, (extent,))
-    )
-    if shape != program.type(product.operands[other]).shape:
-        product.operands[other] = _reshape(program, product.operands[other], shape)
-    product.names[other] = _split_names(product.names[other], merged)
+    other = product.operands[1 - side]
+    dims = zip(product.names[1 - side], program.type(other).shape, strict=True)
+    shape = tuple(size for name, merged_size in dims for size in merged.get(name, (merged_size,)))
+    product.operands[1 - side] = _reshape(program, other, shape)
+    product.names = [_split_names(names, merged) for names in product.names]
     product.out = _split_names(product.out, merged)
     return True
 
@@ -169,42 +157,26 @@ def merged_dims(src: Sequence[int], dst: Sequence[int]) -> list[tuple[int, ...]]
     at = 0
     for size in dst:
         group: tuple[int, ...] = ()
-        product = 1
-        while at < len(src) and (product < size or not group):
-            product *= src[at]
+        while at < len(src) and (math.prod(group) < size or not group):
             group += (src[at],)
             at += 1
-        if product != size:
+        if math.prod(group) != size:
             return None
         groups.append(group)
     return groups if at == len(src) and groups else None
 
 
 def _split_names(names: Names, merged: dict[str, tuple[int, ...]]) -> Names:
-    return tuple(
-        part
-        for name in names
-        for part in ([f"{name}{i}" for i in range(len(merged[name]))] if name in merged else [name])
-    )
-
-
-def _sizes(program: Program, product: _Product) -> dict[str, int]:
-    return {
-        name: size
-        for given, names in zip(product.operands, product.names, strict=True)
-        for name, size in zip(names, program.type(given).shape, strict=True)
-    }
+    parts = [[f"{name}{i}" for i in range(len(merged[name]))] if name in merged else [name] for name in names]
+    return tuple(chain.from_iterable(parts))
 
 
 def _spec(product: _Product) -> str:
     """The names as single letters, in order of appearance."""
-    fresh = (chr(code) for code in count(ord("a")))
-    letters: dict[str, str] = {}
-    sides = [
-        " ".join(letters.setdefault(name, letters.get(name) or next(fresh)) for name in names)
-        for names in (*product.names, product.out)
-    ]
-    return f"{sides[0]}, {sides[1]} -> {sides[2]}"
+    sides = (*product.names, product.out)
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys(chain(*sides)))}
+    left, right, out = (" ".join(map(letters.__getitem__, names)) for names in sides)
+    return f"{left}, {right} -> {out}"
 
 
 def _sum_unmerged(program: Program, node: fx.Node) -> None:
@@ -222,12 +194,13 @@ def _sum_unmerged(program: Program, node: fx.Node) -> None:
     owners = [i for i, group in enumerate(groups) for _ in group]
     unmerged = [dim for dim, owner in enumerate(owners) if owner in summed]
     total = program.emit(aten.sum.dim_IntList, source, unmerged, False, like=node, **node.kwargs)
-    if program.type(total).shape != program.type(node).shape:
-        total = _reshape(program, total, program.type(node).shape)
-    program.replace(node, total)
+    program.replace(node, _reshape(program, total, program.type(node).shape))
 
 
 def _reshape(program: Program, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    """A value in a shape; itself if it has that."""
+    if program.type(node).shape == shape:
+        return node
     return program.insert(aten.reshape.default, (node, list(shape)), TensorType(shape, program.type(node).dtype), node)
 
 

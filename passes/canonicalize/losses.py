@@ -33,14 +33,19 @@ def _mean(program: Program, node: fx.Node) -> Results:
 
 
 def _mean_loss(program: Program, node: fx.Node) -> Results:
-    """A mean is the sum divided by the number of elements; its gradient is divided before."""
+    """A mean is the sum divided by the number of elements, or of rows; its gradient is divided before."""
     emit, given = Emitter(program, node), arguments(node)
     if given["reduction"] != MEAN:
         return None
     if program.type(node).dtype in NARROW and "grad_output" not in given:
         return _summed_loss(program, node)
-    shapes = [program.type(each).shape for each in operands(node) if each is not None]
-    count, given["reduction"] = math.prod(torch.broadcast_shapes(*shapes)), SUM
+    given["reduction"] = SUM
+    if node.target in ROW_LOSSES_BACKWARD:
+        shape = program.type(node).shape
+        count = shape[0] if len(shape) == 2 else 1
+    else:
+        shapes = [program.type(tensor).shape for tensor in operands(node) if tensor is not None]
+        count = math.prod(torch.broadcast_shapes(*shapes))
     if "grad_output" in given:
         given["grad_output"] = emit(aten.div.Tensor, given["grad_output"], count)
         return emit(node.target, *given.values())
@@ -53,23 +58,12 @@ def _summed_loss(program: Program, node: fx.Node) -> Results:
     reduction, given["reduction"] = given["reduction"], EACH
     if reduction == EACH:
         return None
-    each = emit(node.target, *given.values())
-    shape = emit.shape(each)
-    total = emit.sum(each, range(len(shape)))
+    losses = emit(node.target, *given.values())
+    shape = emit.shape(losses)
+    total = emit.sum(losses, range(len(shape)))
     if reduction == MEAN:
         total = emit(aten.div.Tensor, total, math.prod(shape))
     return emit.cast(total, program.type(node).dtype)
-
-
-def _row_loss_backward(program: Program, node: fx.Node) -> Results:
-    """The gradient of a mean over rows is divided before."""
-    emit, given = Emitter(program, node), arguments(node)
-    if given["reduction"] != MEAN:
-        return None
-    shape = program.type(node).shape
-    count, given["reduction"] = shape[0] if len(shape) == 2 else 1, SUM
-    given["grad_output"] = emit(aten.div.Tensor, given["grad_output"], count)
-    return emit(node.target, *given.values())
 
 
 def _nll_loss(program: Program, node: fx.Node) -> Results:
@@ -77,17 +71,16 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
 
     ``x`` is ``[rows, classes, *more rows]``; w is 1 without weights. The mean is divided by the sum of the weights.
     """
-    given = arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     reduction = given["reduction"]
     if len(program.type(given["self"]).shape) < 2:
         return None
-    emit = Emitter(program, node)
     x = _without_dim_of_one(program, given["self"])
     counted, safe, weight = _targets(emit, x)
     picked = emit(aten.squeeze.dim, emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, safe, 1)), 1)
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=program.type(x).dtype)
-    kept = emit(aten.where.self, counted, picked, zero)
-    losses = emit(aten.neg.default, emit(aten.mul.Tensor, kept, weight))
+    picked = emit(aten.where.self, counted, picked, zero)
+    losses = emit(aten.neg.default, emit(aten.mul.Tensor, picked, weight))
     rows = range(len(emit.shape(safe)))
     count = emit.sum(weight, rows)
     if reduction == EACH:
@@ -98,11 +91,10 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
     """The gradient of each row, where the class is its target; rows and classes may be cut."""
-    given = arguments(node)
+    emit, given = Emitter(program, node), arguments(node)
     gradient, shape = given["grad_output"], program.type(given["self"]).shape
     if len(shape) < 2:
         return None
-    emit = Emitter(program, node)
     counted, safe, weight = _targets(emit, _without_dim_of_one(program, given["self"]))
     if given["reduction"] == MEAN:
         gradient = emit(aten.div.Tensor, gradient, given["total_weight"])
@@ -128,24 +120,22 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
     if gradient.target is not scatter_add_at or program.type(gradient).shape != shape:
         return None
     dim = given["dim"] % len(shape)
-    index, each, rows, at = gradient.args
-    is_one = program.type(each).shape == one_along(dim, shape)
-    if not is_one or at != dim:
+    index, values, rows, at = gradient.args
+    if program.type(values).shape != one_along(dim, shape) or at != dim:
         return None
     emit = Emitter(program, node)
-    each = emit.cast(each, program.type(y).dtype)
-    odds = emit(aten.mul.Tensor, emit(aten.exp.default, y), emit(aten.neg.default, each))
-    return emit.cast(emit(scatter_added_at, odds, index, each, rows, dim), program.type(node).dtype)
+    values = emit.cast(values, program.type(y).dtype)
+    odds = emit(aten.mul.Tensor, emit(aten.exp.default, y), emit(aten.neg.default, values))
+    return emit.cast(emit(scatter_added_at, odds, index, values, rows, dim), program.type(node).dtype)
 
 
 def _scatter_add(program: Program, node: fx.Node) -> Results:
     """What is added to zeros, as the gradient of a gather is."""
-    given, emit = arguments(node), Emitter(program, node)
+    emit, given = Emitter(program, node), arguments(node)
     zeros, shape = given["self"], program.type(node).shape
     is_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
     dim = given["dim"] % max(1, len(shape))
-    one = one_along(dim, shape)
-    if not is_zeros or not shape or not emit.shape(given["index"]) == emit.shape(given["src"]) == one:
+    if not is_zeros or not shape or not emit.shape(given["index"]) == emit.shape(given["src"]) == one_along(dim, shape):
         return None
     return emit(scatter_add_at, given["index"], given["src"], emit(aten.arange.default, shape[dim]), dim)
 
@@ -175,31 +165,20 @@ def _targets(emit: Emitter, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     return counted, safe, emit(aten.where.self, counted, emit(aten.index.Tensor, given["weight"], [safe]), zero)
 
 
+ROW_LOSSES_BACKWARD = (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default)
 MEAN_LOSSES = (
-    aten.mse_loss.default,
-    aten.mse_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.smooth_l1_loss.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss.default,
-    aten.huber_loss_backward.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_backward.default,
-)
+    aten.mse_loss.default, aten.mse_loss_backward.default, aten.soft_margin_loss_backward.default,
+    aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default, aten.huber_loss.default,
+    aten.huber_loss_backward.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+    *ROW_LOSSES_BACKWARD,
+)  # fmt: skip
+SUMMED_LOSSES = (
+    aten.binary_cross_entropy_with_logits.default, aten.multi_margin_loss.default, aten.soft_margin_loss.default,
+)  # fmt: skip
 LOSSES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(MEAN_LOSSES, _mean_loss),
-    **dict.fromkeys(
-        (
-            aten.binary_cross_entropy_with_logits.default,
-            aten.multi_margin_loss.default,
-            aten.soft_margin_loss.default,
-        ),
-        _summed_loss,
-    ),
-    **dict.fromkeys(
-        (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default), _row_loss_backward
-    ),
+    **dict.fromkeys(SUMMED_LOSSES, _summed_loss),
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), _nll_loss_backward),

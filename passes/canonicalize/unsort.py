@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.language.rule import Dims, Rule
+from shardc.language.rule import Rule
 from shardc.program.node import arguments, is_getitem, operand
 from shardc.program.program import Program, Value
 
@@ -34,15 +34,15 @@ CASTS = (aten._to_copy.default, aten.reshape.default)
 
 def unsort(program: Program) -> bool:
     """Leave rows in the order in which they come, where their order does not matter; whether any were."""
-    found = False
+    is_changed = False
     for node in list(program.calls):
         if node.target in SORTS and len(program.type(operand(node)).shape) == 1:
             _name_experts(program, node)
             rows = _Rows(program, node)
             if rows.may_stay():
                 rows.leave()
-                found = True
-    return found
+                is_changed = True
+    return is_changed
 
 
 def _name_experts(program: Program, sort: fx.Node) -> None:
@@ -51,11 +51,8 @@ def _name_experts(program: Program, sort: fx.Node) -> None:
     if keys is None or not _is_position(operand(sort)):
         return
     for node in [node for node in program.calls if node.target is aten.searchsorted.Tensor]:
-        if (
-            _ends_of(operand(node), keys)
-            and _is_count(operand(node, 1), program.type(keys).numel)
-            and arguments(node)["right"]
-        ):
+        is_count = _is_count(operand(node, 1), program.type(keys).numel)
+        if is_count and arguments(node)["right"] and _is_end_of_groups(operand(node), keys):
             program.replace(node, keys)
 
 
@@ -70,8 +67,8 @@ def _is_position(node: fx.Node) -> bool:
     return node.target in FINDS
 
 
-def _ends_of(node: fx.Node, keys: fx.Node) -> bool:
-    """Whether a node is where each run of equal keys ends: how many keys there are of each number, summed up."""
+def _is_end_of_groups(node: fx.Node, keys: fx.Node) -> bool:
+    """Whether a node holds where each run of equal keys ends: how many keys there are of each number, summed up."""
     if node.target is not aten.cumsum.default or operand(node).target is not aten.histc.default:
         return False
     counts = arguments(operand(node))
@@ -106,63 +103,51 @@ class _Rows:
         """Whether all that is done with the sorted rows may be done in any order; fills the state."""
         self.dims = {(self.sort, 0): 0, (self.sort, 1): 0}
         for node in self.program.calls:
-            if node is not self.sort and self._is_touched(node) and not self._follow(node):
+            if node is not self.sort and any(map(self._is_state, node.all_input_nodes)) and not self._follow(node):
                 return False
-        return bool(self.inverses) and not any(
-            result is not None and (self.program.value(result) in self.dims or result in self.inverses)
-            for result in self.program.results
-        )
+        return bool(self.inverses) and not any(map(self._is_state, filter(None, self.program.results)))
 
     def leave(self) -> None:
         """Let rows keep their places: the order is that in which they came, and so is the order back."""
         order, keys = _picked(self.sort, 1), _picked(self.sort, 0)
         with self.program.graph.inserting_before(self.sort):
-            dtype = torch.int64
-            stay = self.program.emit(aten.arange.default, self.size, like=self.sort, dtype=dtype)
+            identity = self.program.emit(aten.arange.default, self.size, like=self.sort, dtype=torch.int64)
         for node in filter(None, (order, *self.inverses)):
-            self.program.replace(node, stay)
+            self.program.replace(node, identity)
         if keys is not None:
             self.program.replace(keys, operand(self.sort))
 
-    def _is_touched(self, node: fx.Node) -> bool:
-        return any(each in self.inverses or self.program.value(each) in self.dims for each in node.all_input_nodes)
+    def _is_state(self, node: fx.Node) -> bool:
+        return node in self.inverses or self.program.value(node) in self.dims
 
     def _follow(self, node: fx.Node) -> bool:
         """Whether an op gives the same in any order of the rows; where its results have them, they are noted."""
         target, given = node.target, arguments(node) if hasattr(node.target, "_schema") else {}
-        if target is aten.index.Tensor and self._only_index(given) in self.inverses:
-            return self._lies(given["self"]) == 0
-        if target is aten.index_put.default and not self._is_row_put(given):
+        if target is aten.index.Tensor and len(given["indices"]) == 1 and given["indices"][0] in self.inverses:
+            return self._dim_of(given["self"]) == 0
+        if target is aten.index_put.default and self._dim_of(given["self"]) is None:
             return self._follow_put(node, given)
-        if any(each in self.inverses for each in node.all_input_nodes):
+        if any(operand in self.inverses for operand in node.all_input_nodes):
             return False
         return self._follow_rule(node, self.program.rule(node))
 
-    def _only_index(self, given: Mapping[str, Any]) -> fx.Node | None:
-        """What the first dim is indexed by, where no other is."""
-        indices = given["indices"]
-        return indices[0] if len(indices) == 1 else None
-
-    def _lies(self, node: Any) -> int | None:
+    def _dim_of(self, node: Any) -> int | None:
+        """The dim that the sorted rows lie along, if a value holds them."""
         return self.dims.get(self.program.value(node)) if isinstance(node, fx.Node) else None
-
-    def _is_row_put(self, given: Mapping[str, Any]) -> bool:
-        """Whether each row is written to on its own."""
-        return self._lies(given["self"]) is not None
 
     def _follow_put(self, node: fx.Node, given: Mapping[str, Any]) -> bool:
         """Rows put where they came from, or added up; gradients put in the sorted order; or the numbers of rows."""
-        index, values = self._only_index(given), given["values"]
+        index, values = given["indices"][0] if len(given["indices"]) == 1 else None, given["values"]
         if index is None or given["self"].target is not aten.full.default:
             return False
         if index in self.inverses:
             self.dims[node, 0] = 0
-            return self._lies(values) is None and self._has_all_rows(values) and self._has_all_rows(node)
+            return self._dim_of(values) is None and self._has_all_rows(values) and self._has_all_rows(node)
         is_order = index is _picked(self.sort, 1)
         if is_order and _is_count(values, self.size) and self._has_all_rows(node):
             self.inverses.append(node)
             return True
-        return self._lies(index) == 0 and self._lies(values) == 0 and (is_order or given["accumulate"])
+        return self._dim_of(index) == 0 and self._dim_of(values) == 0 and (is_order or given["accumulate"])
 
     def _has_all_rows(self, node: fx.Node) -> bool:
         shape = self.program.type(node).shape
@@ -170,15 +155,14 @@ class _Rows:
 
     def _follow_rule(self, node: fx.Node, rule: Rule) -> bool:
         """By its rule: one factor is the rows, on every operand that has it, and on results as a dim of its own."""
-        values = self.program.operand_values(node)
-        found = {self._factor(dims, self.dims[value]) for value, dims in zip(values, rule.operands, strict=True)
-                 if value in self.dims}  # fmt: skip
-        factor = found.pop()
-        if found or factor is None or factor in rule.whole or factor in rule.chunks:
+        operands = [pair for pair in zip(self.program.operand_values(node), rule.operands, strict=True) if pair[0]]
+        row_dims = {dims[self.dims[value]] if dims else () for value, dims in operands if value in self.dims}
+        factors = row_dims.pop()
+        if row_dims or len(factors) != 1 or factors[0] in rule.whole or factors[0] in rule.chunks:
             return False
-        for value, dims in zip(values, rule.operands, strict=True):
-            if value is not None and rule.has(factor, dims) and value not in self.dims:
-                return False
+        factor = factors[0]
+        if any(rule.has(factor, dims) and value not in self.dims for value, dims in operands):
+            return False
         for index, dims in enumerate(rule.results):
             if rule.has(factor, dims):
                 assert dims is not None
@@ -188,10 +172,6 @@ class _Rows:
             elif not rule.is_partial(factor, index):
                 return False
         return True
-
-    def _factor(self, dims: Dims | None, dim: int) -> str | None:
-        """The factor that a dim is, where it is one alone."""
-        return dims[dim][0] if dims is not None and len(dims[dim]) == 1 else None
 
 
 # Then an index may name every row in order, and needs no rule.
@@ -221,13 +201,9 @@ def _index_put(program: Program, node: fx.Node) -> Results:
     if repeats > 1:
         several = program.emit(aten.reshape.default, values, [shape[0], repeats, *shape[1:]], like=node)
         values = program.emit(aten.sum.dim_IntList, several, [1], like=node)
-    if not given["accumulate"] or _is_zero(target):
+    if not given["accumulate"] or (target.target is aten.full.default and target.args[1:] == (0,)):
         return values
     return program.emit(aten.add.Tensor, target, values, like=node)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1:] == (0,)
 
 
 def _repeats(program: Program, given: dict[str, Any]) -> int | None:

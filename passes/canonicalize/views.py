@@ -16,10 +16,6 @@ from ..emitter import Results, Rewrite
 aten = torch.ops.aten
 
 
-def _identity(program: Program, node: fx.Node) -> Results:
-    return operand(node)
-
-
 def _copy(program: Program, node: fx.Node) -> Results:
     """A conversion to the dtype that the value has already."""
     source = operand(node)
@@ -117,17 +113,14 @@ def _arange_dim(program: Program, node: Any, size: int, shape: tuple[int, ...]) 
     index_shape = program.type(node).shape
     if math.prod(index_shape) != size:
         return None
-    while node.target in (aten.reshape.default, aten.unsqueeze.default) or _adds_zero(node):
+    views = (aten.reshape.default, aten.unsqueeze.default)
+    while node.target in views or (node.target is aten.add.Tensor and node.args[1] == 0):
         node = operand(node)
     if node.target is not aten.arange.default or program.type(node).numel != size:
         return None
     lead = len(shape) - len(index_shape)
     dims = [lead + i for i, extent in enumerate(index_shape) if extent > 1]
     return dims[0] if dims else lead + next((i for i, n in enumerate(index_shape) if shape[lead + i] == n), 0)
-
-
-def _adds_zero(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and isinstance(node.args[1], int) and node.args[1] == 0
 
 
 # Constants: shape-only uses of a value, so that a partial sum is not reduced for the sake of its shape.
@@ -142,59 +135,41 @@ def _full_of(value: float) -> Rewrite:
 
 
 def _full(program: Program, node: fx.Node) -> Results:
-    return _full_of(arguments(node)["fill_value"])(program, node)
+    given = arguments(node)
+    return _full_of(given["fill_value" if "fill_value" in given else "value"])(program, node)
 
 
 COPIES = (
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-    aten.contiguous.default,
-)
+    aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.contiguous.default,
+)  # fmt: skip
 
 # What is undefined is zero, so that all ranks have the same.
 ZEROS = (
-    aten.zeros_like.default,
-    aten.zeros.default,
-    aten.zero.default,
-    aten.new_zeros.default,
-    aten._efficientzerotensor.default,
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
+    aten.zeros_like.default, aten.zeros.default, aten.zero.default, aten.new_zeros.default,
+    aten._efficientzerotensor.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default,
+    aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default,
+)  # fmt: skip
 _COPIED = (
     "alias as_strided detach diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind "
     "unfold unsqueeze view view_as_complex view_as_real"
 )
 
 
-def _copies_of_views() -> dict[Any, Any]:
-    """For each op that copies what a view shows, the view: in a program of values they are the same."""
-    pairs = [(getattr(aten, f"{name}_copy"), getattr(aten, name)) for name in _COPIED.split()]
-    return {
+_COPIES_OF_VIEWS = [(getattr(aten, f"{name}_copy"), getattr(aten, name)) for name in _COPIED.split()]
+SAME: dict[Any, Any] = {  # a view and a copy of it are the same in a program of values
+    **{
         getattr(copy, overload): getattr(view, overload)
-        for copy, view in pairs
+        for copy, view in _COPIES_OF_VIEWS
         for overload in view.overloads()
         if overload in copy.overloads()
-    }
-
-
-SAME: dict[Any, Any] = {
-    **_copies_of_views(),
+    },
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
 VIEWS: dict[Any, Rewrite] = {
-    **dict.fromkeys(COPIES, _identity),
+    **dict.fromkeys(COPIES, lambda program, node: operand(node)),
     aten._to_copy.default: _copy,
-    **dict.fromkeys(
-        (aten.view.default, aten._unsafe_view.default, aten.reshape.default), _to_shape(aten.reshape.default)
-    ),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
@@ -205,6 +180,5 @@ VIEWS: dict[Any, Rewrite] = {
 CONSTANTS: dict[Any, Rewrite] = {
     **dict.fromkeys(ZEROS, _full_of(0)),
     **dict.fromkeys((aten.ones_like.default, aten.ones.default, aten.new_ones.default), _full_of(1)),
-    **dict.fromkeys((aten.full_like.default, aten.new_full.default), _full),
-    aten.fill.Scalar: lambda program, node: _full_of(arguments(node)["value"])(program, node),
+    **dict.fromkeys((aten.full_like.default, aten.new_full.default, aten.fill.Scalar), _full),
 }

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import fx
-
 from shardc.costs.flops import flops_of
 from shardc.language.sharding import Sharding
 from shardc.program.communication import bytes_sent, is_collective
@@ -40,8 +38,12 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
         return inputs_first
     pins = tuple(replace(pin, priority=-1) if pin.kind == "output" else pin for pin in program.pins)
     outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
-    sent, flops = zip(*map(_costs, (inputs_first, outputs_first)), strict=True)
-    return outputs_first if sent[1] < sent[0] and flops[1] <= flops[0] else inputs_first
+    nbytes, flops = [], []
+    for result in (inputs_first, outputs_first):
+        lowered = lower_reshards(insert_reshards(result))
+        nbytes.append(sum(bytes_sent(lowered, node) for node in lowered.calls if is_collective(node)))
+        flops.append(flops_of(lowered, True))
+    return outputs_first if nbytes[1] < nbytes[0] and flops[1] <= flops[0] else inputs_first
 
 
 def _ends_conflict(program: Program) -> bool:
@@ -53,25 +55,17 @@ def _ends_conflict(program: Program) -> bool:
     if not shared or any(pin.priority for pin in program.pins):
         return False
     arrivals = Arrivals(program, current_shardings(program))
-    return any(_moves(arrivals, node, shared) for node in program.calls)
-
-
-def _moves(arrivals: Arrivals, node: fx.Node, axes: set[str]) -> bool:
-    """Whether one of the axes cuts an operand or a result along another dim than the op does."""
-    program = arrivals.program
-    op = arrivals.op_shardings(node, assign(program.rule(node), arrivals.claims(node)))
-    operands = [None if value is None else arrivals.shardings[value] for value in program.operand_values(node)]
-    pairs = [*zip(operands, op.operands, strict=True), *zip(program.shardings(node), op.results, strict=True)]
-    dims = [(_dims_by_axis(one), _dims_by_axis(other)) for one, other in pairs if one is not None and other is not None]
-    return any(one[axis] != other[axis] for one, other in dims for axis in axes & one.keys() & other.keys())
+    for node in program.calls:
+        op = arrivals.op_shardings(node, assign(program.rule(node), arrivals.claims(node)))
+        operands = [None if value is None else arrivals.shardings[value] for value in program.operand_values(node)]
+        pairs = [*zip(operands, op.operands, strict=True), *zip(program.shardings(node), op.results, strict=True)]
+        for src, dst in ((src, dst) for src, dst in pairs if src is not None and dst is not None):
+            src_dims, dst_dims = _dims_by_axis(src), _dims_by_axis(dst)
+            if any(src_dims[axis] != dst_dims[axis] for axis in shared & src_dims.keys() & dst_dims.keys()):
+                return True
+    return False
 
 
 def _dims_by_axis(sharding: Sharding) -> dict[str, int]:
     """The dim that each axis cuts."""
     return {part.name: dim for dim, cut in enumerate(sharding.dims) for part in cut.all_axes}
-
-
-def _costs(program: Program) -> tuple[int, int]:
-    """Bytes that one rank sends, and its floating-point operations."""
-    lowered = lower_reshards(insert_reshards(program))
-    return sum(bytes_sent(lowered, node) for node in lowered.calls if is_collective(node)), flops_of(lowered, True)

@@ -52,7 +52,9 @@ def _reach(along: Along) -> list[tuple[Windows, TensorType]]:
 def _convolution(along: Along) -> fx.Node:
     given, node = along.given, along.node
     if sums_over_kernel(along.size(given["weight"]), along.size(node), given["transposed"]):
-        result = _summed(along)
+        kernel = along.chunks_of(along.size(given["weight"]))
+        x = _into_channels(along, along.apart(given["input"], _summed_windows(along)), given["groups"])
+        result = _convolved(along, x, _into_channels(along, along.apart(given["weight"], kernel), 1))
     elif given["transposed"]:
         result = _transposed(along)
     else:
@@ -109,13 +111,6 @@ def _summed_windows(along: Along) -> Windows:
     span = (along.size(along.node) - 1) * stride + 1
     x, weight = along.given["input"], along.given["weight"]
     return Windows(along.count, along.size(x), along.size(weight), -padding, dilation, span)
-
-
-def _summed(along: Along) -> fx.Node:
-    x, weight = along.given["input"], along.given["weight"]
-    kernel = along.chunks_of(along.size(weight))
-    windows = _into_channels(along, along.apart(x, _summed_windows(along)), along.given["groups"])
-    return _convolved(along, windows, _into_channels(along, along.apart(weight, kernel), 1))
 
 
 def _into_channels(along: Along, apart: fx.Node, groups: int) -> fx.Node:

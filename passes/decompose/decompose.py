@@ -15,7 +15,7 @@ may cut the dims of further ops. Invariant: every value that is left is as befor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -63,32 +63,30 @@ def _decomposed(program: Program) -> Program:
 
 
 def _forms(program: Program) -> dict[str, Form]:
-    """What to put in the place of which ops, by their names."""
-    return {node.name: form for node in program.calls if (form := _form(program, node))}
+    """What to put in the place of which ops, by their names, where that pays."""
+    forms: dict[str, Form | None] = {}
+    for node in program.calls:
+        if node.target in DECOMPOSITIONS and _pays(program, node):
+            forms[node.name] = DECOMPOSITIONS[node.target].expand
+        elif node.target in WINDOWED:
+            forms[node.name] = _windowed(program, node)
+    return {name: form for name, form in forms.items() if form}
 
 
-def _forms_behind(program: Program, found: dict[str, Form]) -> dict[str, Form]:
+def _forms_behind(program: Program, forms: dict[str, Form]) -> dict[str, Form]:
     """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains."""
-    kinds = {node.target for node in program.calls if node.name in found}
-    if not any(node.target in kinds and node.name not in found for node in program.calls):
-        return found
+    kinds = {node.target for node in program.calls if node.name in forms}
+    if not any(node.target in kinds and node.name not in forms for node in program.calls):
+        return forms
     program = program.copy(level="canonical")
-    loosened = [node for node in program.calls if node.target in kinds and node.target in DECOMPOSITIONS]
-    for node in loosened:
-        program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
+    for node in program.calls:
+        if node.target in kinds and node.target in DECOMPOSITIONS:
+            program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
     program = propagate(cut_blocks(program))
-    for node in [node for node in program.calls if node.target in kinds]:
-        program.forget_rule(node)
-    return _forms(program) | found
-
-
-def _form(program: Program, node: fx.Node) -> Form | None:
-    """What to put in an op's place, where that pays."""
-    if node.target in DECOMPOSITIONS and _pays(program, node):
-        return DECOMPOSITIONS[node.target].expand
-    if node.target in WINDOWED:
-        return _windowed(program, node)
-    return None
+    for node in program.calls:
+        if node.target in kinds:
+            program.forget_rule(node)
+    return _forms(program) | forms
 
 
 def _windowed(program: Program, node: fx.Node) -> Form | None:
@@ -124,15 +122,14 @@ def _cut_dims(
             if factor not in factors or sharding is None:
                 continue
             is_piece = factor == WINDOWED[node.target].piece
-            found = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
+            dim_cut = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
+            if num_shards(dim_cut.axes) == 1 or dim_cut.minor:
+                continue
+            # several axes must cut as one of as many ranks would: each cuts what those before it left
             sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]
-            if num_shards(found.axes) > 1 and _in_a_row(found, sizes):
-                yield dim, found
-
-
-def _in_a_row(cut: DimSharding, sizes: Iterable[int]) -> bool:
-    """Whether dims have the chunks of one axis of as many ranks: several cut what those before them left."""
-    return not cut.minor and all(ceil_div(size, cut.axes[0].size) % num_shards(cut.axes[1:]) == 0 for size in sizes)
+            first, num_rest = dim_cut.axes[0].size, num_shards(dim_cut.axes[1:])
+            if all(ceil_div(size, first) % num_rest == 0 for size in sizes):
+                yield dim, dim_cut
 
 
 def _pays(program: Program, node: fx.Node) -> bool:
@@ -185,23 +182,19 @@ def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
 
 def gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
     """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
-    return sum(
-        ceil_div(program.value_type(value).nbytes, num_others(_of_dims(rule, cuts, dims), factors))
-        for value, dims in _tensors(program, node, rule)
-        if any(rule.has(factor, dims) for factor in factors)
-    )
+    total = 0
+    for value, dims in _tensors(program, node, rule):
+        if any(rule.has(factor, dims) for factor in factors):
+            own_cuts = {factor: cut for factor, cut in cuts.items() if rule.has(factor, dims)}
+            total += ceil_div(program.value_type(value).nbytes, num_others(own_cuts, factors))
+    return total
 
 
 def _tensors(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[Value, Dims | None]]:
     """An op's operands and results, each with its factors."""
     values = [*program.operand_values(node), *((node, i) for i in range(len(rule.results)))]
-    pairs = zip(values, rule.operands + rule.results, strict=True)
-    return ((value, dims) for value, dims in pairs if value is not None)
-
-
-def _of_dims(rule: Rule, cuts: Cuts, dims: Any) -> Cuts:
-    """The cuts of the factors that a tensor has."""
-    return {factor: cut for factor, cut in cuts.items() if rule.has(factor, dims)}
+    dims_of = rule.operands + rule.results
+    return ((value, dims) for value, dims in zip(values, dims_of, strict=True) if value is not None)
 
 
 # The ops.
@@ -213,20 +206,18 @@ def _embedding(emit: Emitter) -> fx.Node:
 
 
 def _embedding_backward(emit: Emitter) -> fx.Node:
-    given = emit.given
-    rows = emit(aten.arange.default, given["num_weights"])
+    given, rows = emit.given, emit(aten.arange.default, emit.given["num_weights"])
     gradient = emit(scatter_rows, given["grad_output"], given["indices"], rows)
     if given["padding_idx"] < 0:
         return gradient
-    kept = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, rows, given["padding_idx"]), 1)
-    return emit(aten.mul.Tensor, gradient, kept)
+    mask = emit(aten.unsqueeze.default, emit(aten.ne.Scalar, rows, given["padding_idx"]), 1)
+    return emit(aten.mul.Tensor, gradient, mask)
 
 
 def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """As much as the lookup, so that both are done alike."""
     given = arguments(node)
-    gradient = program.value_type(program.value(given["grad_output"]))
-    return NEVER if given["scale_grad_by_freq"] else 2 * gradient.nbytes
+    return NEVER if given["scale_grad_by_freq"] else 2 * program.type(given["grad_output"]).nbytes
 
 
 DECOMPOSITIONS: dict[Any, Decomposition] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -44,22 +44,17 @@ def _gather(emit: Emitter) -> fx.Node:
     """
     x, index = emit.given["self"], emit.given["index"]
     rows, dim = _along(emit)
-    if not _takes_from_rows(emit, x, index, dim):
-        return emit(gather_at, x, index, rows, dim)
-    whole, number = operand(x), operand(x, 1)
-    for each in sorted((each for each in ancestors(index, rows) if whole < each), reverse=True):
-        whole.append(each)
-    with emit.program.graph.inserting_before(max(whole, index, rows).next):
-        found = emit(gather_at, whole, index, rows, dim, **widened(emit.type(whole).dtype))
-    return emit.cast(emit(aten.sub.Tensor, found, number), emit.type(x).dtype)
-
-
-def _takes_from_rows(emit: Emitter, x: fx.Node, index: fx.Node, dim: int) -> bool:
-    """Whether a value is a difference to one number for all that an index may pick from."""
-    if x.target is not aten.sub.Tensor or x.kwargs or not isinstance(x.args[1], fx.Node):
-        return False
+    is_difference = x.target is aten.sub.Tensor and not x.kwargs and isinstance(x.args[1], fx.Node)
+    shapes = [emit.shape(node) for node in (operand(x), operand(x, 1), index)] if is_difference else []
     row = one_along(dim, emit.shape(x))
-    return emit.shape(operand(x)) == emit.shape(x) and emit.shape(operand(x, 1)) == emit.shape(index) == row
+    if shapes != [emit.shape(x), row, row]:
+        return emit(gather_at, x, index, rows, dim)
+    minuend, subtrahend = operand(x), operand(x, 1)
+    for node in sorted((node for node in ancestors(index, rows) if minuend < node), reverse=True):
+        minuend.append(node)
+    with emit.program.graph.inserting_before(max(minuend, index, rows).next):
+        picked = emit(gather_at, minuend, index, rows, dim, **widened(emit.type(minuend).dtype))
+    return emit.cast(emit(aten.sub.Tensor, picked, subtrahend), emit.type(x).dtype)
 
 
 def _scatter_add(emit: Emitter) -> fx.Node:
@@ -81,9 +76,9 @@ def _scatter(emit: Emitter) -> fx.Node:
 def _places(emit: Emitter) -> tuple[Any, ...]:
     """The indices, counted from 0, the positions of their dims, and the dims."""
     shape = emit.shape(emit.given["self"])
-    found = {dim: given for dim, given in enumerate(emit.given["indices"]) if given is not None}
-    indices = [emit(aten.remainder.Scalar, given, shape[dim]) for dim, given in found.items()]
-    return (*indices, *(emit(aten.arange.default, shape[dim]) for dim in found), tuple(found))
+    indices = {dim: index for dim, index in enumerate(emit.given["indices"]) if index is not None}
+    places = [emit(aten.remainder.Scalar, index, shape[dim]) for dim, index in indices.items()]
+    return (*places, *(emit(aten.arange.default, shape[dim]) for dim in indices), tuple(indices))
 
 
 def _along(emit: Emitter) -> tuple[fx.Node, int]:
@@ -103,7 +98,9 @@ def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> i
 
 
 def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Nothing where the positions are cut; what is put is whole."""
+    """Nothing where the positions are cut; what is put is whole. An index_put may add."""
+    if arguments(node).get("accumulate"):
+        return _add_moves(program, node, factors)
     return 0 if any(factor.startswith("v") for factor in factors) and _is_full(program, node) else NEVER
 
 
@@ -115,23 +112,16 @@ def _add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int
     return 2 * type_.nbytes * any(factor.startswith("i") for factor in factors)
 
 
-def _index_put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """As what it does: adds or puts."""
-    return (_add_moves if arguments(node)["accumulate"] else _put_moves)(program, node, factors)
-
-
 def _is_full(program: Program, node: fx.Node) -> bool:
     """Whether a scatter's index and source are as long as ``x`` on every dim but its own; an index_put has none."""
     given = arguments(node)
     if "indices" in given:
         return True
     tensors = [given[name] for name in ("self", "index", "src") if isinstance(given.get(name), fx.Node)]
-    shapes = [list(program.value_type(program.value(tensor)).shape) for tensor in tensors]
-    return bool(shapes[0]) and _same_but(given["dim"], shapes) and (len(shapes) < 3 or shapes[1] == shapes[2])
-
-
-def _same_but(dim: int, shapes: Sequence[list[int]]) -> bool:
-    dim %= len(shapes[0])
+    shapes = [program.value_type(program.value(tensor)).shape for tensor in tensors]
+    if not shapes[0] or (len(shapes) == 3 and shapes[1] != shapes[2]):
+        return False
+    dim = given["dim"] % len(shapes[0])
     return len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
 
 
@@ -139,8 +129,6 @@ INDEXING = {
     aten.gather.default: Decomposition(_gather, lookup_moves),
     aten.scatter_add.default: Decomposition(_scatter_add, _add_moves),
     **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), Decomposition(_index, lookup_moves)),
-    **dict.fromkeys(
-        (aten.index_put.default, aten._unsafe_index_put.default), Decomposition(_index_put, _index_put_moves)
-    ),
+    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), Decomposition(_index_put, _put_moves)),
     **dict.fromkeys((aten.scatter.src, aten.scatter.value), Decomposition(_scatter, _put_moves)),
 }

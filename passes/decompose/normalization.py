@@ -45,8 +45,8 @@ def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
 def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
     """A running statistic moved towards its new value."""
     old, momentum = emit.given[name], emit.given["momentum"]
-    kept = emit(aten.mul.Tensor, old, 1 - momentum)
-    return emit.cast(emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
+    share = emit(aten.mul.Tensor, old, 1 - momentum)
+    return emit.cast(emit(aten.add.Tensor, share, emit(aten.mul.Tensor, new, momentum)), emit.type(old).dtype)
 
 
 def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
@@ -82,8 +82,8 @@ def _group_norm(emit: Emitter) -> list[fx.Node | None]:
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, given["eps"]))
     normal = emit(aten.reshape.default, emit(aten.mul.Tensor, shifted, inverse), list(types[0].shape))
     y = _affine(emit, normal, stats)
-    kept = [emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse)]
-    return [emit.cast(y, types[0].dtype), *kept]
+    mean, inverse = (emit(aten.reshape.default, stat, list(types[1].shape)) for stat in (mean, inverse))
+    return [emit.cast(y, types[0].dtype), mean, inverse]
 
 
 def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
@@ -113,16 +113,14 @@ def _affine(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _given_results(emit: Emitter, *gradients: fx.Node) -> list[fx.Node | None]:
     """The gradients that the op gives, in its dtypes."""
-    types = emit.program.types(emit.node)
-    pairs = zip(gradients, types, strict=True)
+    pairs = zip(gradients, emit.program.types(emit.node), strict=True)
     return [None if type_ is None else emit.cast(gradient, type_.dtype) for gradient, type_ in pairs]
 
 
 def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
     """``n (g c) places`` with the groups as a dim of their own."""
     batch, channels, *places = emit.shape(x)
-    groups = emit.given["group"]
-    return emit(aten.reshape.default, x, [batch, groups, channels // groups, *places])
+    return emit(aten.reshape.default, x, [batch, emit.given["group"], channels // emit.given["group"], *places])
 
 
 def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
@@ -148,14 +146,9 @@ def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
 
 
 NORMALIZATIONS: dict[Any, Decomposition] = {
-    **dict.fromkeys(
-        (
-            aten.native_batch_norm.default,
-            aten._native_batch_norm_legit_functional.default,
-            aten._native_batch_norm_legit.no_stats,
-        ),
-        Decomposition(_batch_norm, _moved_of_channels),
-    ),
+    aten.native_batch_norm.default: Decomposition(_batch_norm, _moved_of_channels),
+    aten._native_batch_norm_legit_functional.default: Decomposition(_batch_norm, _moved_of_channels),
+    aten._native_batch_norm_legit.no_stats: Decomposition(_batch_norm, _moved_of_channels),
     aten.native_batch_norm_backward.default: Decomposition(_batch_norm_backward, _moved_of_channels),
     aten.native_group_norm.default: Decomposition(_group_norm, _moved_of_groups),
     aten.native_group_norm_backward.default: Decomposition(_group_norm_backward, _moved_of_groups),

@@ -13,7 +13,7 @@ from torch import fx
 from shardc.language.sharding import TensorType
 from shardc.language.windows import EDGE, Windows
 
-from .along import Along, Reach, Windowed, windowed
+from .along import Along, Windowed, windowed
 
 aten = torch.ops.aten
 
@@ -198,17 +198,14 @@ def _scales(along: Along) -> list[str]:
     return [name for name in along.given if name.startswith("scales")]
 
 
-def _resample_reach(beside: int) -> Reach:
-    def reach(along: Along) -> list[tuple[Windows, TensorType]]:
-        given, (image, enlarged) = along.given, _resample_windows(beside, along)
-        scale = given[along.at(_scales(along))]
-        is_uneven = enlarged.length % image.length or scale not in (None, enlarged.length / image.length)
-        if is_uneven or given.get("align_corners"):
-            return []
-        image_type, enlarged_type = (along.emit.type(given.get(name, along.node)) for name in ("self", "grad_output"))
-        return [(image, image_type), (enlarged, enlarged_type)]
-
-    return reach
+def _resample_reach(beside: int, along: Along) -> list[tuple[Windows, TensorType]]:
+    given, (image, enlarged) = along.given, _resample_windows(beside, along)
+    scale = given[along.at(_scales(along))]
+    is_uneven = enlarged.length % image.length or scale not in (None, enlarged.length / image.length)
+    if is_uneven or given.get("align_corners"):
+        return []
+    image_type, enlarged_type = (along.emit.type(given.get(name, along.node)) for name in ("self", "grad_output"))
+    return [(image, image_type), (enlarged, enlarged_type)]
 
 
 def _resample(beside: int, along: Along) -> fx.Node:
@@ -232,7 +229,7 @@ def _resamplings() -> dict[Any, Windowed]:
     linear = ["upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"]
     nearest = [f"{name}{ndim}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for ndim in (1, 2, 3)]
     return {
-        getattr(aten, f"{name}{suffix}").default: Windowed(_resample_reach(beside), partial(_resample, beside))
+        getattr(aten, f"{name}{suffix}").default: Windowed(partial(_resample_reach, beside), partial(_resample, beside))
         for beside, names in enumerate((nearest, linear))
         for name in names
         for suffix in ("", "_backward")

@@ -110,14 +110,10 @@ def _moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
     dtype = program.value_type(program.operand_values(node)[0] or (node, 0)).dtype
     if dtype.is_complex or (dtype == torch.bool and node.target not in TRUTHS):
         return NEVER
-    if node.target is aten.linalg_vector_norm.default and not _is_plain_norm(node):
+    given = arguments(node)
+    if "ord" in given and (given["dtype"] is not None or given["ord"] not in (1, 2, math.inf, -math.inf)):
         return NEVER
     return 4 * sum(type_.nbytes for type_ in program.types(node) if type_ is not None)
-
-
-def _is_plain_norm(node: fx.Node) -> bool:
-    given = arguments(node)
-    return given["dtype"] is None and given["ord"] in (1, 2, math.inf, -math.inf)
 
 
 TRUTHS: dict[Any, Form] = {

@@ -191,10 +191,9 @@ def _unfold_backward(along: Along, window: Windows) -> fx.Node:
 
 def _pads() -> dict[Any, Windowed]:
     """Padding of the last dims by the input's own values, and back."""
-    kinds = [("reflection_pad", MIRRORED), ("replication_pad", EDGE)]
     return {
         getattr(aten, f"{name}{ndim}d{suffix}").default: windowed(partial(_pad_window, beyond=beyond), expand)
-        for name, beyond in kinds
+        for name, beyond in (("reflection_pad", MIRRORED), ("replication_pad", EDGE))
         for ndim in (1, 2, 3)
         for suffix, expand in (("", _pad), ("_backward", _pad_backward))
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import fx
@@ -15,14 +16,10 @@ from ..emitter import Decomposition, Emitter
 aten = torch.ops.aten
 
 
-def _rows(count: int) -> Callable[[Program, fx.Node, Collection[str]], int]:
+def _moved(count: int, program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """``count`` all_reduces of one number a row of the softmax's dim."""
-
-    def moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-        type_ = program.type(node)
-        return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
-
-    return moved
+    type_ = program.type(node)
+    return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
 
 
 def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -35,8 +32,9 @@ def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 def _log_softmax(emit: Emitter) -> fx.Node:
     shifted, odds, total = _exponentials(emit)
-    for user in [user for user in emit.node.users if user.target is aten.exp.default]:
-        _take_odds(emit.program, user, odds, total)
+    for user in list(emit.node.users):
+        if user.target is aten.exp.default:
+            _take_odds(emit.program, user, odds, total)
     return emit(aten.sub.Tensor, shifted, emit.cast(emit(aten.log.default, total), emit.type(shifted).dtype))
 
 
@@ -45,7 +43,7 @@ def _take_odds(program: Program, node: fx.Node, odds: fx.Node, total: fx.Node) -
     users = list(node.users)
     if len(users) == 1 and users[0].target is aten.mul.Tensor:
         emit = Emitter(program, users[0])
-        row = next((each for each in users[0].args if isinstance(each, fx.Node) and each is not node), node)
+        row = next((arg for arg in users[0].args if isinstance(arg, fx.Node) and arg is not node), node)
         if emit.shape(row) == emit.shape(total):
             with program.graph.inserting_before(users[0]):
                 share = emit.cast(emit(aten.div.Tensor, row, total), emit.type(row).dtype)
@@ -76,8 +74,8 @@ def _softmax_backward(emit: Emitter) -> fx.Node:
 
 
 SOFTMAXES = {
-    aten._log_softmax.default: Decomposition(_log_softmax, _rows(2)),
-    aten._softmax.default: Decomposition(_softmax, _rows(2)),
-    aten._log_softmax_backward_data.default: Decomposition(_log_softmax_backward, _rows(1)),
-    aten._softmax_backward_data.default: Decomposition(_softmax_backward, _rows(1)),
+    aten._log_softmax.default: Decomposition(_log_softmax, partial(_moved, 2)),
+    aten._softmax.default: Decomposition(_softmax, partial(_moved, 2)),
+    aten._log_softmax_backward_data.default: Decomposition(_log_softmax_backward, partial(_moved, 1)),
+    aten._softmax_backward_data.default: Decomposition(_softmax_backward, partial(_moved, 1)),
 }
