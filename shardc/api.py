@@ -23,6 +23,7 @@ from shardc.options import (
     Zero,
     check_call,
     check_draw,
+    check_maker,
     check_model,
     check_values,
 )
@@ -240,13 +241,10 @@ def parallelize(
     )  # fmt: skip
     module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline)
     if args is not None or kwargs is not None:
-        given = () if args is None else args
-        check_call(given, {} if kwargs is None else kwargs, True, differentiable, strict)
-        module.compile_for(given, kwargs or {})
+        args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
+        check_call(args, kwargs, True, differentiable, strict)
+        module.compile_for(args, kwargs)
     return module
-
-
-Shardings = Callable[[str, tuple[int, ...]], Sharding]  # of a parameter's name and shape
 
 
 def init_parameters(
@@ -270,7 +268,6 @@ def init_parameters(
     its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
     """
     from shardc.capture.initial_values import record_initializers
-    from shardc.options import check_call, check_draw, check_maker
     from shardc.passes.canonicalize.canonicalize import canonicalize
     from shardc.passes.canonicalize.draw_random import name_draws
     from shardc.runtime.initialize.initialize import initialize as place
@@ -278,38 +275,22 @@ def init_parameters(
     check_maker(model, initialize)
     check_draw(seed, 0)
     check_annotations(annotations or {})
-    found = record_initializers(model, initialize)
-    found = replace(found, program=canonicalize(name_draws(found.program)))
+    recorded, described = record_initializers(model, initialize), Mesh.of(mesh)
+    recorded = replace(recorded, program=canonicalize(name_draws(recorded.program)))
+    specs: Mapping[str, Match] = {}
+    inferred: Mapping[str, Sharding] = {}
     if args is None and kwargs is None:
-        shardings = _annotated(annotations or {}, found.model, Mesh.of(mesh))
+        specs = annotated_parameters(annotations or {}, recorded.model, described)
     else:
-        given = () if args is None else args
-        check_call(given, kwargs or {}, True, (), False)
-        shardings = _compiled(found.model, Mesh.of(mesh), annotations, given, kwargs)
-    return place(found, mesh, shardings, seed)
+        args = () if args is None else args
+        check_call(args, kwargs or {}, True, (), False)
+        program = compile(recorded.model, described, annotations, args=args, kwargs=kwargs).program
+        inputs = program.named_inputs.items()
+        inferred = {name: program.sharding(node) for (kind, name), node in inputs if kind in ("parameter", "buffer")}
 
+    def sharding(name: str, shape: tuple[int, ...]) -> Sharding:
+        if name in specs:
+            return specs[name].spec.sharding(described, shape, specs[name].who("parameter"))
+        return inferred.get(name) or Sharding.replicated(described, len(shape))
 
-def _annotated(annotations: Mapping[str, Spec], model: nn.Module, mesh: Mesh) -> Shardings:
-    return partial(_sharding, annotated_parameters(annotations, model, mesh), mesh)
-
-
-def _sharding(specs: Mapping[str, Match], mesh: Mesh, name: str, shape: tuple[int, ...]) -> Sharding:
-    if name not in specs:
-        return Sharding.replicated(mesh, len(shape))
-    return specs[name].spec.sharding(mesh, shape, specs[name].who("parameter"))
-
-
-def _compiled(
-    model: nn.Module,
-    mesh: Mesh,
-    annotations: Mapping[str, Spec] | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-) -> Shardings:
-    program = compile(model, mesh, annotations, args=args, kwargs=kwargs).program
-    found = {
-        name: program.sharding(node)
-        for (kind, name), node in program.named_inputs.items()
-        if kind in ("parameter", "buffer")
-    }
-    return lambda name, shape: found.get(name) or Sharding.replicated(mesh, len(shape))
+    return place(recorded, mesh, sharding, seed)

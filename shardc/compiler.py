@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardc.capture.annotations import (
-    Matched,
-    Spec,
-    idle_error,
-    match,
-    note_of,
-    resolve,
-    unused_annotations,
-)
+from shardc.capture.annotations import Matched, Spec, idle_error, match, note_of, resolve, unused_annotations
 from shardc.capture.call import CallingConvention, flatten, rebuild
 from shardc.capture.capture import Captured, capture
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
@@ -115,10 +107,16 @@ def compile_request(model: nn.Module, request: Request) -> Compiled:
     watch("capture", first_program(captured.program, request, pins), time.perf_counter() - start)
     local = run_passes(after["capture"], watch)
     unused += map(idle_error, idle_annotations(after[UNANNOTATED.__name__], after[PROPAGATED.__name__]))
-    compiled = Compiled(model, local, captured.convention, after, seconds, replace(request, **_on_meta(request)))
+    request = replace(request, **_on_meta(request))
+    compiled = Compiled(model, local, captured.convention, after, seconds, request)
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
-    return _with_notes(compiled, [*filter(None, [slow_link_note(compiled.whole)]), *map(note_of, unused)])
+    notes = (*filter(None, [slow_link_note(compiled.whole)]), *map(note_of, unused))
+    whole = compiled.whole
+    for name, program in after.items():
+        if program is whole or program is local:  # those that people look at
+            after[name] = replace(program, notes=(*program.notes, *notes))
+    return replace(compiled, program=next(reversed(after.values())))
 
 
 def match_annotations(model: nn.Module, request: Request) -> Matched:
@@ -155,24 +153,12 @@ def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) ->
     return replace(captured, mesh=mesh, pins=pins, options=options, num_stages=num_stages, notes=notes)
 
 
-def _with_notes(compiled: Compiled, notes: Sequence[str]) -> Compiled:
-    """Add notes to the two programs that people look at: the last one in global shapes and the local one."""
-    shown = (compiled.whole, compiled.program)
-    after = {
-        name: replace(program, notes=(*program.notes, *notes)) if any(program is each for each in shown) else program
-        for name, program in compiled.after.items()
-    }
-    return replace(compiled, program=next(reversed(after.values())), after=after)
-
-
 def _on_meta(request: Request) -> dict[str, Any]:
     """The example inputs of a request without their values, so that they may be kept."""
     leaves, tree = flatten({"args": tuple(request.args), "kwargs": dict(request.kwargs)})
-    rebuilt: dict[str, Any] = rebuild(
-        tree, [_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-    )
+    values = [leaf for _, leaf in leaves]
+    for i, leaf in enumerate(values):
+        if isinstance(leaf, torch.Tensor):
+            values[i] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    rebuilt: dict[str, Any] = rebuild(tree, values)
     return rebuilt
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -122,13 +122,18 @@ class _Run:
         with self._step(f"{self.mesh.size} virtual ranks"):
             sharded = _by_name(compiled.simulate(*self.args, **self.kwargs))
         single = self._on_single_device(compiled)
-        draws = _draws(compiled.at("canonicalize"))
+        canonical = compiled.at("canonicalize")
+        nodes = zip(canonical.inputs, canonical.placeholders, strict=True)
+        draws = any(source.kind == "random" and bool(node.users) for source, node in nodes)
         if self.dtype is torch.float64 and not draws:
             self.exact.update({name: value for name, value in single.items() if value is not None})
         yield from self._between("sharded against single device", sharded, single)
         quiet = self.model
         if draws:
-            quiet = _without_random_ops(self.model)
+            # evaluation mode, but for batch norms, which it would change more than random ops
+            quiet = copy.deepcopy(self.model, computed_tensors(self.model))
+            for module in quiet.modules():
+                module.training = module.training and isinstance(module, BATCH_NORMS)
             compiled = self._compile(quiet)
             single = self._on_single_device(compiled)
         with self._step("eager"), _casting_to(self.dtype, {**CASTS, **KERNELS}):
@@ -140,15 +145,13 @@ class _Run:
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
         for name in dict.fromkeys([*expected, *values]):
-            distance = difference(values.get(name), expected.get(name))
-            yield Difference(check, dtype_name(self.dtype), name, distance, self._tolerance(name, expected.get(name)))
-
-    def _tolerance(self, name: str, expected: Tensor | None) -> float:
-        exact = self.exact.get(name)
-        if expected is None or exact is None or self.dtype is torch.float64 or not expected.is_floating_point():
-            return TOLERANCES[self.dtype]
-        rounding = NUM_ROUNDINGS * difference(expected, exact.to(expected.dtype))
-        return max(TOLERANCES[self.dtype], rounding if rounding <= LOOSEST else 0.0)
+            reference, exact, tolerance = expected.get(name), self.exact.get(name), TOLERANCES[self.dtype]
+            is_float32 = self.dtype is not torch.float64
+            if reference is not None and exact is not None and is_float32 and reference.is_floating_point():
+                rounding = NUM_ROUNDINGS * difference(reference, exact.to(reference.dtype))
+                tolerance = max(tolerance, rounding if rounding <= LOOSEST else 0.0)
+            distance = difference(values.get(name), reference)
+            yield Difference(check, dtype_name(self.dtype), name, distance, tolerance)
 
     def _compile(self, model: nn.Module) -> Compiled:
         with self._step("compiling"), _casting_to(self.dtype):
@@ -189,20 +192,6 @@ def _by_name(result: tuple[Any, Mapping[str, Tensor | None]]) -> Values:
 def _named(outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Values:
     named: dict[str, Tensor | None] = {f"output {name}": value for name, value in outputs.items()}
     return named | {f"gradient {name}": value for name, value in gradients.items()}
-
-
-def _draws(program: Program) -> bool:
-    """Whether a program has random ops."""
-    nodes = zip(program.inputs, program.placeholders, strict=True)
-    return any(given.kind == "random" and bool(node.users) for given, node in nodes)
-
-
-def _without_random_ops(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode. Batch norms stay in training mode: evaluation would change more than random ops."""
-    quiet = copy.deepcopy(model, computed_tensors(model))
-    for module in quiet.modules():
-        module.training = module.training and isinstance(module, BATCH_NORMS)
-    return quiet
 
 
 # Eager models in float64.
@@ -278,13 +267,11 @@ def differences_text(differences: Sequence[Difference], num_worst: int = 5) -> s
         bad = [each for each in ours if not each.is_small]
         verdict = f"{len(bad)} of {len(ours)} tensors differ" if bad else f"{len(ours)} tensors agree"
         worst = sorted(ours, key=lambda each: (-each.difference, each.name))[: max(num_worst, len(bad))]
-        rows = ((each.name, f"{each.difference:.1e}", _remark(each)) for each in worst)
+        rows = []
+        for each in worst:
+            rounding = f"of {each.tolerance:.1e}, four times what {dtype} is off by on one device"
+            remark = rounding if each.is_rounding else "" if each.is_small else "differs"
+            rows.append((each.name, f"{each.difference:.1e}", remark))
         title = f"{check}, {dtype}: {verdict} (at most {TOLERANCES[getattr(torch, dtype)]:.0e})"
         parts.append(f"{title}\n{table(('worst', 'difference', ' '), rows)}")
     return "\n".join(parts)
-
-
-def _remark(d: Difference) -> str:
-    if d.is_rounding:
-        return f"of {d.tolerance:.1e}, four times what {d.dtype} is off by on one device"
-    return "" if d.is_small else "differs"

@@ -37,17 +37,13 @@ LARGEST = 2**40  # of any count: beyond it torch's own sizes overflow
 def add_command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",)) -> Parser:
     """Add the parser of a command that works on a TARGET, or on ``operands``, each of which may be one."""
     parser: Parser = commands.add_parser(
-        name,
-        help=help_,
-        description=help_,
-        epilog=TARGET_HELP + EXIT_CODES,
+        name, help=help_, description=help_, epilog=TARGET_HELP + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     model = "a model: path.py:function, package.module:function, hf:gpt2"
     for operand in operands:
-        parser.add_argument(
-            operand.lower(), metavar=operand, help=model if operand == "TARGET" else "a plan: see below"
-        )
+        help_ = model if operand == "TARGET" else "a plan: see below"
+        parser.add_argument(operand.lower(), metavar=operand, help=help_)
     parser.add_argument("--no-train", dest="train", action="store_false", help="compile forward only")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
@@ -80,9 +76,8 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         help="recompute in backward the activations inside modules, h.*, or as many as needed to save at most so many "
         "bytes on a rank",
     )  # fmt: skip
-    parser.add_argument(
-        "--bucket", metavar="BYTES", type=count, default=BUCKET, help="size of buckets of collectives (25 MiB)"
-    )
+    help_ = "size of buckets of collectives (25 MiB)"
+    parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
@@ -93,12 +88,8 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         help="refuse ops without a rule, gathers that no annotation asks for, and annotations of modules that are "
         "never called",
     )  # fmt: skip
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        type=name,
-        help=f"what a rank computes on, for predicted times: {', '.join(DEVICES)}",
-    )
+    help_ = f"what a rank computes on, for predicted times: {', '.join(DEVICES)}"
+    parser.add_argument("--device", metavar="NAME", type=name, help=help_)
 
 
 def add_compile_options(parser: Parser, is_required: bool = True) -> None:
@@ -107,9 +98,8 @@ def add_compile_options(parser: Parser, is_required: bool = True) -> None:
     ``is_required``: whether ``--mesh`` is; a command that also takes dumps needs none for these.
     """
     add_mesh_options(parser, is_required)
-    parser.add_argument(
-        "--precision", choices=DTYPES, help="compute in this dtype; keep parameters and reduce in float32"
-    )
+    help_ = "compute in this dtype; keep parameters and reduce in float32"
+    parser.add_argument("--precision", choices=DTYPES, help=help_)
     parser.set_defaults(compile_options=parser.option_names)
 
 
@@ -268,9 +258,12 @@ class Parser(argparse.ArgumentParser):
         """
         typed = sys.argv[1:] if argv is None else list(argv)
         options, rest = self.parse_known_args(typed)
-        parser = self._command_parser(options)
+        subparsers = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)
+        parser = self if subparsers is None else subparsers.choices.get(getattr(options, subparsers.dest), self)
         if rest:
-            parser._refuse(rest[0])
+            known = [option for action in parser._actions for option in action.option_strings]
+            remedy = did_you_mean(rest[0].partition("=")[0], known) or f"see {parser.prog} --help for those it has"
+            parser.error(f"argument {rest[0]}: unknown\n  {parser.prog} has no such argument\n  {remedy}")
         optional = [action for action in parser._actions if action.option_strings]
         changed = [action for action in optional if getattr(options, action.dest, action.default) != action.default]
         options.typed, options.changed = typed, tuple(map(_argument_name, changed))
@@ -281,11 +274,6 @@ class Parser(argparse.ArgumentParser):
         """The names of its options, without ``--help``."""
         options = (action for action in self._actions if action.option_strings and action.dest != "help")
         return tuple(map(_argument_name, options))
-
-    def _refuse(self, argument: str) -> NoReturn:
-        known = [option for action in self._actions for option in action.option_strings]
-        remedy = did_you_mean(argument.partition("=")[0], known) or f"see {self.prog} --help for those it has"
-        self.error(f"argument {argument}: unknown\n  {self.prog} has no such argument\n  {remedy}")
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and what the missing arguments are, and exit."""
@@ -310,13 +298,6 @@ class Parser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             remedy = did_you_mean(str(value), known) or f"say one of {', '.join(known)}"
             raise argparse.ArgumentError(action, f"{value!r}\n  it is none of {', '.join(known)}\n  {remedy}")
-
-    def _command_parser(self, options: argparse.Namespace) -> Parser:
-        """The parser of the command that was typed."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                return action.choices.get(getattr(options, action.dest), self)
-        return self
 
 
 def _argument_name(action: argparse.Action) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from shardc.cli import CHECK_FAILED, GOOD
@@ -27,13 +28,9 @@ def add(commands: Any) -> None:
         help="all_gather>10MB, wire@tp>1GB, collectives>20, fallback, ...; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--max-memory", metavar="BYTES", action="append", dest="budgets", type=_memory_budget,
+        "--max-memory", metavar="BYTES", action="append", dest="budgets", type=partial(_budget, prefix="memory>"),
         help="the most that one rank may hold, with the optimizer's state: 8GB",
     )  # fmt: skip
-
-
-def _memory_budget(text: str) -> Budget:
-    return _budget(text, "memory>")
 
 
 def _budget(text: str, prefix: str = "") -> Budget:

@@ -45,11 +45,14 @@ def load_quietly(options: argparse.Namespace, device: str) -> Target:
 
 def compile_target(options: argparse.Namespace, target: Target) -> Compiled:
     """Compile a target that is loaded already."""
+    import torch
+
     from shardc.api import compile
 
+    precision = Precision(getattr(torch, DTYPES[options.precision])) if options.precision else None
     return compile(
         target.model, options.mesh, annotations_of(options, target), args=target.args, kwargs=target.kwargs,
-        train=options.train, precision=_precision(options.precision), **compile_options(options),
+        train=options.train, precision=precision, **compile_options(options),
     )  # fmt: skip
 
 
@@ -57,14 +60,6 @@ def compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``shardc.compile`` that every command with a mesh takes."""
     names = ("zero", "pipeline", "remat", "bucket", "strict")
     return {name: getattr(options, name) for name in names} | {"links": machine_of(options.links, options.device)}
-
-
-def _precision(name: str | None) -> Precision | None:
-    if name is None:
-        return None
-    import torch
-
-    return Precision(getattr(torch, DTYPES[name]))
 
 
 def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any]:

@@ -83,9 +83,18 @@ def _run_symbolic(options: argparse.Namespace) -> int:
     from shardc.report.symbolic.text import numbers_text, plan_record, plan_text
 
     target = symbolic_target(options)
-    points = [_full_point(target.reference, point) for point in options.at]
+    for point in options.at:
+        for name in (name for name in point if name not in target.reference):
+            typed = ",".join(f"{symbol}={size}" for symbol, size in point.items())
+            remedy = did_you_mean(name, target.reference) or f"name one of {', '.join(target.reference)}"
+            raise UsageError(f"--at {typed}", f"{name!r}", "it is no axis of the mesh and no --symbol", remedy)
+    points = [{**target.reference, **point} for point in options.at]  # what a point leaves out stays as it is
+
+    def tell(point: str) -> None:
+        print(f"shardc: compiling at {point}", file=sys.stderr)
+
     try:
-        plan = symbolic_plan(target.compile, target.reference, options.mesh.axis_names, target.repeated, _tell)
+        plan = symbolic_plan(target.compile, target.reference, options.mesh.axis_names, target.repeated, tell)
     except ShardingError as error:
         if not points or not options.recompile or options.format == "json":
             raise
@@ -103,21 +112,6 @@ def _run_symbolic(options: argparse.Namespace) -> int:
     text = json_text(plan_record(plan, costs)) if options.format == "json" else plan_text(plan, costs)
     write(text, options.output)
     return GOOD if len(costs) == len(points) else CHECK_FAILED
-
-
-def _tell(point: str) -> None:
-    print(f"shardc: compiling at {point}", file=sys.stderr)
-
-
-def _full_point(reference: Mapping[str, int], point: Mapping[str, int]) -> dict[str, int]:
-    """The sizes at a point; symbols that it leaves out have their size of the reference."""
-    for name in point:
-        if name not in reference:
-            what, problem = f"{name!r}", "it is no axis of the mesh and no --symbol"
-            typed = ",".join(f"{name}={size}" for name, size in point.items())
-            remedy = did_you_mean(name, reference) or f"name one of {', '.join(reference)}"
-            raise UsageError(f"--at {typed}", what, problem, remedy)
-    return {**reference, **point}
 
 
 # A target with named sizes.

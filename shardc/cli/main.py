@@ -46,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal lacks
+    parser = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
-        return _run(_parser().options(argv))
+        for command in COMMANDS.values():
+            command.add(commands)
+        return _run(parser.options(argv))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
@@ -60,14 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(CaptureError(place, error_line(error), remedy), CAPTURE_FAILED)
         traceback.print_exc()
         return INTERNAL
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add(commands)
-    return parser
 
 
 def _run(options: argparse.Namespace) -> int:

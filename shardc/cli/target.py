@@ -101,21 +101,19 @@ def _import(place: str) -> ModuleType:
         raise UsageError(f"TARGET {place}", "a file", "there is no such file", remedy)
     sys.path.insert(0, str(path.parent.resolve()) if is_file else os.getcwd())
     try:
-        return _import_file(path) if is_file else importlib.import_module(place)
+        if not is_file:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(f"target_{path.stem}", path)
+        assert spec is not None and spec.loader is not None, path
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and not is_file and f"{place}.".startswith(f"{error.name}."):
             is_script = os.path.isfile(f"{place}.py")
             near = f"did you mean {place}.py?" if is_script else did_you_mean(place.lower(), ["hf"])
             raise UsageError(f"TARGET {place}", "a module", "there is no such module", near or FORMS) from None
         raise _failed(place, "importing it", error) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"target_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, path
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _failed(text: str, action: str, error: BaseException) -> UsageError:
@@ -184,7 +182,14 @@ def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) ->
     if model_type not in CONFIG_MAPPING:
         remedy = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "name one as in the config.json of a model"
         raise UsageError(f"TARGET hf:{model_type}", "a model type", "transformers has no such model type", remedy)
-    _check_settings(CONFIG_MAPPING[model_type](), options)
+    default = CONFIG_MAPPING[model_type]()
+    known = [*default.to_dict(), *default.attribute_map]
+    raise_all([  # transformers would keep such a setting and never read it
+        UsageError(
+            f"--set {name}=", f"a field of {type(default).__name__}", "it has no such field",
+            did_you_mean(name, known) or f"name one of {', '.join(known[:8])}, ...",
+        ) for name in options.settings if name not in known and not hasattr(default, name)
+    ])  # fmt: skip
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(model_type, **options.settings)
@@ -198,18 +203,9 @@ def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) ->
         what, problem = f"transformers raised {type(error).__name__}", " ".join(str(error).split())
         remedy = f"give values that fit each other, other than {settings}" if settings else "write a function for it"
         raise UsageError(f"TARGET hf:{model_type}", what, problem, remedy) from error
-    return Target(model, (), kwargs, _default_annotations(model_type, kwargs, mesh))
-
-
-def _check_settings(config: Any, options: TargetOptions) -> None:
-    """Raise a UsageError for every setting that the config lacks: transformers would keep it and never read it."""
-    known = [*config.to_dict(), *config.attribute_map]
-    raise_all([
-        UsageError(
-            f"--set {name}=", f"a field of {type(config).__name__}", "it has no such field",
-            did_you_mean(name, known) or f"name one of {', '.join(known[:8])}, ...",
-        ) for name in options.settings if name not in known and not hasattr(config, name)
-    ])  # fmt: skip
+    data = {name: P("dp") for name in kwargs} if "dp" in mesh.axis_names else {}
+    weights = TWO_WEIGHTS_A_BLOCK.get(model_type, {}) if "tp" in mesh.axis_names else {}  # the others follow from them
+    return Target(model, (), kwargs, {**data, **weights})
 
 
 def _model_and_inputs(config: Any, options: TargetOptions) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -254,13 +250,6 @@ TWO_WEIGHTS_A_BLOCK = {
 }
 
 
-def _default_annotations(model_type: str, kwargs: Mapping[str, Any], mesh: Mesh) -> dict[str, P]:
-    """The batch on ``dp``, and on ``tp`` the weights from which the others follow."""
-    data = {name: P("dp") for name in kwargs} if "dp" in mesh.axis_names else {}
-    weights = TWO_WEIGHTS_A_BLOCK.get(model_type, {}) if "tp" in mesh.axis_names else {}
-    return {**data, **weights}
-
-
 # The sizes of a target, and the same target at other sizes.
 
 
@@ -277,14 +266,13 @@ def module_lists(model: nn.Module) -> dict[str, int]:
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in lengths)
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not is_inside:
-            if len(set(map(_structure, module))) == 1:
+            structures = set()
+            for each in module:
+                shapes = tuple((name, tuple(parameter.shape)) for name, parameter in each.named_parameters())
+                structures.add((type(each), shapes, tuple(map(type, each.modules()))))
+            if len(structures) == 1:
                 lengths[path] = len(module)
     return lengths
-
-
-def _structure(module: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
-    return type(module), shapes, tuple(type(each) for each in module.modules())
 
 
 def default_sizes(text: str, settings: Mapping[str, Any]) -> dict[str, int]:
@@ -303,15 +291,13 @@ def default_sizes(text: str, settings: Mapping[str, Any]) -> dict[str, int]:
 
 def with_input_sizes(target: Target, sizes: Mapping[tuple[int, int], int]) -> Target:
     """The target with inputs on meta, where ``sizes`` maps each ``(dim, size)`` of an input to another size."""
-
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = [sizes.get((dim, size), size) for dim, size in enumerate(leaf.shape)]
-        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
     leaves, tree = flatten((tuple(target.args), dict(target.kwargs)))
-    args, kwargs = rebuild(tree, [resized(leaf) for _, leaf in leaves])
+    values = [leaf for _, leaf in leaves]
+    for i, leaf in enumerate(values):
+        if isinstance(leaf, torch.Tensor):
+            shape = [sizes.get((dim, size), size) for dim, size in enumerate(leaf.shape)]
+            values[i] = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    args, kwargs = rebuild(tree, values)
     return replace(target, args=args, kwargs=kwargs)
 
 
@@ -326,6 +312,5 @@ def set_list_length(model: nn.Module, path: str, length: int) -> None:
         if isinstance(several, (nn.ModuleList, nn.Sequential)) and len(several) == len(before) != length:
             modules = [*several][:length]
             modules += [copy.deepcopy(modules[-1]) for _ in range(length - len(modules))]
-            setattr(
-                owner, name, nn.ModuleList(modules) if isinstance(several, nn.ModuleList) else type(several)(*modules)
-            )
+            is_list = isinstance(several, nn.ModuleList)
+            setattr(owner, name, nn.ModuleList(modules) if is_list else type(several)(*modules))

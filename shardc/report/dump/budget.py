@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -144,7 +144,10 @@ def measure(budget: Budget, record: Mapping[str, Any]) -> Finding:
         remedy = did_you_mean(budget.axis, mesh) or f"say one of {', '.join(mesh)}"
         raise _error(budget.text, f"mesh {axes}", f"it has no axis {budget.axis!r}", remedy)
     if budget.subject in LISTED:
-        return _of_entries(budget, _table(budget, record, LISTED[budget.subject]))
+        name = LISTED[budget.subject]
+        entries = tuple(_table(budget, record, name))
+        is_broken, text = budget.is_broken(len(entries)), f"{len(entries) or 'none'} of them"
+        return Finding(budget, is_broken, text, **({name: entries} if is_broken else {}))
     if budget.subject in (*MEMORY, "step", "flops"):
         amount, text = _amount(budget, record)
         return Finding(budget, budget.is_broken(amount), text)
@@ -162,14 +165,6 @@ def _table(budget: Budget, record: Mapping[str, Any], name: str) -> Any:
         raise _error(budget.text, what, "its time is not predicted", remedy)
     what = f"a dump of --only {record.get('only', '')}"
     raise _error(budget.text, what, f"it has no {name}", f"dump the whole program, or --only {name}")
-
-
-def _of_entries(budget: Budget, entries: Sequence[Any]) -> Finding:
-    is_broken, text = budget.is_broken(len(entries)), f"{len(entries) or 'none'} of them"
-    if not is_broken:
-        return Finding(budget, False, text)
-    is_note = budget.subject == "note"
-    return Finding(budget, True, text, **{"notes" if is_note else "fallbacks": tuple(entries)})
 
 
 def _amount(budget: Budget, record: Mapping[str, Any]) -> tuple[float, str]:
@@ -207,36 +202,31 @@ def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) ->
 
 def check_text(findings: Sequence[Finding]) -> str:
     """The text form: broken budgets with their collectives or ops, then those that hold, then a count."""
-    broken = [finding for finding in findings if finding.is_broken]
+    broken = []
+    for finding in (finding for finding in findings if finding.is_broken):
+        lines = [f"broken  {finding.budget.text}: {finding.text}"]
+        if finding.collectives:
+            lines.append(_indented(_collective_table(finding.collectives)))
+        if finding.fallbacks:
+            rows = [(each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks]
+            lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), rows)))
+        broken.append("\n".join([*lines, *(f"  {line}\n" for line in finding.notes)]))
     holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"
-    return "\n".join(["\n".join(_broken(finding)) for finding in broken] + ["".join([*holding, count])])
+    return "\n".join([*broken, "".join([*holding, count])])
 
 
 def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
     """The JSON form, version 1: for each budget its measure, and the entries of the dump that break it."""
     budgets = [
         {
-            "budget": finding.budget.text,
-            "is_broken": finding.is_broken,
-            "found": finding.text,
-            "collectives": list(finding.collectives),
-            "fallbacks": list(finding.fallbacks),
+            "budget": finding.budget.text, "is_broken": finding.is_broken, "found": finding.text,
+            "collectives": list(finding.collectives), "fallbacks": list(finding.fallbacks),
             "notes": list(finding.notes),
         }
         for finding in findings
-    ]
+    ]  # fmt: skip
     return {"version": 1, "is_broken": any(finding.is_broken for finding in findings), "budgets": budgets}
-
-
-def _broken(finding: Finding) -> Iterator[str]:
-    yield f"broken  {finding.budget.text}: {finding.text}"
-    if finding.collectives:
-        yield _indented(_collective_table(finding.collectives))
-    if finding.fallbacks:
-        rows = [(each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks]
-        yield _indented(table(("run whole, having no rule", "type", "module", "source"), rows))
-    yield from (f"  {line}\n" for line in finding.notes)
 
 
 def _collective_table(collectives: Sequence[Any]) -> str:
@@ -244,17 +234,11 @@ def _collective_table(collectives: Sequence[Any]) -> str:
     header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
     rows = [
         (
-            each["id"],
-            "+".join(each["axes"]),
-            each["phase"],
-            each.get("stage", ""),
-            each.get("times", ""),
-            each["wire_bytes"],
-            shortened(each["source"], ", "),
-            shortened(each["cause"], "; "),
+            each["id"], "+".join(each["axes"]), each["phase"], each.get("stage", ""), each.get("times", ""),
+            each["wire_bytes"], shortened(each["source"], ", "), shortened(each["cause"], "; "),
         )
         for each in sorted(collectives, key=lambda each: -each["wire_bytes"] * each.get("times", 1))
-    ]
+    ]  # fmt: skip
     return table(header, rows)
 
 

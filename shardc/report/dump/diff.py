@@ -121,20 +121,16 @@ KEYS: tuple[Key, ...] = (  # the most telling first; c is a collective, m the mo
 def _collectives(before: Record, after: Record) -> dict[str, Any]:
     pairs, went, came = matched(before, after)
     changed = [{"before": old, "after": new} for old, new in pairs if _payload(old) != _payload(new)]
-    difference = {"came": came, "went": went, "changed": changed, "totals": _totals(before, after)}
-    return difference if came or went or changed else {}
-
-
-def _totals(before: Record, after: Record) -> list[dict[str, Any]]:
-    """Pairs of counts and bytes that differ, by phase, kind and axes, and of all collectives together."""
+    if not (came or went or changed):
+        return {}
+    totals = []  # pairs of counts and bytes that differ, by phase, kind and axes, and of all collectives together
     sums = [_sums(dump["collectives"]) for dump in (before, after)]
-    rows = []
     for key in sorted({**sums[0], **sums[1]}, key=lambda key: (PHASES.index(key[0]), key[1:])):
         old, new = (each.get(key, (0, 0, 0)) for each in sums)
         if old != new:
-            pairs = map(list, zip(old, new, strict=True))
-            rows.append(dict(zip(("phase", "kind", "axes", *TOTALS), (*key, *pairs), strict=True)))
-    return rows
+            numbers = map(list, zip(old, new, strict=True))
+            totals.append(dict(zip(("phase", "kind", "axes", *TOTALS), (*key, *numbers), strict=True)))
+    return {"came": came, "went": went, "changed": changed, "totals": totals}
 
 
 def _sums(collectives: Sequence[Record]) -> dict[tuple[str, str, str], tuple[int, ...]]:
@@ -163,8 +159,8 @@ def _by_name(key: str) -> Callable[[Record, Record], list[dict[str, Any]]]:
     return compare
 
 
-def _by_number(key: str) -> Callable[[Record, Record], dict[str, Any]]:
-    return lambda before, after: _differing(before[key], after[key])
+def _numbers(key: str, before: Record, after: Record) -> dict[str, Any]:
+    return _differing(before[key], after[key])
 
 
 def _differing(old: Record, new: Record) -> dict[str, Any]:
@@ -203,7 +199,7 @@ COMPARED: dict[str, Callable[[Record, Record], Any]] = {
     "mesh": _changed("mesh"),
     "collectives": _collectives,
     **{key: _by_name(key) for key in STORED},
-    **{key: _by_number(key) for key in NUMBERS},
+    **{key: partial(_numbers, key) for key in NUMBERS},
     "stages": _stages,
     "fallbacks": _came_and_went("fallbacks", lambda entry: (entry["op"], entry["module"], entry["source"])),
     "notes": _came_and_went("notes", str),
@@ -250,7 +246,9 @@ def _mesh_text(mesh: Record) -> str:
 
 def _collective_tables(difference: Record) -> Iterator[str]:
     rows = [(sign, each, each) for sign, key in (("-", "went"), ("+", "came")) for each in difference[key]]
-    rows += [(_growth(each), each["before"], each["after"]) for each in difference["changed"]]
+    for old, new in ((each["before"], each["after"]) for each in difference["changed"]):
+        growth = new["wire_bytes"] * new.get("times", 1) - old["wire_bytes"] * old.get("times", 1)
+        rows.append(("grew" if growth > 0 else "shrank" if growth < 0 else "changed", old, new))
     header = ("collective", "kind", "axes", "phase", "name", "result", "times", "wire bytes", "source", "cause")
     yield table(header, (_collective_row(*row) for row in rows))
     totals = (
@@ -258,11 +256,6 @@ def _collective_tables(difference: Record) -> Iterator[str]:
         for each in difference["totals"]
     )
     yield table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), totals)
-
-
-def _growth(pair: Record) -> str:
-    old, new = (each["wire_bytes"] * each.get("times", 1) for each in (pair["before"], pair["after"]))
-    return "grew" if new > old else "shrank" if new < old else "changed"
 
 
 def _collective_row(sign: str, old: Record, new: Record) -> tuple[object, ...]:

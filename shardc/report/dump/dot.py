@@ -124,16 +124,11 @@ class _Drawing:
         title = name if op in name else f"{op} {name}" if given else f"{name} = {op}"
         further = self._further.get(node, [])
         rest = [f"and {len(further) - MOST} more"] if len(further) > MOST + 1 else further[MOST:]
-        label = "\n".join([title, self._type(node), *further[:MOST], *rest])
+        types = self.program.types(node) if self.program.has_many(node) else ()
+        first = next((str(type_) for type_ in types if type_ is not None), "")
+        type_ = f"({first}, and {len(types) - 1} more)" if len(types) > MOST else type_text(self.program, node)
+        label = "\n".join([title, type_, *further[:MOST], *rest])
         return f"{_quoted(node.name)} [label={_quoted(label)}{fill}];"
-
-    def _type(self, node: fx.Node) -> str:
-        """The type; of many results the first type and a count."""
-        count = len(self.program.types(node)) if self.program.has_many(node) else 1
-        if count <= MOST:
-            return type_text(self.program, node)
-        first = next((str(type_) for type_ in self.program.types(node) if type_ is not None), "")
-        return f"({first}, and {count - 1} more)"
 
     def _edges(self) -> Iterator[str]:
         labels = dict(self._messages)  # each on the first edge to its stage

@@ -5,7 +5,7 @@ Facts: the program after a pass (``Compiled.after``), and tables that ``shardc/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 from torch import fx
@@ -56,31 +56,19 @@ def dump(
         return program_dot(program, selection)
     if format == "html":
         return html_report(compiled, program, selection, explain)
-    if format == "text":
-        return _selected_text(program, selection) if selection else _whole_text(program, seconds)
-    what, remedy = f"dump knows {', '.join(FORMATS)}", did_you_mean(format, FORMATS) or "name one of them"
-    raise OptionError(f"format {format!r}", what, "there is no such format", remedy)
-
-
-def _whole_text(program: Program, seconds: Mapping[str, float]) -> str:
-    """The program, then each table that has a row."""
-    time = ("time",) if has_machine(program) else ()
-    names = ("parameters", "stages", "collectives", *time, "fallbacks", "memory", "flops")
-    passes = table(("pass", "seconds"), ((name, f"{each:.3f}") for name, each in seconds.items()))
-    parts = [program_text(program), *(TABLE_TEXTS[name](program) for name in names), passes]
+    if format != "text":
+        what, remedy = f"dump knows {', '.join(FORMATS)}", did_you_mean(format, FORMATS) or "name one of them"
+        raise OptionError(f"format {format!r}", what, "there is no such format", remedy)
+    if selection:
+        parts = [TABLE_TEXTS[name](program) or f"no {name}\n" for name in selection.tables]
+        parts += [program_text(program, selection.nodes)] if selection.nodes else []
+        parts += [collectives_text(selection.collectives)] if selection.collectives else []
+    else:  # the program, then each table that has a row
+        time = ("time",) if has_machine(program) else ()
+        names = ("parameters", "stages", "collectives", *time, "fallbacks", "memory", "flops")
+        passes = table(("pass", "seconds"), ((name, f"{each:.3f}") for name, each in seconds.items()))
+        parts = [program_text(program), *(TABLE_TEXTS[name](program) for name in names), passes]
     return "\n".join(filter(None, parts))
-
-
-def _selected_text(program: Program, selection: Selection) -> str:
-    """The selected tables, and the selected values with their collectives."""
-    parts = [TABLE_TEXTS[name](program) or f"no {name}\n" for name in selection.tables]
-    parts += [program_text(program, selection.nodes)] if selection.nodes else []
-    parts += [collectives_text(selection.collectives)] if selection.collectives else []
-    return "\n".join(filter(None, parts))
-
-
-def _parameters(program: Program) -> str:
-    return parameters_text(program, StageRecord(program).runs if has_stages(program) else None)
 
 
 def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> str:
@@ -97,7 +85,7 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
 
 
 TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
-    "parameters": _parameters,
+    "parameters": lambda program: parameters_text(program, StageRecord(program).runs if has_stages(program) else None),
     "inputs": lambda program: _inputs_or_outputs(program, "input"),
     "outputs": lambda program: _inputs_or_outputs(program, "output"),
     "stages": lambda program: StageRecord(program).text() if has_stages(program) else "",

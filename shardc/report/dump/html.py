@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -25,7 +25,7 @@ from shardc.costs.time import has_machine
 from shardc.language.errors import OptionError
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program
-from shardc.program.stages import has_stages
+from shardc.program.stages import has_stages, sender
 from shardc.program.text import call_text, op_names, value_names
 from shardc.report.dump.json import program_json
 from shardc.report.dump.selection import Selection
@@ -49,7 +49,7 @@ SCRIPTS = (  # in the order in which the browser reads them, all in one scope
     "element.js", "format.js", "index.js", "layout.js", "overview.js", "look.js", "step.js", "tree.js", "table.js",
     "schedule.js", "time.js", "inspector.js", "details.js", "search.js", "start.js",
 )  # fmt: skip
-UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
+UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}  # these could end the script element
 
 
 def html_report(compiled: Compiled, program: Program, selection: Selection | None = None, explain: str = "") -> str:
@@ -58,12 +58,9 @@ def html_report(compiled: Compiled, program: Program, selection: Selection | Non
     ``explain``: the command line that explains what is named after it, if there is one.
     """
     if selection:
-        raise OptionError(
-            f"only={selection.text!r}",
-            "format 'html'",
-            "the report is of the whole program, and finds what one looks for by its search box",
-            "leave out only, or say format text, json or dot",
-        )
+        problem = "the report is of the whole program, and finds what one looks for by its search box"
+        remedy = "leave out only, or say format text, json or dot"
+        raise OptionError(f"only={selection.text!r}", "format 'html'", problem, remedy)
     return _page(report_record(compiled, program, explain))
 
 
@@ -75,7 +72,7 @@ def _page(record: Mapping[str, Any]) -> str:
         "policy": POLICY.format(script=_hash(script), style=_hash(style)),
         "title": escape(f"{record['report']['model']} on {mesh}"),
         "style": style,
-        "data": _safe(json.dumps(record, separators=(",", ":"))),
+        "data": json.dumps(record, separators=(",", ":")).translate(UNSAFE),
         "script": script,
     }
     return re.sub(r"{{(\w+)}}", lambda field: filled[field[1]], _file("page.html"))
@@ -90,11 +87,6 @@ def _hash(text: str) -> str:
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _safe(text: str) -> str:
-    """JSON in which nothing can end the script element around it."""
-    return text.translate(UNSAFE)
-
-
 # The data of the page.
 
 
@@ -106,6 +98,13 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
     time, of a pipeline instead ``ranks`` and ``timeline``. ``lanes``: the predicted timeline, where the machine is
     known. ``asking``: what a user types before and after the name of a collective to learn what removes it.
     """
+    names, ops = value_names(program), op_names(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    stored = {
+        node.name: _layout(program.sharding(node), program.global_type(node).shape)
+        for source, node in zip(program.inputs, program.placeholders, strict=True)
+        if source.kind in ("parameter", "buffer") and program.shardings(node)
+    }
     return {
         **program_json(program),
         "report": {
@@ -113,14 +112,14 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
             "asking": [f"{explain} ", ""] if explain else ["print(program.advise('", "').text())"],
             "device_ids": program.mesh and program.mesh.device_ids,
             "inputs": _inputs(program),
-            "calls": _calls(program),
+            "calls": {node.name: call_text(node, names, ops) for node in calls},
             "pins": [{"kind": pin.kind, "name": pin.name, "text": pin.text} for pin in program.pins],
             "offences": [
                 {"who": each.who, "what": each.what, "problem": each.problem, "remedy": each.remedy}
                 for each in strict_offences(compiled)
             ],
             **_why(program, choices(compiled) if program.level == "lowered" else {}),
-            "layouts": dict(_layouts(program)),
+            "layouts": stored,
             **_over_time(program),
         },
     }
@@ -130,24 +129,11 @@ def _inputs(program: Program) -> dict[str, dict[str, Any]]:
     """For each input's node: the user's name and kind, bytes on one rank and of the whole value."""
     return {
         node.name: {
-            "kind": given.kind,
-            "name": given.name,
-            "bytes": nbytes(program.local_type(node)),
+            "kind": source.kind, "name": source.name, "bytes": nbytes(program.local_type(node)),
             "whole_bytes": program.global_type(node).nbytes,
         }
-        for given, node in zip(program.inputs, program.placeholders, strict=True)
-    }
-
-
-def _calls(program: Program) -> dict[str, str]:
-    names, ops = value_names(program), op_names(program)
-    return {node.name: call_text(node, names, ops) for node in program.graph.nodes if node.op == "call_function"}
-
-
-def _layouts(program: Program) -> Iterator[tuple[str, Any]]:
-    for given, node in zip(program.inputs, program.placeholders, strict=True):
-        if given.kind in ("parameter", "buffer") and program.shardings(node):
-            yield node.name, _layout(program.sharding(node), program.global_type(node).shape)
+        for source, node in zip(program.inputs, program.placeholders, strict=True)
+    }  # fmt: skip
 
 
 def _layout(sharding: Sharding, shape: tuple[int, ...]) -> list[list[Any]]:
@@ -182,14 +168,10 @@ def _schedule_lanes(record: StageRecord) -> dict[str, Any]:
         action = task.name
         assert isinstance(action, Action), action
         return {
-            "name": str(action),
-            "kind": action.kind,
-            "stage": action.stage,
-            "microbatch": action.microbatch,
-            "start": rounded(timeline.starts[action]),
-            "seconds": rounded(task.seconds),
+            "name": str(action), "kind": action.kind, "stage": action.stage, "microbatch": action.microbatch,
+            "start": rounded(timeline.starts[action]), "seconds": rounded(task.seconds),
             "critical": action in critical,
-        }
+        }  # fmt: skip
 
     return {
         "makespan": rounded(timeline.makespan),
@@ -201,20 +183,14 @@ def _schedule_lanes(record: StageRecord) -> dict[str, Any]:
 def _step_lanes(program: Program) -> dict[str, Any]:
     """``computing``: boxes ``[phase, start, seconds]``; ``collectives``: by axes ``[name, start, seconds]`` of each."""
     timeline = step_timeline(program)
-    lanes: dict[Hashable, None] = dict.fromkeys(
-        lane for task in timeline.tasks for lane in task.lanes if lane != COMPUTING
-    )
-    return {
-        "makespan": rounded(timeline.makespan),
-        "computing": list(_boxes(timeline)),
-        "collectives": {
-            str(lane).removeprefix(OVER): [
-                [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
-                for task in timeline.on(lane)
-            ]
-            for lane in lanes
-        },
-    }
+    collectives: dict[str, list[list[Any]]] = {}
+    for lane in dict.fromkeys(lane for task in timeline.tasks for lane in task.lanes if lane != COMPUTING):
+        collectives[str(lane).removeprefix(OVER)] = [
+            [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
+            for task in timeline.on(lane)
+        ]
+    boxes = list(_boxes(timeline))
+    return {"makespan": rounded(timeline.makespan), "computing": boxes, "collectives": collectives}
 
 
 def _boxes(timeline: Timeline) -> Iterator[list[Any]]:
@@ -251,7 +227,7 @@ def _why(program: Program, alternatives: Mapping[str, Sequence[Alternative]]) ->
     why = {node.name: steps.chains(tuple(explainer.chains.of(node))) for node in nodes}
     because = {}
     for name in explainer.collectives:
-        explanation, node = explainer.explain(f"value:{name}"), explainer.node_of(name)
+        explanation, node = explainer.explain(f"value:{name}"), sender(explainer.chains.nodes, name)
         because[name] = {
             "seconds": explanation.sent and float(f"{explanation.sent.seconds:.3g}"),
             "parts": [_part(part, steps) for part in explanation.parts or (explanation,)],
@@ -281,12 +257,12 @@ class _ChainSteps:
 
     def chains(self, chains: Sequence[Chain]) -> list[list[Any]]:
         """Each chain as its axis and the place of its last step."""
-        return [[chain.axis, self._last(chain)] for chain in chains]
-
-    def _last(self, chain: Chain) -> int:
-        before = -1
-        for step in chain.steps:
-            annotation = self.annotations.setdefault(chain.end, len(self.annotations))
-            row = (annotation, step.value, step.role, step.via, step.call, before)
-            before = self.rows.setdefault(row, len(self.rows))
-        return before
+        places: list[list[Any]] = []
+        for chain in chains:
+            before = -1
+            for step in chain.steps:
+                annotation = self.annotations.setdefault(chain.end, len(self.annotations))
+                row = (annotation, step.value, step.role, step.via, step.call, before)
+                before = self.rows.setdefault(row, len(self.rows))
+            places.append([chain.axis, before])
+        return places

@@ -32,37 +32,20 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
     One pass alone is compared with the one before it. ``only``: a glob of values and modules, as for ``dump``. Raises
     an OptionError for a pass or a format that there is not.
     """
-    names = _two_passes(passes, list(compiled.after))
+    names, known = passes.split(","), list(compiled.after)
+    if len(names) == 1 and passes in known[1:]:
+        names = [known[known.index(passes) - 1], passes]
+    if len(names) != 2:
+        what = f"{len(names)} pass{'es' if len(names) != 1 else ''} of {', '.join(known)}"
+        raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
     before, after = (compiled.at(name) for name in names)
-    difference = _Difference(names, *(_lines(each, _selected_nodes(each, only)) for each in (before, after)))
+    difference = _Difference((names[0], names[1]), _lines(before, only), _lines(after, only))
     if format == "json":
         return json_text(difference.record(before, after))
     if format == "text":
         return difference.text()
-    raise OptionError(
-        f"--diff {passes}", f"with --format {format}", "a difference is a listing", "say --format text or json"
-    )
-
-
-def _two_passes(passes: str, known: Sequence[str]) -> tuple[str, str]:
-    names = passes.split(",")
-    if len(names) == 1 and passes in known[1:]:
-        return known[known.index(passes) - 1], passes
-    if len(names) != 2:
-        what = f"{len(names)} pass{'es' if len(names) != 1 else ''} of {', '.join(known)}"
-        raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
-    return names[0], names[1]
-
-
-def _selected_nodes(program: Program, only: str) -> frozenset[fx.Node] | None:
-    """The nodes to list; None for all."""
-    if not only:
-        return None
-    selection = Selection.of(program, only)
-    if selection.tables:
-        problem, remedy = "a listing has no tables", "say a glob of values or modules; shardc diff has the tables"
-        raise OptionError(f"--only {only}", "with --diff", problem, remedy)
-    return selection.nodes
+    remedy = "say --format text or json"
+    raise OptionError(f"--diff {passes}", f"with --format {format}", "a difference is a listing", remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +68,15 @@ class Line:
         return (self.plain_type, self.type, self.text) == (other.plain_type, other.type, other.text)
 
 
-def _lines(program: Program, selected: frozenset[fx.Node] | None) -> list[Line]:
-    return [line for node, line in _every_line(program) if selected is None or node in selected]
+def _lines(program: Program, only: str) -> list[Line]:
+    """The lines of the values that a glob selects; all lines where there is none."""
+    if not only:
+        return [line for _, line in _every_line(program)]
+    selection = Selection.of(program, only)
+    if selection.tables:
+        problem, remedy = "a listing has no tables", "say a glob of values or modules; shardc diff has the tables"
+        raise OptionError(f"--only {only}", "with --diff", problem, remedy)
+    return [line for node, line in _every_line(program) if node in selection.nodes]
 
 
 def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
@@ -148,10 +138,6 @@ class _Difference:
         both = ((name, line, self._new[name]) for name, line in self._old.items() if name in self._new)
         return [name for name, old, new in both if not old.is_like(new)]
 
-    def _kind(self, name: str) -> str:
-        old, new = self._old[name], self._new[name]
-        return "type" if old.plain_type != new.plain_type else "sharding" if old.type != new.type else "operands"
-
     @cached_property
     def _pairs(self) -> list[tuple[Line | None, Line | None]]:
         """Lines with one key, in the order of both programs; a line of one program alone is paired with None."""
@@ -164,22 +150,20 @@ class _Difference:
 
     def text(self) -> str:
         """A line of counts, then the listing."""
-        return "\n".join([self._counts(), *self._hunks(list(self._listing())), ""])
-
-    def _counts(self) -> str:
-        kinds = Counter(map(self._kind, self.changed))
+        kinds: Counter[str] = Counter()
+        for old, new in ((self._old[name], self._new[name]) for name in self.changed):
+            is_type, is_sharding = old.plain_type != new.plain_type, old.type != new.type
+            kinds["type" if is_type else "sharding" if is_sharding else "operands"] += 1
         how = ", ".join(f"{kinds[kind]} in {kind}" for kind in ("type", "sharding", "operands") if kinds[kind])
         counts = f"{len(self.came)} came, {len(self.went)} went, {len(self.moved)} moved, {len(self.changed)} changed"
-        return f"{' to '.join(self.passes)}, values: {counts}{f' ({how})' if how else ''}"
-
-    def _listing(self) -> Iterator[tuple[str, Line]]:
-        """Every line with a blank, a minus or a plus before it."""
-        for old, new in self._pairs:
-            if old and new and old.is_like(new):
-                yield " ", new
-                continue
-            yield from (("-", old),) if old else ()
-            yield from (("+", new),) if new else ()
+        heading = f"{' to '.join(self.passes)}, values: {counts}{f' ({how})' if how else ''}"
+        listing: list[tuple[str, Line]] = []  # every line with a blank, a minus or a plus before it
+        for before, after in self._pairs:
+            if before and after and before.is_like(after):
+                listing.append((" ", after))
+            else:
+                listing += [(sign, line) for sign, line in (("-", before), ("+", after)) if line]
+        return "\n".join([heading, *self._hunks(listing), ""])
 
     def _hunks(self, listed: Sequence[tuple[str, Line]]) -> Iterator[str]:
         """The changed lines and those around them, under their phase and module."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,9 @@ def stages_text(stages: ChosenStages, format: str = "text") -> str:
     record = stages_record(stages)
     if format == "json":
         return json_text(record)
-    return "\n".join(filter(None, [_stage_table(record), _crossing_table(record), _shared_table(record)]))
+    rows = ((each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"])
+    shared = table(("shared parameter", "parameters", "stages"), rows)
+    return "\n".join(filter(None, [_stage_table(record), _crossing_table(record), shared]))
 
 
 def stages_record(stages: ChosenStages) -> dict[str, Any]:
@@ -32,22 +34,36 @@ def stages_record(stages: ChosenStages) -> dict[str, Any]:
     """
     entries = [_entry(stages, stage) for stage in range(len(stages.masks))]
     keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
+    balance = {}
+    for name in BALANCES:
+        parts = [entry[keys[name]] for entry in entries]
+        balance[name] = round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
+    names_of_stages = [stages.loads.parameters_of(mask) for mask in stages.masks]
+    shared = [
+        {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
+        for name in stages.loads.parameters
+        if len(readers := [stage for stage, names in enumerate(names_of_stages) if name in names]) > 1
+    ]
     return {
         "version": 1,
         "by": stages.options.balance,
-        "balance": {name: _unevenness([entry[keys[name]] for entry in entries]) for name in BALANCES},
+        "balance": balance,
         "bound": round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
         "stages": entries,
-        "shared": _shared(stages),
+        "shared": shared,
     }
 
 
 def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
     loads, mask = stages.loads, stages.masks[stage]
     all_time = sum(loads.unit_weights("time")) or 1
+    # units that follow each other, grouped
+    runs = [
+        [unit for _, unit in run] for _, run in groupby(enumerate(stages.units(stage)), lambda pair: pair[1] - pair[0])
+    ]
     return {
         "stage": stage,
-        "modules": [[loads.units[run[0]].first, loads.units[run[-1]].last] for run in _runs(stages.units(stage))],
+        "modules": [[loads.units[run[0]].first, loads.units[run[-1]].last] for run in runs],
         "parameters": loads.weight("params", mask),
         "flops": loads.weight("flops", mask),
         "time": round(loads.weight("time", mask) / all_time, 4),
@@ -61,25 +77,6 @@ def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
     }
 
 
-def _runs(units: Sequence[int]) -> list[list[int]]:
-    """Units that follow each other, grouped."""
-    return [[unit for _, unit in run] for _, run in groupby(enumerate(units), lambda pair: pair[1] - pair[0])]
-
-
-def _unevenness(parts: Sequence[float]) -> float:
-    return round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
-
-
-def _shared(stages: ChosenStages) -> list[dict[str, Any]]:
-    """The parameters that several stages read."""
-    names_of_stages = [stages.loads.parameters_of(mask) for mask in stages.masks]
-    return [
-        {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
-        for name in stages.loads.parameters
-        if len(readers := [stage for stage, names in enumerate(names_of_stages) if name in names]) > 1
-    ]
-
-
 # Text.
 
 
@@ -89,15 +86,11 @@ def _stage_table(record: Mapping[str, Any]) -> str:
             entry["stage"],
             ", ".join(first or "(model)" for first, _ in entry["modules"]),
             ", ".join(last or "(model)" for _, last in entry["modules"]),
-            entry["parameters"],
-            entry["flops"],
-            f"{entry['time']:.1%}",
-            entry["activation_bytes"],
-            entry["memory_bytes"],
-            entry["received_bytes"],
+            entry["parameters"], entry["flops"], f"{entry['time']:.1%}", entry["activation_bytes"],
+            entry["memory_bytes"], entry["received_bytes"],
         )
         for entry in record["stages"]
-    ]
+    ]  # fmt: skip
     uneven = ", ".join(f"{value:.2f} in {name}" for name, value in record["balance"].items())
     better = f"a heaviest stage below {record['bound']:.1%} of this one is ruled out\n" if record["bound"] < 1 else ""
     return f"{len(rows)} stages, even in {record['by']}\n{table(HEADER, rows)}max/mean: {uneven}\n{better}"
@@ -110,8 +103,3 @@ def _crossing_table(record: Mapping[str, Any]) -> str:
         for each in entry["received"]
     )
     return table(("to stage", "from", "value", "type", "bytes"), rows) or "no value crosses a cut\n"
-
-
-def _shared_table(record: Mapping[str, Any]) -> str:
-    rows = ((each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"])
-    return table(("shared parameter", "parameters", "stages"), rows)

@@ -17,7 +17,7 @@ from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_units import prefixes
 from shardc.language.mesh import Mesh, axis_of
 from shardc.language.partition import Blocks, Entry, P
-from shardc.options import BALANCES, Pipeline, Zero
+from shardc.options import BALANCES, Zero
 from shardc.program.communication import axes_of
 from shardc.program.node import is_cast, is_getitem, is_view, operands
 from shardc.program.program import Input, Program, ends_of
@@ -30,33 +30,29 @@ def candidates(
     related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
 ) -> list[Change]:
     """At most ``count`` different changes, the surest last."""
+    axes = set(related.axes)
+    zeros: list[Zero | None] = []
+    if zero is not None and zero.axis in axes:  # a stage of ZeRO that gathers less often, or no ZeRO
+        zeros = [*(Zero(zero.axis, stage) for stage in (2, 1) if stage < zero.stage), None]
+
+    def at(*distances: int) -> list[tuple[str, P]]:
+        items = annotations.items()
+        return [(pattern, spec) for near in distances for pattern, spec in items if related.distances[pattern] == near]
+
     changes = [
-        *_edits_near(related, annotations),
+        *(_change(pattern, spec, after) for pattern, spec in at(0, 1) for after in _edits(related, pattern, spec)),
         *(Change(removed_calls=(call,)) for call in related.calls),
         *_batch_cuts(related, annotations, inputs),
-        *_zero_changes(related, zero),
-        *_drops(related, annotations, 2),
+        *(Change(zero=option, is_zero=True) for option in zeros),
+        *(_change(pattern, spec, None) for pattern, spec in at(2)),
         *_additions(related, annotations),
-        *_drops(related, annotations, 3),
+        *(_change(pattern, spec, None) for pattern, spec in at(3)),
     ]
-    sure, first = _without_axes_anywhere(related, annotations, zero), list(dict.fromkeys(changes))[:count]
-    return first if sure in first else [*first[: count - 1], sure]
-
-
-def _without_axes_anywhere(related: RelatedAnnotations, annotations: Mapping[str, P], zero: Zero | None) -> Change:
-    """The axes cut nothing: they are taken out of every annotation, and out of ``zero``."""
-    axes = set(related.axes)
-    edits = [Edit(pattern, spec, _without_axes(spec, axes)) for pattern, spec in annotations.items()]
-    changed = tuple(edit for edit in edits if edit.after != edit.before)
-    return Change(changed, is_zero=zero is not None and zero.axis in axes, removed_calls=related.calls)
-
-
-def _without_axes(spec: P, axes: set[str]) -> P | None:
-    """The annotation without the axes; None where it then says nothing."""
-    if not axes & axis_names(spec):
-        return spec
-    rest = _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
-    return rest if axis_names(rest) else None
+    rest = {pattern: _without_axes(spec, axes) for pattern, spec in annotations.items() if axis_names(spec) & axes}
+    edits = (Edit(pattern, annotations[pattern], spec if axis_names(spec) else None) for pattern, spec in rest.items())
+    sure = Change(tuple(edits), is_zero=bool(zeros), removed_calls=related.calls)  # the axes cut nothing
+    likely = list(dict.fromkeys(changes))[:count]
+    return likely if sure in likely else [*likely[: count - 1], sure]
 
 
 # The annotations that a collective is related to.
@@ -130,9 +126,9 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
             yield NamedValue("output", output.name, shape)
     for call in [movement.producer, *(user for user in movement.users if user.op != "output")]:
         for operand in [call, *filter(None, operands(program.value(call)[0]))]:
-            given = inputs.get(_viewed(program, operand))
-            if given is not None and given.kind in ("parameter", "buffer", "input"):
-                yield NamedValue(given.kind, given.name, given.type.shape)
+            source = inputs.get(_viewed(program, operand))
+            if source is not None and source.kind in ("parameter", "buffer", "input"):
+                yield NamedValue(source.kind, source.name, source.type.shape)
 
 
 def _viewed(program: Program, node: fx.Node) -> fx.Node:
@@ -153,40 +149,34 @@ def _origin_texts(program: Program, node: fx.Node, moved: list[Movement], axes: 
                 yield from (origin.annotation for axis, origin in origins.items() if axis in axes)
 
 
-# Changes of annotations that there are.
-
-
-def _edits_near(related: RelatedAnnotations, annotations: Mapping[str, P]) -> Iterator[Change]:
-    """Edits of the annotations of what is moved, and then of those that its cuts come from."""
-    for distance in (0, 1):
-        for pattern, spec in annotations.items():
-            if related.distances[pattern] == distance:
-                yield from (_change(pattern, spec, after) for after in _edits(related, pattern, spec))
-
-
-def _drops(related: RelatedAnnotations, annotations: Mapping[str, P], distance: int) -> Iterator[Change]:
-    for pattern, spec in annotations.items():
-        if related.distances[pattern] == distance:
-            yield _change(pattern, spec, None)
+# Changes of annotations.
 
 
 def _edits(related: RelatedAnnotations, pattern: str, spec: P) -> Iterator[P | None]:
     """One annotation with one thing changed. None drops it, first of all if it names no other axes."""
     axes, num_dims = set(related.axes), related.num_dims.get(pattern, len(spec.entries))
-    names = axis_names(spec)
+    names, entries = axis_names(spec), _entries(spec, num_dims)
     if names <= axes:
         yield None
-    yield from _moved(spec, axes, num_dims) if names & axes else _cut_further(spec, related.axes, num_dims)
-    yield from _opened(spec, axes, num_dims)
+    if names & axes:
+        yield from _moved(spec, entries, axes)
+    else:  # a whole dim is cut by the axes; the last dim first, which is the one of features
+        cut: Entry = related.axes[0] if len(related.axes) == 1 else related.axes
+        order = range(num_dims - 1, -1, -1) if names else [0, *range(num_dims - 1, 0, -1)]
+        for dim in (dim for dim in order if dim < len(entries) and entries[dim] is None):
+            yield _with_entries(spec, [*entries[:dim], cut, *entries[dim + 1 :]])
+    # dims of the axes are left open; whole dims where the axes are not named
+    opened = {dim for dim, entry in enumerate(entries) if (entry_axes(entry) & axes if names & axes else entry is None)}
+    if opened and len(opened) < len(entries):
+        yield _with_entries(spec, [P.OPEN if dim in opened else entry for dim, entry in enumerate(entries)])
     if not names <= axes:
         yield None
     if names & axes:
-        yield _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
+        yield _without_axes(spec, axes)
 
 
-def _moved(spec: P, axes: set[str], num_dims: int) -> Iterator[P]:
+def _moved(spec: P, entries: list[Entry], axes: set[str]) -> Iterator[P]:
     """An entry of the axes changes places with a whole dim."""
-    entries = _entries(spec, num_dims)
     for src, entry in enumerate(entries):
         if entry_axes(entry) & axes:
             for dst in (dim for dim, other in enumerate(entries) if other is None):
@@ -195,40 +185,21 @@ def _moved(spec: P, axes: set[str], num_dims: int) -> Iterator[P]:
                 yield _with_entries(spec, swapped)
 
 
-def _cut_further(spec: P, axes: tuple[str, ...], num_dims: int) -> Iterator[P]:
-    """A whole dim is cut by the axes; the last dim first, which is the one of features."""
-    entries = _entries(spec, num_dims)
-    order = [0, *range(num_dims - 1, 0, -1)] if not axis_names(spec) else range(num_dims - 1, -1, -1)
-    for dim in order:
-        if dim < len(entries) and entries[dim] is None:
-            cut: Entry = axes[0] if len(axes) == 1 else tuple(axes)
-            yield _with_entries(spec, [*entries[:dim], cut, *entries[dim + 1 :]])
-
-
-def _opened(spec: P, axes: set[str], num_dims: int) -> Iterator[P]:
-    """Dims of the axes are left open; whole dims where the axes are not named."""
-    entries = _entries(spec, num_dims)
-    is_named = bool(axes & axis_names(spec))
-    open_ = [dim for dim, entry in enumerate(entries) if (entry_axes(entry) & axes if is_named else entry is None)]
-    if open_ and len(open_) < len(entries):
-        yield _with_entries(spec, [P.OPEN if dim in open_ else entry for dim, entry in enumerate(entries)])
-
-
 # Further annotations, and options.
 
 
 def _batch_cuts(related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input]) -> Iterator[Change]:
     """The batch is cut by an axis that cuts no input yet: annotated at one input, from which the others follow."""
     patterns = {pattern.removeprefix("input:"): pattern for pattern in annotations}
-    tensors = [given for given in inputs if given.kind == "input" and given.type.shape]
-    annotated = (annotations[patterns[given.name]] for given in tensors if given.name in patterns)
+    tensors = [tensor for tensor in inputs if tensor.kind == "input" and tensor.type.shape]
+    annotated = (annotations[patterns[tensor.name]] for tensor in tensors if tensor.name in patterns)
     used = set[str]().union(*map(axis_names, annotated))
-    for axis in (axis for axis in related.axes if axis not in used):
-        for given in tensors[:1]:
-            pattern = patterns.get(given.name, given.name)
-            before = annotations.get(pattern)
-            entries = _entries(before, len(given.type.shape)) if before is not None else [None]
-            if entries[0] is None:
+    for tensor in tensors[:1]:
+        pattern = patterns.get(tensor.name, tensor.name)
+        before = annotations.get(pattern)
+        entries = _entries(before, len(tensor.type.shape)) if before is not None else [None]
+        for axis in related.axes:
+            if axis not in used and entries[0] is None:
                 yield _change(pattern, before, P(*_trimmed([axis, *entries[1:]])))
 
 
@@ -247,13 +218,6 @@ def _additions(related: RelatedAnnotations, annotations: Mapping[str, P]) -> Ite
                         yield _change(pattern, annotations.get(pattern), P(*[None] * dim, axis))
     for pattern in groups:
         yield _change(pattern, annotations.get(pattern), P())
-
-
-def _zero_changes(related: RelatedAnnotations, zero: Zero | None) -> Iterator[Change]:
-    """A stage of ZeRO that gathers less often, or no ZeRO."""
-    if zero is not None and zero.axis in related.axes:
-        yield from (Change(zero=Zero(zero.axis, stage), is_zero=True) for stage in (2, 1) if stage < zero.stage)
-        yield Change(is_zero=True)
 
 
 # Entries of annotations.
@@ -297,6 +261,10 @@ def _trimmed(entries: list[Entry]) -> list[Entry]:
     return [*kept, cast("Entry", ...)] if is_rest_open else [*kept, *[P.OPEN] * (count - len(kept))]
 
 
+def _without_axes(spec: P, axes: set[str]) -> P:
+    return _with_entries(spec, [_entry_without(entry, axes) for entry in spec.entries])
+
+
 def _entry_without(entry: Entry, axes: set[str]) -> Entry:
     if not entry_axes(entry) & axes:
         return entry
@@ -315,21 +283,20 @@ def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh
     pipeline = program.options.pipeline
     assert pipeline is not None
     even = (("cuts", None),) if pipeline.cuts else ()  # stages begin where the balance puts them
-    changes = [
-        *(_ends_on_one_rank(pipeline, cause, mesh, even) if is_late else ()),
-        *_other_beginnings(program, cause),
-        *(Change(pipeline_fields=(("balance", each), *even)) for each in BALANCES if each != pipeline.balance),
-    ]
-    return [*changes[: count - 1], _without_stages(program, pipeline, mesh, even)]
-
-
-def _ends_on_one_rank(
-    pipeline: Pipeline, cause: StageCrossing, mesh: Mesh, even: tuple[tuple[str, None], ...]
-) -> Iterator[Change]:
-    """Stages are placed in a V, so that the first and the last are on one rank."""
-    last = mesh.axis_size(pipeline.axis) - 1
-    if pipeline.chunks_a_rank == 1 and {cause.source, cause.target} == {0, last}:
-        yield Change(pipeline_fields=(("schedule", "zb-v"), *even))
+    changes = []
+    ends = {0, mesh.axis_size(pipeline.axis) - 1}
+    if is_late and pipeline.chunks_a_rank == 1 and {cause.source, cause.target} == ends:
+        changes.append(Change(pipeline_fields=(("schedule", "zb-v"), *even)))  # a V: both ends are on one rank
+    changes += _other_beginnings(program, cause)
+    changes += [Change(pipeline_fields=(("balance", name), *even)) for name in BALANCES if name != pipeline.balance]
+    # One stage: its ranks go to the axis that cuts the batch, else to any other axis, else they are left out.
+    sizes = mesh.sizes
+    freed, sizes[pipeline.axis] = sizes[pipeline.axis], 1
+    data = [part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes]
+    other = next((name for name in [*data, *sizes] if name in sizes and name != pipeline.axis), None)
+    if other is not None:
+        sizes[other] *= freed
+    return [*changes[: count - 1], Change(pipeline_fields=even, mesh=tuple(sizes.items()))]
 
 
 def _other_beginnings(program: Program, cause: StageCrossing) -> Iterator[Change]:
@@ -356,14 +323,3 @@ def _beginnings(program: Program) -> dict[str, int]:
         places.update(dict.fromkeys(new[:1], place))
         known.update(new)
     return places
-
-
-def _without_stages(program: Program, pipeline: Pipeline, mesh: Mesh, even: tuple[tuple[str, None], ...]) -> Change:
-    """One stage: its ranks go to the axis that cuts the batch, else to any other axis, else they are left out."""
-    sizes = mesh.sizes
-    freed, sizes[pipeline.axis] = sizes[pipeline.axis], 1
-    data = [part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes]
-    other = next((name for name in [*data, *sizes] if name in sizes and name != pipeline.axis), None)
-    if other is not None:
-        sizes[other] *= freed
-    return Change(pipeline_fields=even, mesh=tuple(sizes.items()))

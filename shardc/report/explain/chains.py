@@ -62,8 +62,13 @@ class Chains:
     def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
         """The chain to the value of an origin, and on to the node ``to``, which holds or reshards that value."""
         steps = [self._step(each, axis) for each in origin.chain]
-        if to is not None and steps[-1].value != self.names[to] and self.program.value(to)[0].name != origin.value[0]:
-            steps.append(self._last_step(to, origin))
+        if to is not None and steps[-1].value != self.names[to]:
+            before, call = self._known.get(origin.value[0]), self.program.value(to)[0]
+            is_reshard = call.target in COLLECTIVES or bool(self.program.causes(call))  # also a view in a reshard
+            is_same_op = before is not None and before.target == call.target and call.op == "call_function"
+            role: Role = "moved" if is_reshard else "repeated" if is_same_op else "made"
+            if call.name != origin.value[0]:
+                steps.append(self._step_through(call, self.names[to], type_text(self.program, to), role))
         return Chain(axis, origin.annotation, tuple(steps))
 
     def _step(self, origin: Origin, axis: str) -> ChainStep:
@@ -80,31 +85,21 @@ class Chains:
             return ChainStep(value, type_, "annotated")
         if via is None:
             return ChainStep(value, type_, "tied" if " " in origin.via else "read", origin.via)
-        role = self._role(holder, axis, origin.value[0] == origin.via)
-        if role == "summed" and self._is_open(self._printed_node(*origin.previous.value), axis):
-            role = "made"  # from a sum that was open already
-        return self._step_through(via, value, type_, role)
-
-    def _role(self, holder: fx.Node | None, axis: str, is_result: bool) -> Role:
-        """The role of a tensor of an op that an axis came to: one of its results, or else an operand."""
         sharding = None if holder is None or self.program.has_many(holder) else self.program.sharding(holder)
         is_cut = sharding is None or axis in {part.name for part in sharding.cut_axes}
-        if is_result:
-            return "made" if is_cut else "summed" if self._is_open(holder, axis) else "passed"
-        return "read" if is_cut else "wanted"
+        if origin.value[0] != origin.via:  # an operand of the op
+            role: Role = "read" if is_cut else "wanted"
+        elif is_cut or not self._is_open(holder, axis):
+            role = "made" if is_cut else "passed"
+        else:  # a sum that was open already is passed on
+            role = "made" if self._is_open(self._printed_node(*origin.previous.value), axis) else "summed"
+        return self._step_through(via, value, type_, role)
 
     def _is_open(self, node: fx.Node | None, axis: str) -> bool:
         """Whether a sum over an axis is open in a node's value."""
         if node is None or self.program.has_many(node):
             return False
         return axis in {part.name for part in self.program.sharding(node).partial_axes}
-
-    def _last_step(self, node: fx.Node, origin: Origin) -> ChainStep:
-        before, call = self._known.get(origin.value[0]), self.program.value(node)[0]
-        is_reshard = call.target in COLLECTIVES or bool(self.program.causes(call))  # a view in a reshard has causes too
-        is_same_op = before is not None and before.target == call.target and call.op == "call_function"
-        role: Role = "moved" if is_reshard else "repeated" if is_same_op else "made"
-        return self._step_through(call, self.names[node], type_text(self.program, node), role)
 
     def _step_through(self, node: fx.Node, value: str, type_: str, role: Role) -> ChainStep:
         source = self.program.source(node)

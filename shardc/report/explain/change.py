@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Pipeline, Zero
 
@@ -51,17 +50,9 @@ class Change:
         after = {pattern: edited.get(pattern, spec) for pattern, spec in {**annotations, **edited}.items()}
         return {pattern: spec for pattern, spec in after.items() if spec is not None}
 
-    def zero_after(self, before: Zero | None) -> Zero | None:
-        """The option ``zero`` after the change."""
-        return self.zero if self.is_zero else before
-
     def pipeline_after(self, before: Pipeline | None) -> Pipeline | None:
         """The option ``pipeline`` after the change."""
         return before if before is None else replace(before, **dict(self.pipeline_fields))
-
-    def mesh_after(self, before: Mesh) -> Mesh:
-        """The mesh after the change."""
-        return Mesh(device_ids=None, **dict(self.mesh)) if self.mesh else before
 
     @property
     def text(self) -> str:
@@ -82,8 +73,11 @@ class Change:
         if self.pipeline_fields or self.mesh:
             after = self.pipeline_after(pipeline)
             assert after is not None, self
+            settings = ", ".join(
+                f"{name}={value!r}" for name, value in {"axis": after.axis, **_settings(after)}.items()
+            )
             mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
-            return "; ".join([*mesh, *[f"pipeline = {_pipeline_python(after)}"] * bool(self.pipeline_fields)])
+            return "; ".join([*mesh, *[f"pipeline = Pipeline({settings})"] * bool(self.pipeline_fields)])
         after_edits = self.annotations_after(annotations).items()
         entries = ", ".join(f"{pattern!r}: {spec!r}" for pattern, spec in after_edits)
         return f"annotations = {{{entries}}}" + (f", zero={self.zero!r}" if self.is_zero else "")
@@ -97,8 +91,9 @@ class Change:
         if self.pipeline_fields or self.mesh:
             after = self.pipeline_after(pipeline)
             assert after is not None, self
+            words = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in _settings(after).items()]
             mesh = [f"--mesh {_axes_text(self.mesh, ',')}"] * bool(self.mesh)
-            return " ".join([*mesh, *[f"--pipeline {_pipeline_flag(after)}"] * bool(self.pipeline_fields)])
+            return " ".join([*mesh, *[f"--pipeline {','.join([after.axis, *words])}"] * bool(self.pipeline_fields)])
         dropped = {edit.pattern: P(...) for edit in self.edits if edit.after is None}
         kept = {edit.pattern: edit.after for edit in self.edits if edit.after is not None}
         specs = self.annotations_after(annotations) if replaces else dropped | kept
@@ -110,16 +105,6 @@ class Change:
 
 def _axes_text(axes: tuple[tuple[str, int], ...], separator: str) -> str:
     return separator.join(f"{name}={size}" for name, size in axes)
-
-
-def _pipeline_python(pipeline: Pipeline) -> str:
-    settings = {"axis": pipeline.axis, **_settings(pipeline)}
-    return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
-
-
-def _pipeline_flag(pipeline: Pipeline) -> str:
-    words = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in _settings(pipeline).items()]
-    return ",".join([pipeline.axis, *words])
 
 
 def _settings(pipeline: Pipeline) -> dict[str, Any]:

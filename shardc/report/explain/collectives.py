@@ -109,13 +109,11 @@ class CollectiveExplainer:
             index = taken.index(result) if result in taken else cause.operand
             return self._side(cause.user, cause.dst.text(cause.type), index)
         readers = list(_readers(result, isinstance(cause, NeighbourEdges)))
-        in_stage = (each for each in readers if self._runs_in(each, collective.stage))
+        runs = self.stages.record.runs if self.stages is not None else {}
+        in_stage = (each for each in readers if any(run["stage"] == collective.stage for run in runs.get(each, ())))
         reader = next(in_stage, next(iter(readers), result))
         source = self.program.source(reader)
         return self._side(Endpoint(reader.name, source.module, source.location), type_text(self.program, result), None)
-
-    def _runs_in(self, node: fx.Node, stage: int | None) -> bool:
-        return self.stages is None or any(run["stage"] == stage for run in self.stages.record.runs.get(node, ()))
 
     def _side(self, end: Endpoint, type_: str, operand: int | None) -> Side:
         node = self.chains.nodes.get(end.name)
@@ -125,9 +123,8 @@ class CollectiveExplainer:
 def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
     stored = cause if isinstance(cause, StorageChange) else None
     if isinstance(cause, ShardingChange):
-        yield from (
-            Reason(need.axis, need.kind, need.dim, need.annotation) for need in cause.needs if need.axis in axes
-        )
+        needs = (need for need in cause.needs if need.axis in axes)
+        yield from (Reason(need.axis, need.kind, need.dim, need.annotation) for need in needs)
         stored = cause.stored
     if stored is not None:
         yield from (Reason(axis, "stored", end=stored.option) for axis in axes if axis in _storage_axes(stored))

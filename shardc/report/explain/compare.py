@@ -142,14 +142,18 @@ def compare_steps(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Steps
     if not chosen or any(cut.minor for cut in src.dims + dst.dims):
         return (chosen,)
     best: dict[tuple[str, ...], Steps] = {}
-    for steps in _sequences(src, dst, type.shape):
+    plain, atoms, active, _ = search_space(src, dst, type.shape, is_wide=True)
+    space = _UnboundedSpace(**{each.name: getattr(plain, each.name) for each in fields(plain)})
+    for moves in _ways(space, space.src, ()):
+        steps = tuple(steps_of(moves, space, atoms, active, src, type.shape))
         kinds = kinds_of(steps)
         if kinds not in best or bytes_sent(src, steps, type) < bytes_sent(src, best[kinds], type):
             best[kinds] = steps
     best.pop(kinds_of(chosen), None)
     sequences = [chosen]
     for steps in sorted(best.values(), key=lambda steps: (bytes_sent(src, steps, type), len(steps))):
-        if not any(_does_more(steps, other) for other in [*sequences, *best.values()] if other is not steps):
+        counts = Counter(kinds_of(steps))  # left out where another sequence needs only some of these
+        if not any(Counter(kinds_of(other)) < counts for other in [*sequences, *best.values()] if other is not steps):
             sequences.append(steps)
     return tuple(sequences)
 
@@ -170,13 +174,6 @@ def bytes_held(src: Sharding, steps: Steps, type: TensorType) -> int:
     return max(map(math.prod, local)) * type.dtype.itemsize
 
 
-def _sequences(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> Iterator[Steps]:
-    plain, atoms, active, _ = search_space(src, dst, shape, is_wide=True)
-    space = _UnboundedSpace(**{each.name: getattr(plain, each.name) for each in fields(plain)})
-    for moves in _ways(space, space.src, ()):
-        yield tuple(steps_of(moves, space, atoms, active, src, shape))
-
-
 def _ways(space: Space, state: State, before: tuple[Move, ...]) -> Iterator[tuple[Move, ...]]:
     """The ways from a state to the target that visit no state twice."""
     if state == space.dst:
@@ -186,12 +183,6 @@ def _ways(space: Space, state: State, before: tuple[Move, ...]) -> Iterator[tupl
         for move, _ in moves_from(space, state):
             if move.after not in known:
                 yield from _ways(space, move.after, (*before, move))
-
-
-def _does_more(steps: Steps, other: Steps) -> bool:
-    """Whether the kinds of one include those of the other and more."""
-    ours, theirs = Counter(kinds_of(steps)), Counter(kinds_of(other))
-    return theirs < ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,9 @@ class Explainer:
         for key in dict.fromkeys((bare, without_place(bare))):
             kinds = [each for each, table in tables.items() if key in table]
             if len(kinds) > 1:
-                raise _ambiguous(name, key, kinds)
+                remedy = f"say {' or '.join(f'{kind}:{key}' for kind in kinds)}"
+                what = f"it names {len(kinds)} things"
+                raise ShardingError(f"explain {name!r}", what, "it may mean each of them", remedy)
             if kinds:
                 return tables[kinds[0]][key]()
         further = self._annotation(bare) or self._former(without_place(bare)) if kind in ("", "value") else None
@@ -121,10 +123,6 @@ class Explainer:
         """The program's collectives by name; none before lower_reshards."""
         is_lowered = self.program.level in ("lowered", "localized")
         return {each.name: each for each in collectives_of(self.program)} if is_lowered else {}
-
-    def node_of(self, name: str) -> fx.Node | None:
-        """The node of a collective; None for a message between stages."""
-        return self._sent.node(self.collectives[name])
 
     # Values.
 
@@ -275,11 +273,6 @@ def _unknown(name: str, bare: str, tables: Mapping[str, Table]) -> ShardingError
         "no parameter, input, output, module, value or collective is named so",
         did_you_mean(bare, names) or "name one as shardc dump prints it",
     )
-
-
-def _ambiguous(name: str, bare: str, kinds: list[str]) -> ShardingError:
-    remedy = f"say {' or '.join(f'{kind}:{bare}' for kind in kinds)}"
-    return ShardingError(f"explain {name!r}", f"it names {len(kinds)} things", "it may mean each of them", remedy)
 
 
 def kind_and_name(text: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardc.language.text import table
@@ -173,22 +173,16 @@ def reason_text(reason: Reason, reader: Side | None) -> str:
 
 def _lines(explanation: Explanation, most: int | None) -> Iterator[str]:
     """The lines of an explanation, with its body and its parts indented."""
-    e = explanation
-    if e.sent:
-        yield f"{e.name}: {_transmission_text(e.sent)}"
+    e, sent = explanation, explanation.sent
+    if sent:
+        of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
+        times = f", {sent.times} times a step" if sent.times > 1 else ""
+        wire = f"{sent.wire_bytes} B on the wire a rank{times}, about {_seconds_text(sent.seconds)}"
+        yield f"{e.name}: {sent.kind} over {', '.join(sent.axes)}, {sent.phase}{of_stage}, {wire}"
     else:
         yield f"{e.kind} {e.name}" + (f": {e.type}" if e.type else "") + _place(e.module, e.location)
     yield from (f"  {line}" for line in _body(e, most))
     yield from (f"  {line}" for line in _parts(e, most))
-
-
-def _transmission_text(sent: Transmission) -> str:
-    of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
-    times = f", {sent.times} times a step" if sent.times > 1 else ""
-    return (
-        f"{sent.kind} over {', '.join(sent.axes)}, {sent.phase}{of_stage}, {sent.wire_bytes} B on the wire a rank"
-        f"{times}, about {_seconds_text(sent.seconds)}"
-    )
 
 
 def _seconds_text(seconds: float) -> str:
@@ -196,8 +190,12 @@ def _seconds_text(seconds: float) -> str:
 
 
 def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
-    sides = [("has", explanation.has), ("wants", explanation.wants)]
-    rows = [_side_row(title, side) for title, side in sides if side is not None]
+    rows = []
+    for title, side in (("has", explanation.has), ("wants", explanation.wants)):
+        if side is not None:
+            operand = "" if side.operand is None else f"as operand {side.operand} of {side.op}"
+            words = " ".join(filter(None, (operand, _place(side.module, side.location).strip())))
+            rows.append((f"{title:5}", side.name, side.type, words))
     yield from _aligned(rows)
     taken = {(reason.axis, reason.end) for reason in explanation.reasons if reason.kind == "taken"}
     for reason in explanation.reasons:
@@ -206,46 +204,34 @@ def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
     placed = explanation.placed
     if placed and not any(chain.end == placed for chain in explanation.chains):
         yield f"annotated {placed}"
-    for chain in _merged(explanation.chains):
-        yield from _chain_lines(chain, most)
+    ways: dict[object, list[Chain]] = {}
+    for chain in explanation.chains:
+        ways.setdefault((chain.end, chain.steps), []).append(chain)
+    for same in ways.values():  # axes that came the same way are one chain
+        yield from _chain_lines(same[0], " and ".join(chain.axis for chain in same), most)
     if explanation.ends == (REPLICATED,) and (explanation.type or explanation.parts):
         yield f"{REPLICATED}, since no annotation reaches it"
     yield from explanation.notes
 
 
-def _side_row(title: str, side: Side) -> tuple[str, ...]:
-    of = "" if side.operand is None else f"as operand {side.operand} of {side.op}"
-    return f"{title:5}", side.name, side.type, " ".join(filter(None, (of, _place(side.module, side.location).strip())))
-
-
-def _merged(chains: Sequence[Chain]) -> Iterator[Chain]:
-    """The chains, with those of axes that came the same way as one."""
-    ways: dict[object, list[Chain]] = {}
-    for chain in chains:
-        ways.setdefault((chain.end, chain.steps), []).append(chain)
-    yield from (replace(same[0], axis=" and ".join(chain.axis for chain in same)) for same in ways.values())
-
-
-def _chain_lines(chain: Chain, most: int | None) -> Iterator[str]:
-    yield f"{chain.axis} come{'' if ' and ' in chain.axis else 's'} from {chain.end}"
+def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
+    yield f"{axes} come{'' if ' and ' in axes else 's'} from {chain.end}"
     steps, first, left_out = chain.steps, 0, 0
     if most is not None and len(steps) > most:
         first, left_out = most // 3, len(steps) - most
         steps = (*steps[:first], *steps[first + left_out :])
-    for i, line in enumerate(_aligned([(step.value, step.type, _step_text(step)) for step in steps])):
+    rows = []
+    for step in steps:
+        call = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"  # a name mostly says the op
+        op = step.via if step.call in ("", step.value) else call
+        way = f"since {step.via} is cut so"
+        if step.role != "tied":
+            way = "" if step.role == "annotated" else f"{ROLES[step.role]} {op}{_place(step.module, step.location)}"
+        rows.append((step.value, step.type, way))
+    for i, line in enumerate(_aligned(rows)):
         if left_out and i == first:
             yield f"  ... {left_out} more"
         yield f"  {line}"
-
-
-def _step_text(step: ChainStep) -> str:
-    if step.role == "annotated":
-        return ""
-    if step.role == "tied":
-        return f"since {step.via} is cut so"
-    call = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"  # a name mostly says the op
-    op = step.via if step.call in ("", step.value) else call
-    return f"{ROLES[step.role]} {op}{_place(step.module, step.location)}"
 
 
 def _place(module: str, location: str) -> str:
@@ -269,7 +255,10 @@ def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:
     else:
         count = len(explanation.parts) if most is None or len(explanation.parts) <= 2 else 1
         whole, header = list(explanation.parts[:count]), ("and likewise", "of", "for", "from")
-        rows = [_member_row(part) for part in explanation.parts[count:]]
+        rows = []
+        for part in explanation.parts[count:]:
+            sides = [side.name if side else "" for side in (part.has, part.wants)]
+            rows.append((part.name, *sides, "; ".join(part.ends)))
     for part in whole:
         yield from _lines(part, most)
     yield from table(header, rows).splitlines()
@@ -281,8 +270,3 @@ def _collective_row(part: Explanation) -> tuple[object, ...]:
     if sent is None:
         return part.name, "", "", "", of, ends, "; ".join(part.notes)
     return part.name, "+".join(sent.axes), sent.phase, sent.wire_bytes, of, ends, _seconds_text(sent.seconds)
-
-
-def _member_row(part: Explanation) -> tuple[object, ...]:
-    sides = [side.name if side else "" for side in (part.has, part.wants)]
-    return part.name, *sides, "; ".join(part.ends)

@@ -94,14 +94,11 @@ def movements(program: Program, node: fx.Node) -> Iterator[Movement]:
         lasts = list(dict.fromkeys(last for each in firsts for last in _last_steps(program, each)))
         users = tuple(dict.fromkeys(user for last in lasts for user in last.users if not _is_step(program, user)))
         outputs = tuple(i for i, result in enumerate(program.results) if result in lasts)
-        yield Movement(_producer(program, moved), moved, (lasts or firsts or [node])[0], users, outputs)
-
-
-def _producer(program: Program, node: fx.Node) -> fx.Node:
-    """The node before all steps of reshards, and before casts."""
-    while node.op == "call_function" and (_is_step(program, node) or is_cast(node)):
-        node = operand(program.value(node)[0], 3 + program.value(node)[1]) if _is_of_bucket(node) else operand(node)
-    return node
+        producer = moved  # the node before all steps of reshards, and before casts
+        while producer.op == "call_function" and (_is_step(program, producer) or is_cast(producer)):
+            value, index = program.value(producer)
+            producer = operand(value, 3 + index) if _is_of_bucket(producer) else operand(producer)
+        yield Movement(producer, moved, (lasts or firsts or [node])[0], users, outputs)
 
 
 def _last_steps(program: Program, node: fx.Node) -> Iterator[fx.Node]:

@@ -17,6 +17,7 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import CaptureError, ShardingError
+from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.passes.order import SETTLED, UNANNOTATED, Pass, run_passes
 from shardc.passes.propagate.pins import annotation_text
@@ -50,12 +51,12 @@ class Retry:
     def attempt(self, change: Change) -> Attempt | None:
         """The plan after a change; None where it cannot be compiled."""
         annotations, before = change.annotations_after(self.annotations), self.request.options
-        zero, pipeline = change.zero_after(before.zero), change.pipeline_after(before.pipeline)
+        zero, pipeline = change.zero if change.is_zero else before.zero, change.pipeline_after(before.pipeline)
         key = (frozenset(annotations.items()), zero, change.removed_calls, change.pipeline_fields, change.mesh)
         if key not in self._attempts:
             try:
                 options = replace(before, zero=zero, pipeline=pipeline)
-                mesh = change.mesh_after(self.request.mesh)
+                mesh = Mesh(device_ids=None, **dict(change.mesh)) if change.mesh else self.request.mesh
                 request = replace(self.request, annotations=annotations, options=options, mesh=mesh)
                 self._attempts[key] = self._compile(request, change.removed_calls)
             except (ShardingError, CaptureError, NotImplementedError):

@@ -99,7 +99,9 @@ class StageExplainer:
         return f"stage {index} begins {f'with {path}' if path else 'outside of all modules'}{self._cause(index, path)}"
 
     def _cause(self, index: int, path: str) -> str:
-        first = [self._first_source(stage) for stage in range(index + 1)]
+        calls = [self.record.stages.stages[stage].parts["forward"] for stage in range(index + 1)]
+        sources = (map(self.program.source, each) for each in calls)
+        first = [next((source for source in each if source.stage == i), Source()) for i, each in enumerate(sources)]
         paths = [each for each in prefixes(first[index].module) if len(each) >= len(path)]
         for glob in self.pipeline.cuts or ():
             if path and any(fnmatchcase(each, glob) for each in paths):
@@ -108,8 +110,3 @@ class StageExplainer:
             return ": shardc.stage_boundary() in the model says so"
         measure = BALANCED[self.pipeline.balance]
         return f": balance={self.pipeline.balance!r} makes stages as even as can be in {measure}"
-
-    def _first_source(self, stage: int) -> Source:
-        """Where the first call of a stage's forward comes from."""
-        sources = map(self.program.source, self.record.stages.stages[stage].parts["forward"])
-        return next((source for source in sources if source.stage == stage), Source())

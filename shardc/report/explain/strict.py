@@ -23,7 +23,7 @@ from torch import fx
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError
 from shardc.passes.order import SETTLED
-from shardc.program.collective import COLLECTIVES, Collective, reshard
+from shardc.program.collective import COLLECTIVES, reshard
 from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import is_annotation, is_getitem, op_name, operand
 from shardc.program.program import Pin, Program, Value, ends_of
@@ -65,21 +65,19 @@ def _unrequested_gathers(program: Program, requests: _Requests) -> Iterator[Shar
         users = list(_users(program, node))
         if users and all(user.op != "output" and _is_fallback(program, user) for user in users):
             continue  # the fallback is listed already
-        if not (requests.is_stored(node) or requests.is_for_users(node, users) or requests.is_for_weights(node, users)):
-            yield _unrequested(program, node, collective)
-
-
-def _unrequested(program: Program, node: fx.Node, collective: Collective) -> ShardingError:
-    types = f"{type_text(program, operand(node))} to {type_text(program, node)}"
-    (cause,) = collective.causes
-    origins = ", ".join(f"{axis} from {origin.annotation}" for axis, origin in cause.origins.items())
-    return ShardingError(
-        _place(program, node),
-        f"{collective.kind} over {', '.join(collective.axes)}, {types}, one rank sends {collective.wire_bytes} bytes",
-        f"no annotation asks for it: {cause.text}" + (f" ({origins})" if origins else ""),
-        "annotate the value as it is wanted (shardc.annotate in the model, or a module's name), or change the "
-        "annotation that it comes from",
-    )
+        if requests.is_stored(node) or requests.is_for_users(node, users) or requests.is_for_weights(node, users):
+            continue
+        axes, sent = ", ".join(collective.axes), f"one rank sends {collective.wire_bytes} bytes"
+        types = f"{type_text(program, operand(node))} to {type_text(program, node)}"
+        (cause,) = collective.causes
+        origins = ", ".join(f"{axis} from {origin.annotation}" for axis, origin in cause.origins.items())
+        yield ShardingError(
+            _place(program, node),
+            f"{collective.kind} over {axes}, {types}, {sent}",
+            f"no annotation asks for it: {cause.text}" + (f" ({origins})" if origins else ""),
+            "annotate the value as it is wanted (shardc.annotate in the model, or a module's name), or change the "
+            "annotation that it comes from",
+        )
 
 
 def _place(program: Program, node: fx.Node) -> str:
@@ -121,8 +119,12 @@ class _Requests:
 
     def is_stored(self, node: fx.Node) -> bool:
         """Whether a gather collects a weight that is stored in pieces over the axes of the batch, or by ZeRO."""
-        source, zero = _stored_input(self.program, operand(node)), self.program.options.zero
-        axes = set(axes_of(node))
+        axes, zero, source = set(axes_of(node)), self.program.options.zero, operand(node)
+        # the input that the operand is a view, a cast or a step of the same gather of
+        while source.op == "call_function" and len(source.all_input_nodes) == 1:
+            if source.target not in COLLECTIVES and self.program.rule(source).is_fallback:
+                break
+            source = source.all_input_nodes[0]
         if zero is not None and source in self.by_zero and axes == {zero.axis}:
             return True
         return source in self.stored and axes <= self.batch_axes
@@ -140,17 +142,16 @@ class _Requests:
 
     def is_for_weights(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
         """Whether data moves to weights over all axes of a gather, or moves back (ranks: passes/propagate/pins.py)."""
-        axes = axes_of(node)
-        calls = [user for user in users if user.op == "call_function"]
-        return bool(axes) and all(self._yields(operand(node), calls, axis) for axis in axes)
-
-    def _yields(self, moved: fx.Node, users: Sequence[fx.Node], axis: str) -> bool:
-        origin = self.program.origin(moved).get(axis)
-        if origin is None or origin.rank == PARAMETER:
-            return False
-        ranks = [{of[axis].rank for of in self.program.origins(user) if axis in of} for user in users]
-        to = PARAMETER if origin.rank == YIELDING else PARAMETER_FIRST
-        return origin.rank == PARAMETER_FIRST or (bool(ranks) and all(to in each for each in ranks))
+        origins = [self.program.origins(user) for user in users if user.op == "call_function"]
+        for axis in axes_of(node):
+            origin = self.program.origin(operand(node)).get(axis)
+            if origin is None or origin.rank == PARAMETER:
+                return False
+            ranks = [{of_axes[axis].rank for of_axes in of_user if axis in of_axes} for of_user in origins]
+            dst = PARAMETER if origin.rank == YIELDING else PARAMETER_FIRST
+            if origin.rank != PARAMETER_FIRST and not (ranks and all(dst in each for each in ranks)):
+                return False
+        return bool(axes_of(node))
 
 
 def _steps_from(node: fx.Node) -> Iterator[fx.Node]:
@@ -159,12 +160,3 @@ def _steps_from(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if user.target in COLLECTIVES:
             yield from _steps_from(user)
-
-
-def _stored_input(program: Program, node: fx.Node) -> fx.Node:
-    """The input that a value is a view, a cast or a step of the same gather of; else the value's node."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        if node.target not in COLLECTIVES and program.rule(node).is_fallback:
-            break
-        node = node.all_input_nodes[0]
-    return node
