@@ -74,7 +74,11 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
             what = "no pattern" if equals else "no '='"
             remedy = f"write --annotate '{'x' if equals else text or 'x'}={spec if equals else 'dp'}'"
             raise ShardingError(f"--annotate {text!r}", what, "an annotation reads PATTERN=SPEC", remedy)
-        parsed = _spec(text, spec)
+        try:
+            parsed = P.parse(spec)
+        except ShardingError as error:
+            remedy = f"{error.remedy}; a SPEC reads dp,-,tp: an axis, - whole, ? open, dp+tp several axes"
+            raise ShardingError(f"--annotate {text!r}", error.what, error.problem, remedy) from None
         if typed.get(pattern, parsed) != parsed:
             what, problem = f"{spec}, and {typed[pattern]}", f"two annotations of {pattern} say different things"
             raise ShardingError(f"--annotate {text!r}", what, problem, "leave one of them out")
@@ -82,14 +86,6 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
     if options.target.startswith("hf:"):
         return typed or dict(target.annotations)
     return {**target.annotations, **typed}
-
-
-def _spec(annotation: str, text: str) -> P:
-    try:
-        return P.parse(text)
-    except ShardingError as error:
-        remedy = f"{error.remedy}; a SPEC reads dp,-,tp: an axis, - whole, ? open, dp+tp several axes"
-        raise ShardingError(f"--annotate {annotation!r}", error.what, error.problem, remedy) from None
 
 
 def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:
@@ -118,26 +114,23 @@ def _is_option(word: str, option: str) -> bool:
 def write(text: str, path: str | None) -> None:
     """Write a command's data to a file, or to stdout. Raises a UsageError where that fails."""
     if path is None:
-        return _write_to_stdout(text)
+        problem, remedy = "it cannot be written", "write to a file: -o FILE"
+        if sys.stdout is None:
+            raise UsageError("stdout", "it is closed", problem, remedy)
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UsageError("stdout", f"{error.strerror}", problem, remedy) from None
+        return
     try:
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         remedy = "name a file in a folder that exists and may be written"
         raise UsageError(f"-o {path}", f"{error.strerror}", "it cannot be written", remedy) from None
     print(f"shardc: wrote {path}", file=sys.stderr)
-
-
-def _write_to_stdout(text: str) -> None:
-    problem, remedy = "it cannot be written", "write to a file: -o FILE"
-    if sys.stdout is None:
-        raise UsageError("stdout", "it is closed", problem, remedy)
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UsageError("stdout", f"{error.strerror}", problem, remedy) from None
 
 
 @contextmanager

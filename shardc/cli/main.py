@@ -29,16 +29,9 @@ from shardc.cli.arguments import EXIT_CODES, Parser
 from shardc.language.errors import CaptureError, OptionError, ShardingError, error_line, place_in_model
 
 COMMANDS = {
-    "dump": dump,
-    "explain": explain,
-    "check": check,
-    "diff": diff,
-    "cost": cost,
-    "verify": verify,
-    "stages": stages,
-    "trace": trace,
-    "bench-links": bench_links,
-}
+    "dump": dump, "explain": explain, "check": check, "diff": diff, "cost": cost, "verify": verify, "stages": stages,
+    "trace": trace, "bench-links": bench_links,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, takewhile
-from typing import Any
 
 from torch import fx
 
@@ -17,7 +15,7 @@ from shardc.language.text import bytes_text
 from shardc.program.collective import COLLECTIVES
 from shardc.program.communication import bucket, is_collective
 from shardc.program.node import is_getitem
-from shardc.program.program import Input, Program
+from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, type_text, value_names
 from shardc.program.traffic import collectives_of, fallbacks_of
@@ -46,12 +44,14 @@ def program_dot(program: Program, selection: Selection | None = None) -> str:
     return "\n".join(["digraph program {", STYLE, *drawing.lines(), "}"]) + "\n"
 
 
-@dataclass(frozen=True)
 class _Drawing:
     """A drawing of the nodes ``selected``."""
 
-    program: Program
-    selected: frozenset[fx.Node]
+    def __init__(self, program: Program, selected: frozenset[fx.Node]) -> None:
+        self.program, self.selected = program, selected
+        self._inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+        self._names, self._ops = value_names(program), op_names(program)
+        self._stages = StageRecord(program) if has_stages(program) else None
 
     def lines(self) -> Iterator[str]:
         """The boxes of stages, phases and modules, then the edges."""
@@ -146,18 +146,6 @@ class _Drawing:
     # Facts about nodes, each computed once.
 
     @cached_property
-    def _inputs(self) -> Mapping[fx.Node, Input]:
-        return dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-
-    @cached_property
-    def _names(self) -> Mapping[fx.Node, str]:
-        return value_names(self.program)
-
-    @cached_property
-    def _ops(self) -> Mapping[Any, str]:
-        return op_names(self.program)
-
-    @cached_property
     def _colors(self) -> Mapping[fx.Node, str]:
         collectives = (node for node in self.program.calls if node.target in COLLECTIVES or is_collective(node))
         fallbacks = dict.fromkeys(fallbacks_of(self.program), FALLBACK_COLOR)
@@ -172,10 +160,6 @@ class _Drawing:
             if result is not None and (node := self._returned.get(result, result)) in lines:
                 lines[node].append(f"{output.kind} {output.name}")
         return lines
-
-    @cached_property
-    def _stages(self) -> StageRecord | None:
-        return StageRecord(self.program) if has_stages(self.program) else None
 
     @cached_property
     def _stage(self) -> Mapping[fx.Node, int]:

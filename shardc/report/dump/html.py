@@ -1,6 +1,6 @@
 """The HTML report: one page with the JSON dump of a program, and beside it what its pictures need.
 
-``page/`` has the styles and scripts. ``report_record`` collects the data, ``_page`` puts all into one file.
+``page/`` has the styles and scripts. ``report_record`` collects the data, ``html_report`` puts all into one file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -35,7 +35,7 @@ from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import Chain, Explanation, reason_text
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.schedule import Action
-from shardc.schedules.timeline import Task, Timeline, rounded
+from shardc.schedules.timeline import Task, rounded
 
 if TYPE_CHECKING:
     from shardc.compiler import Compiled
@@ -61,21 +61,18 @@ def html_report(compiled: Compiled, program: Program, selection: Selection | Non
         problem = "the report is of the whole program, and finds what one looks for by its search box"
         remedy = "leave out only, or say format text, json or dot"
         raise OptionError(f"only={selection.text!r}", "format 'html'", problem, remedy)
-    return _page(report_record(compiled, program, explain))
-
-
-def _page(record: Mapping[str, Any]) -> str:
+    record = report_record(compiled, program, explain)
     style = "".join(map(_file, STYLES))
     script = "(() => {\n'use strict';\n" + "".join(map(_file, SCRIPTS)) + "})();\n"
     mesh = ", ".join(f"{name}={size}" for name, size in record["mesh"].items())
-    filled = {
+    contents = {
         "policy": POLICY.format(script=_hash(script), style=_hash(style)),
         "title": escape(f"{record['report']['model']} on {mesh}"),
         "style": style,
         "data": json.dumps(record, separators=(",", ":")).translate(UNSAFE),
         "script": script,
     }
-    return re.sub(r"{{(\w+)}}", lambda field: filled[field[1]], _file("page.html"))
+    return re.sub(r"{{(\w+)}}", lambda field: contents[field[1]], _file("page.html"))
 
 
 def _file(name: str) -> str:
@@ -100,18 +97,19 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
     """
     names, ops = value_names(program), op_names(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    stored = {
-        node.name: _layout(program.sharding(node), program.global_type(node).shape)
-        for source, node in zip(program.inputs, program.placeholders, strict=True)
-        if source.kind in ("parameter", "buffer") and program.shardings(node)
-    }
+    inputs, layouts = {}, {}
+    for source, node in zip(program.inputs, program.placeholders, strict=True):
+        sizes = {"bytes": nbytes(program.local_type(node)), "whole_bytes": program.global_type(node).nbytes}
+        inputs[node.name] = {"kind": source.kind, "name": source.name, **sizes}
+        if source.kind in ("parameter", "buffer") and program.shardings(node):
+            layouts[node.name] = _layout(program.sharding(node), program.global_type(node).shape)
     return {
         **program_json(program),
         "report": {
             "model": type(compiled.model).__name__,
             "asking": [f"{explain} ", ""] if explain else ["print(program.advise('", "').text())"],
             "device_ids": program.mesh and program.mesh.device_ids,
-            "inputs": _inputs(program),
+            "inputs": inputs,
             "calls": {node.name: call_text(node, names, ops) for node in calls},
             "pins": [{"kind": pin.kind, "name": pin.name, "text": pin.text} for pin in program.pins],
             "offences": [
@@ -119,21 +117,10 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
                 for each in strict_offences(compiled)
             ],
             **_why(program, choices(compiled) if program.level == "lowered" else {}),
-            "layouts": stored,
+            "layouts": layouts,
             **_over_time(program),
         },
     }
-
-
-def _inputs(program: Program) -> dict[str, dict[str, Any]]:
-    """For each input's node: the user's name and kind, bytes on one rank and of the whole value."""
-    return {
-        node.name: {
-            "kind": source.kind, "name": source.name, "bytes": nbytes(program.local_type(node)),
-            "whole_bytes": program.global_type(node).nbytes,
-        }
-        for source, node in zip(program.inputs, program.placeholders, strict=True)
-    }  # fmt: skip
 
 
 def _layout(sharding: Sharding, shape: tuple[int, ...]) -> list[list[Any]]:
@@ -189,13 +176,7 @@ def _step_lanes(program: Program) -> dict[str, Any]:
             [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
             for task in timeline.on(lane)
         ]
-    boxes = list(_boxes(timeline))
-    return {"makespan": rounded(timeline.makespan), "computing": boxes, "collectives": collectives}
-
-
-def _boxes(timeline: Timeline) -> Iterator[list[Any]]:
-    """Computations of one phase that follow each other, as one box."""
-    end, number, numbered = 0.0, 0, []
+    boxes, numbered, number, end = [], [], 0, 0.0  # computations of one phase that follow each other are one box
     for task in timeline.on(COMPUTING):
         number += timeline.starts[task.name] - end > SMALLEST_GAP * timeline.makespan
         end = timeline.end(task)
@@ -203,7 +184,8 @@ def _boxes(timeline: Timeline) -> Iterator[list[Any]]:
     for (_, phase), group in groupby(numbered, lambda each: (each[0], _slice(each[1]).phase)):
         tasks = [task for _, task in group]
         start = timeline.starts[tasks[0].name]
-        yield [phase, rounded(start), rounded(timeline.end(tasks[-1]) - start)]
+        boxes.append([phase, rounded(start), rounded(timeline.end(tasks[-1]) - start)])
+    return {"makespan": rounded(timeline.makespan), "computing": boxes, "collectives": collectives}
 
 
 def _slice(task: Task) -> Slice:

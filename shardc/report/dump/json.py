@@ -160,11 +160,7 @@ def node_entry(program: Program, node: fx.Node, ops: Mapping[Any, str]) -> dict[
     """The entry of a value; ``ops`` are the names of the program's ops."""
     source = program.source(node)
     return {
-        "name": node.name,
-        "op": node.op if node.op == "placeholder" else ops.get(node.target, "getitem"),
-        "type": type_text(program, node),
-        "operands": [operand.name for operand in node.all_input_nodes],
-        "phase": source.phase,
-        "module": source.module,
-        "source": source.location,
-    }
+        "name": node.name, "op": node.op if node.op == "placeholder" else ops.get(node.target, "getitem"),
+        "type": type_text(program, node), "operands": [operand.name for operand in node.all_input_nodes],
+        "phase": source.phase, "module": source.module, "source": source.location,
+    }  # fmt: skip

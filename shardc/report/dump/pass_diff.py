@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cached_property
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +38,7 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
         what = f"{len(names)} pass{'es' if len(names) != 1 else ''} of {', '.join(known)}"
         raise OptionError(f"--diff {passes!r}", what, "a difference is between two", "say --diff PASS,PASS")
     before, after = (compiled.at(name) for name in names)
-    difference = _Difference((names[0], names[1]), _lines(before, only), _lines(after, only))
+    difference = _Difference(names, _lines(before, only), _lines(after, only))
     if format == "json":
         return json_text(difference.record(before, after))
     if format == "text":
@@ -100,65 +99,39 @@ def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
         yield result, Line(f"{output.kind} {output.name}", "", "results", "", "", text)
 
 
-@dataclass(frozen=True)
 class _Difference:
-    """The difference of two programs, given as lines, and named by their passes."""
+    """The difference of two programs, given as lines, and named by their passes.
 
-    passes: tuple[str, str]
-    before: Sequence[Line]
-    after: Sequence[Line]
+    ``pairs``: lines with one key, in the order of both programs; a line of one program alone is paired with None. Names
+    of values: ``came`` and ``went`` of those of one program alone, ``moved`` of those at another place among the
+    others, ``changed`` of those with another type, sharding or operands.
+    """
 
-    @cached_property
-    def _old(self) -> Mapping[str, Line]:
-        return {line.name: line for line in self.before if line.name}
-
-    @cached_property
-    def _new(self) -> Mapping[str, Line]:
-        return {line.name: line for line in self.after if line.name}
-
-    @cached_property
-    def came(self) -> list[str]:
-        """The names of values of the second program alone."""
-        return [name for name in self._new if name not in self._old]
-
-    @cached_property
-    def went(self) -> list[str]:
-        """The names of values of the first program alone."""
-        return [name for name in self._old if name not in self._new]
-
-    @cached_property
-    def moved(self) -> list[str]:
-        """The names of values that stand at another place among the others."""
-        aligned = {new.name for old, new in self._pairs if old and new}
-        return [name for name in self._new if name in self._old and name not in aligned]
-
-    @cached_property
-    def changed(self) -> list[str]:
-        """The names of values whose type, sharding or operands changed."""
-        both = ((name, line, self._new[name]) for name, line in self._old.items() if name in self._new)
-        return [name for name, old, new in both if not old.is_like(new)]
-
-    @cached_property
-    def _pairs(self) -> list[tuple[Line | None, Line | None]]:
-        """Lines with one key, in the order of both programs; a line of one program alone is paired with None."""
-        pairs: list[tuple[Line | None, Line | None]] = []
-        for is_equal, old, new in _blocks(self.before, self.after, lambda line: line.key):
-            pairs += zip(old, new, strict=True) if is_equal else _by_place(old, new)
-        return pairs
+    def __init__(self, passes: Sequence[str], before: Sequence[Line], after: Sequence[Line]) -> None:
+        self.passes = passes
+        self.pairs: list[tuple[Line | None, Line | None]] = []
+        for is_equal, old, new in _blocks(before, after, lambda line: line.key):
+            self.pairs += zip(old, new, strict=True) if is_equal else _by_place(old, new)
+        self.old, self.new = ({line.name: line for line in lines if line.name} for lines in (before, after))
+        self.came = [name for name in self.new if name not in self.old]
+        self.went = [name for name in self.old if name not in self.new]
+        both, aligned = [name for name in self.new if name in self.old], {b.name for a, b in self.pairs if a and b}
+        self.moved = [name for name in both if name not in aligned]
+        self.changed = [name for name in self.old if name in self.new and not self.old[name].is_like(self.new[name])]
 
     # Text.
 
     def text(self) -> str:
         """A line of counts, then the listing."""
         kinds: Counter[str] = Counter()
-        for old, new in ((self._old[name], self._new[name]) for name in self.changed):
+        for old, new in ((self.old[name], self.new[name]) for name in self.changed):
             is_type, is_sharding = old.plain_type != new.plain_type, old.type != new.type
             kinds["type" if is_type else "sharding" if is_sharding else "operands"] += 1
         how = ", ".join(f"{kinds[kind]} in {kind}" for kind in ("type", "sharding", "operands") if kinds[kind])
         counts = f"{len(self.came)} came, {len(self.went)} went, {len(self.moved)} moved, {len(self.changed)} changed"
         heading = f"{' to '.join(self.passes)}, values: {counts}{f' ({how})' if how else ''}"
         listing: list[tuple[str, Line]] = []  # every line with a blank, a minus or a plus before it
-        for before, after in self._pairs:
+        for before, after in self.pairs:
             if before and after and before.is_like(after):
                 listing.append((" ", after))
             else:

@@ -17,13 +17,8 @@ TABLES = (
 )  # fmt: skip
 DEFINITIONS = "#/$defs/"
 TYPES: Mapping[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "null": type(None),
-}
+    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "null": type(None),
+}  # fmt: skip
 
 
 def schema_text(name: str) -> str:

@@ -93,7 +93,12 @@ def related_annotations(program: Program, node: fx.Node, annotations: Mapping[st
     needs = [need for cause in program.causes(node) if isinstance(cause, ShardingChange) for need in cause.needs]
     direct = {patterns.get(pinned.get((value.kind, value.name), "")) for value in beside}
     direct |= {patterns.get(need.annotation) for need in needs if need.kind in ("placed", "end")}
-    texts = {*(need.annotation for need in needs), *_origin_texts(program, node, moved, axes)}
+    texts = {need.annotation for need in needs}
+    near = [node, *(each for movement in moved for each in (movement.producer, movement.result, *movement.users))]
+    for origin_of_axes in (
+        of for each in near if each.op != "output" for of in program.origins(program.value(each)[0])
+    ):
+        texts |= {origin.annotation for axis, origin in origin_of_axes.items() if axis in axes}
     origins = {patterns.get(text) for text in texts}
     inputs = {patterns.get(pin.text) for pin in program.pins if pin.kind == "input"}
 
@@ -126,27 +131,14 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
             yield NamedValue("output", output.name, shape)
     for call in [movement.producer, *(user for user in movement.users if user.op != "output")]:
         for operand in [call, *filter(None, operands(program.value(call)[0]))]:
-            source = inputs.get(_viewed(program, operand))
+            # what the operand is a view, a cast or a reshard of, however many there are
+            while operand.op == "call_function" and len(operand.all_input_nodes) == 1:
+                if not (is_view(operand) or is_cast(operand) or is_getitem(operand) or program.causes(operand)):
+                    break
+                operand = operand.all_input_nodes[0]
+            source = inputs.get(operand)
             if source is not None and source.kind in ("parameter", "buffer", "input"):
                 yield NamedValue(source.kind, source.name, source.type.shape)
-
-
-def _viewed(program: Program, node: fx.Node) -> fx.Node:
-    """The node that a value is a view, a cast or a reshard of, however many there are."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        if not (is_view(node) or is_cast(node) or is_getitem(node) or program.causes(node)):
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _origin_texts(program: Program, node: fx.Node, moved: list[Movement], axes: tuple[str, ...]) -> Iterator[str]:
-    """The annotations that the axes came from: to the values that are moved, and to those that read them."""
-    near = [node, *(each for movement in moved for each in (movement.producer, movement.result, *movement.users))]
-    for each in near:
-        if each.op != "output":
-            for origins in program.origins(program.value(each)[0]):
-                yield from (origin.annotation for axis, origin in origins.items() if axis in axes)
 
 
 # Changes of annotations.
@@ -301,7 +293,14 @@ def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh
 
 def _other_beginnings(program: Program, cause: StageCrossing) -> Iterator[Change]:
     """A stage between the two begins with another module, the nearest first; the other stages stay."""
-    begin, now = _beginnings(program), [path for path, _ in StageRecord(program).modules]
+    begin: dict[str, int] = {}  # the place of each module's first call; where several begin, of the outermost
+    known: set[str] = set()
+    forward = [node for node in program.calls if program.source(node).phase == "forward" and not program.causes(node)]
+    for place, node in enumerate(sorted(forward, key=lambda node: program.source(node).ordinal)):
+        new = [each for each in prefixes(program.source(node).module) if each not in known]
+        begin.update(dict.fromkeys(new[:1], place))
+        known.update(new)
+    now = [path for path, _ in StageRecord(program).modules]
     if not all(path in begin for path in now[1:]):
         return  # a stage begins outside of all modules, which no glob names
     places = [0, *(begin[path] for path in now[1:]), inf]
@@ -311,15 +310,3 @@ def _other_beginnings(program: Program, cause: StageCrossing) -> Iterator[Change
         others = [path for path, place in begin.items() if before < place < after and place != here]
         for path in sorted(others, key=lambda path: (path.count("."), abs(begin[path] - here))):
             yield Change(pipeline_fields=(("cuts", (*now[1:stage], path, *now[stage + 1 :])),))
-
-
-def _beginnings(program: Program) -> dict[str, int]:
-    """The place of each module's first call of forward; of modules that begin at one place the outermost."""
-    places: dict[str, int] = {}
-    known: set[str] = set()
-    forward = [node for node in program.calls if program.source(node).phase == "forward" and not program.causes(node)]
-    for place, node in enumerate(sorted(forward, key=lambda node: program.source(node).ordinal)):
-        new = [each for each in prefixes(program.source(node).module) if each not in known]
-        places.update(dict.fromkeys(new[:1], place))
-        known.update(new)
-    return places

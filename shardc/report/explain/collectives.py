@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -13,7 +13,7 @@ from shardc.program.collective import COLLECTIVES, Collective
 from shardc.program.communication import axes_of, bucket, collective_at, members, results
 from shardc.program.node import is_cast, is_getitem, is_view, operands
 from shardc.program.program import Program
-from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, Origin, ShardingChange, StorageChange
+from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
 from shardc.report.explain.chains import Chains
@@ -81,25 +81,18 @@ class CollectiveExplainer:
         for axis in axes:
             if axis in known:
                 yield self.chains.chain(axis, known[axis], moved)
-            yield from self._chains_of_other_sums(change, axis, known)
+            # where the axis comes from to the other summands of an open sum, if that is another annotation
+            first = known.get(axis)
+            origins = {each.annotation: each for each in first.further_annotations} if first else {}
+            for origin in (other.origins.get(axis) for other in (change.added if change else ())):
+                for each in (origin, *origin.further_annotations) if origin else ():
+                    origins.setdefault(each.annotation, each)
+            others = [each for text, each in origins.items() if not first or text != first.annotation]
+            yield from (self.chains.chain(axis, each) for each in others)
             if axis in needed and needed[axis] != known.get(axis):
                 yield self.chains.chain(axis, needed[axis])
             elif change and change.stored and axis in _storage_axes(change.stored):
                 yield self.chains.chain(axis, self.program.origin(result)[axis], result)
-
-    def _chains_of_other_sums(
-        self, change: ShardingChange | None, axis: str, known: Mapping[str, Origin]
-    ) -> Iterator[Chain]:
-        """Where an axis comes from to the other summands of an open sum, if that is another annotation."""
-        first = known.get(axis)
-        origins = {} if first is None else {each.annotation: each for each in first.further_annotations}
-        for other in change.added if change else ():
-            origin = other.origins.get(axis)
-            for each in () if origin is None else (origin, *origin.further_annotations):
-                origins.setdefault(each.annotation, each)
-        for annotation, each in origins.items():
-            if not first or annotation != first.annotation:
-                yield self.chains.chain(axis, each)
 
     def _reader(self, collective: Collective, cause: Cause, result: fx.Node) -> Side:
         """The reader of the result and the type that it needs: of a stored parameter its first reader in the stage."""

@@ -17,7 +17,6 @@ from shardc.language.cut import factor_cuts
 from shardc.language.mesh import Axes
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div
-from shardc.passes.decompose.along import Along
 from shardc.passes.decompose.decompose import (
     DECOMPOSITIONS,
     WINDOWED,
@@ -61,13 +60,19 @@ def compare_cuts(plan: CutPlan, node: fx.Node, axes: Axes) -> tuple[OpWay, ...]:
     rest = {factor: cut.without(names) for factor, cut in chosen.items()}
     rest = {factor: cut for factor, cut in rest.items() if cut != WHOLE}
     now = next((factor for factor, cut in chosen.items() if {part.name for part in cut.all_axes} >= names), "")
+    ways: dict[str, Cuts] = {}  # the axes cut each factor in turn that they may cut, and then none
+    for factor, before in ((factor, rest.get(factor, WHOLE)) for factor in rule.sizes):
+        cut = DimSharding(before.axes + axes)
+        if not before.minor and rule.may_cut(factor, cut):
+            ways[factor] = {**rest, factor: cut}
+    ways[""] = rest
+    ways.pop(now, None)
     considered = choices(rule, plan.arrivals.claims(node))
     others = []
-    for factor, cuts in _others(rule, rest, axes):
-        if factor != now:
-            cost = plan.arrivals.cost(node, plan.arrivals.op_shardings(node, cuts))
-            work = num_pieces(chosen) / num_pieces(cuts)
-            others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in considered))
+    for factor, cuts in ways.items():
+        cost = plan.arrivals.cost(node, plan.arrivals.op_shardings(node, cuts))
+        work = num_pieces(chosen) / num_pieces(cuts)
+        others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in considered))
     way = OpWay(_text(rule, now, axes), plan.arrivals.cost(node, plan.ops[node]), 1.0, True)
     return (way, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
 
@@ -77,12 +82,11 @@ def op_of_partial_sum(plan: CutPlan, node: fx.Node, axes: Axes) -> fx.Node:
     names = {part.name for part in axes}
     while True:
         operands = zip(plan.program.operand_values(node), plan.ops[node].operands, strict=True)
-        behind = [
-            value[0] for value, src in operands if value and src and names & {part.name for part in src.partial_axes}
-        ]
-        if not behind:
+        partial = ((value, {part.name for part in src.partial_axes}) for value, src in operands if value and src)
+        behind = next((value[0] for value, open_axes in partial if names & open_axes), None)
+        if behind is None:
             return node
-        node = behind[0]
+        node = behind
 
 
 def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
@@ -97,16 +101,6 @@ def _chosen(plan: CutPlan, node: fx.Node, rule: Rule) -> Cuts:
     return cuts
 
 
-def _others(rule: Rule, rest: Cuts, axes: Axes) -> Iterator[tuple[str, Cuts]]:
-    """Cuts where the axes cut each factor in turn that they may cut, and then none."""
-    for factor in rule.sizes:
-        before = rest.get(factor, WHOLE)
-        cut = DimSharding(before.axes + axes)
-        if not before.minor and rule.may_cut(factor, cut):
-            yield factor, {**rest, factor: cut}
-    yield "", rest
-
-
 def _text(rule: Rule, factor: str, axes: Axes) -> str:
     """The cut of a factor in words, by a dim of the result or of an operand."""
     over = " and ".join(dict.fromkeys(part.name for part in axes))
@@ -114,11 +108,10 @@ def _text(rule: Rule, factor: str, axes: Axes) -> str:
         for dim, factors in enumerate(dims or ()):
             if factor in factors:
                 return f"cut over {over} along dim {dim} of the result"
-    places = (
-        (i, dim) for i, dims in enumerate(rule.operands) for dim, factors in enumerate(dims or ()) if factor in factors
-    )
-    for i, dim in places:
-        return f"cut over {over} along what is summed, dim {dim} of operand {i}"
+    for i, dims in enumerate(rule.operands):
+        for dim, factors in enumerate(dims or ()):
+            if factor in factors:
+                return f"cut over {over} along what is summed, dim {dim} of operand {i}"
     return f"not cut over {over}"
 
 
@@ -205,27 +198,17 @@ def compare_forms(program: Program, node: fx.Node) -> FormCosts | None:
         return None
     cuts = arriving(program, node, rule)
     whole = cut_whole(rule, cuts) if node.target in DECOMPOSITIONS else set()
-    if whole and DECOMPOSITIONS[node.target].moved(program, node, whole) < NEVER:
-        return _summed(program, node, rule, cuts, whole)
+    if whole and DECOMPOSITIONS[node.target].moved(program, node, whole) < NEVER:  # into local work and a sum
+        count = num_pieces({factor: cuts[factor] for factor in whole})
+        apart, gathered = apart_bytes(program, node, cuts, whole), gathered_bytes(program, node, rule, whole, cuts)
+        refused = "not asked: positions do not follow one another" if is_scattered(node, cuts, whole) else ""
+        if any(is_stored(program, node, cuts[factor]) for factor in whole):
+            refused = "not asked: a table that is cut as inputs are is stored so, and gathered"
+        axes = frozenset(part.name for factor in whole for part in cuts[factor].all_axes)
+        return FormCosts(axes, apart * (count - 1) // count, gathered * (count - 1) // count, refused)
     windows = windows_of(program, node, rule) if node.target in WINDOWED else iter(())
-    return next((_windowed(program, node, rule, cuts, *each) for each in windows), None)
-
-
-def _summed(program: Program, node: fx.Node, rule: Rule, cuts: Cuts, whole: set[str]) -> FormCosts:
-    """The costs of an op that decomposes into local work and a sum."""
-    count = num_pieces({factor: cuts[factor] for factor in whole})
-    apart, gathered = apart_bytes(program, node, cuts, whole), gathered_bytes(program, node, rule, whole, cuts)
-    refused = "not asked: positions do not follow one another" if is_scattered(node, cuts, whole) else ""
-    if any(is_stored(program, node, cuts[factor]) for factor in whole):
-        refused = "not asked: a table that is cut as inputs are is stored so, and gathered"
-    axes = frozenset(part.name for factor in whole for part in cuts[factor].all_axes)
-    return FormCosts(axes, apart * (count - 1) // count, gathered * (count - 1) // count, refused)
-
-
-def _windowed(
-    program: Program, node: fx.Node, rule: Rule, cuts: Cuts, factor: str, along: Along, moved: int
-) -> FormCosts:
-    """The costs of an op that reads edges of neighbours, of which all ranks together send ``moved`` bytes."""
-    gathered = gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
-    apart = ceil_div(moved, along.count * num_others(cuts, {factor}))
-    return FormCosts(frozenset(part.name for part in cuts[factor].all_axes), apart, gathered)
+    for factor, along, moved in windows:  # reads edges of neighbours; all ranks together send ``moved`` bytes
+        gathered = gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
+        apart = ceil_div(moved, along.count * num_others(cuts, {factor}))
+        return FormCosts(frozenset(part.name for part in cuts[factor].all_axes), apart, gathered)
+    return None
