@@ -206,7 +206,15 @@ def check_text(findings: Sequence[Finding]) -> str:
     for finding in (finding for finding in findings if finding.is_broken):
         lines = [f"broken  {finding.budget.text}: {finding.text}"]
         if finding.collectives:
-            lines.append(_indented(_collective_table(finding.collectives)))
+            header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
+            rows = [
+                (
+                    each["id"], "+".join(each["axes"]), each["phase"], each.get("stage", ""), each.get("times", ""),
+                    each["wire_bytes"], shortened(each["source"], ", "), shortened(each["cause"], "; "),
+                )
+                for each in sorted(finding.collectives, key=lambda c: -c["wire_bytes"] * c.get("times", 1))
+            ]  # fmt: skip
+            lines.append(_indented(table(header, rows)))
         if finding.fallbacks:
             rows = [(each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks]
             lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), rows)))
@@ -227,19 +235,6 @@ def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
         for finding in findings
     ]  # fmt: skip
     return {"version": 1, "is_broken": any(finding.is_broken for finding in findings), "budgets": budgets}
-
-
-def _collective_table(collectives: Sequence[Any]) -> str:
-    """The collectives, those first that send most."""
-    header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
-    rows = [
-        (
-            each["id"], "+".join(each["axes"]), each["phase"], each.get("stage", ""), each.get("times", ""),
-            each["wire_bytes"], shortened(each["source"], ", "), shortened(each["cause"], "; "),
-        )
-        for each in sorted(collectives, key=lambda each: -each["wire_bytes"] * each.get("times", 1))
-    ]  # fmt: skip
-    return table(header, rows)
 
 
 def _indented(text: str) -> str:

@@ -15,7 +15,6 @@ from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
 from shardc.costs.time import has_machine
 from shardc.language.sharding import dtype_name
-from shardc.program.collective import Collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, rank_axes, type_text
@@ -79,14 +78,18 @@ class _Tables:
 
     def collectives(self) -> list[dict[str, Any]]:
         """The collectives of a step, in order."""
-        return list(map(_collective, self.selection.collectives if self.selection else collectives_of(self.program)))
+        entries = []
+        for each in self.selection.collectives if self.selection else collectives_of(self.program):
+            of_stage = {} if each.stage is None else {"stage": each.stage, "times": each.times}
+            entries.append({"id": each.name, **{key: getattr(each, key) for key in COLLECTIVE_FIELDS}, **of_stage})
+        return entries
 
     def inputs(self, kind: str) -> list[dict[str, Any]]:
         """The inputs of one kind; parameters with the stages that hold them."""
         entries = []
-        for given, node in zip(self.program.inputs, self.program.placeholders, strict=True):
-            if given.kind == kind and self.has(node):
-                entries.append({"name": given.name, **_value(self.program, node)})
+        for source, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            if source.kind == kind and self.has(node):
+                entries.append({"name": source.name, **_value(self.program, node)})
                 if kind == "parameter" and node in self.runs:
                     entries[-1]["stages"] = [each["stage"] for each in self.runs[node]]
         return entries
@@ -135,11 +138,6 @@ TABLES: Mapping[str, Callable[[_Tables], Any]] = {
 }
 WITH_TABLE = {"parameters": ("parameters", "buffers"), "stages": ("stages", "schedule")}
 ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
-
-
-def _collective(collective: Collective) -> dict[str, Any]:
-    of_stage = {} if collective.stage is None else {"stage": collective.stage, "times": collective.times}
-    return {"id": collective.name, **{key: getattr(collective, key) for key in COLLECTIVE_FIELDS}, **of_stage}
 
 
 def _value(program: Program, node: fx.Node) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from functools import cached_property
 from torch import fx
 
 from shardc.compiler import Compiled
-from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.propagate.cut_blocks import cut_blocks
 from shardc.passes.propagate.pins import Precedence
 from shardc.passes.propagate.propagate import propagate
@@ -202,7 +201,13 @@ def _question(program: Program, op: fx.Node) -> str:
 
 def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[Alternative]:
     """Sequences of collectives for a reshard; for those of a bucket the sequences that serve every member."""
-    reshards = [each for each in (_reshard(program, movement) for movement in moved) if each is not None]
+    reshards = []
+    for movement in moved:
+        (producer, i), (result, j) = program.value(movement.producer), program.value(movement.result)
+        src, dst = program.shardings(producer)[i], program.shardings(result)[j]
+        types = program.value_type((producer, i)), program.value_type((result, j))
+        if src is not None and dst is not None and src != dst and types[0] == types[1]:
+            reshards.append((src, dst, types[0]))
     if not reshards:
         return
     costs: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by way, bytes sent and bytes held of each member
@@ -221,11 +226,3 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
         most = max(held for _, held in each)
         note = f"holds {most} B at a time" if most > least else ""
         yield Alternative(question, way, sum(sent for sent, _ in each), way in chosen, note)
-
-
-def _reshard(program: Program, moved: Movement) -> tuple[Sharding, Sharding, TensorType] | None:
-    """The reshard of a value, where its producer and its readers have it in one type and two shardings."""
-    (producer, i), (result, j) = program.value(moved.producer), program.value(moved.result)
-    src, dst = program.shardings(producer)[i], program.shardings(result)[j]
-    types = program.value_type((producer, i)), program.value_type((result, j))
-    return None if src is None or dst is None or src == dst or types[0] != types[1] else (src, dst, types[0])

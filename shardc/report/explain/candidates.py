@@ -95,10 +95,9 @@ def related_annotations(program: Program, node: fx.Node, annotations: Mapping[st
     direct |= {patterns.get(need.annotation) for need in needs if need.kind in ("placed", "end")}
     texts = {need.annotation for need in needs}
     near = [node, *(each for movement in moved for each in (movement.producer, movement.result, *movement.users))]
-    for origin_of_axes in (
-        of for each in near if each.op != "output" for of in program.origins(program.value(each)[0])
-    ):
-        texts |= {origin.annotation for axis, origin in origin_of_axes.items() if axis in axes}
+    for value in (program.value(each)[0] for each in near if each.op != "output"):
+        for by_axis in program.origins(value):
+            texts |= {origin.annotation for axis, origin in by_axis.items() if axis in axes}
     origins = {patterns.get(text) for text in texts}
     inputs = {patterns.get(pin.text) for pin in program.pins if pin.kind == "input"}
 

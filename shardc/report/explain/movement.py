@@ -30,14 +30,12 @@ class Transfer:
 
 def transfers(program: Program) -> dict[str, frozenset[Transfer]]:
     """The transfers of each collective of a lowered program in global shapes, by the collective's name."""
-    return {node.name: frozenset(_transfers(program, node)) for node in program.calls if is_collective(node)}
-
-
-def _transfers(program: Program, node: fx.Node) -> Iterator[Transfer]:
-    phase, kind = program.source(node).phase, collective_at(program, node).kind
-    for movement in movements(program, node):
-        value = _value_text(program, movement)
-        yield from (Transfer(phase, axis, value, kind) for axis in axes_of(node))
+    by_name = {}
+    for node in filter(is_collective, program.calls):
+        phase, kind = program.source(node).phase, collective_at(program, node).kind
+        values = [_value_text(program, movement) for movement in movements(program, node)]
+        by_name[node.name] = frozenset(Transfer(phase, axis, value, kind) for value in values for axis in axes_of(node))
+    return by_name
 
 
 def _value_text(program: Program, movement: Movement) -> str:
@@ -45,13 +43,13 @@ def _value_text(program: Program, movement: Movement) -> str:
     outputs = [program.outputs[i] for i in movement.outputs]
     if outputs:
         return ", ".join(dict.fromkeys(f"{output.kind} {output.name}" for output in outputs))
-    for given, node in zip(program.inputs, program.placeholders, strict=True):
+    for source, node in zip(program.inputs, program.placeholders, strict=True):
         if node is movement.producer:
-            return f"{given.kind} {given.name}"
+            return f"{source.kind} {source.name}"
     call, index = program.value(movement.producer)
-    source, type_ = program.source(movement.producer), program.value_type((call, index))
+    place, type_ = program.source(movement.producer), program.value_type((call, index))
     op = op_name(call.target) + (f"[{index}]" if call is not movement.producer else "")
-    return " ".join(filter(None, (source.module, source.location, op, str(type_))))
+    return " ".join(filter(None, (place.module, place.location, op, str(type_))))
 
 
 def is_removed(before: frozenset[Transfer], after: frozenset[Transfer], altogether: bool = False) -> bool:
