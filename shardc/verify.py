@@ -124,7 +124,7 @@ class _Run:
         single = self._on_single_device(compiled)
         canonical = compiled.at("canonicalize")
         nodes = zip(canonical.inputs, canonical.placeholders, strict=True)
-        draws = any(source.kind == "random" and bool(node.users) for source, node in nodes)
+        draws = any(input_.kind == "random" and bool(node.users) for input_, node in nodes)
         if self.dtype is torch.float64 and not draws:
             self.exact.update({name: value for name, value in single.items() if value is not None})
         yield from self._between("sharded against single device", sharded, single)
@@ -173,7 +173,7 @@ class _Run:
         args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
         with borrow(model, self.train), torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
-        starts = [outputs[given.name] for given in program.inputs if given.kind == "tangent"]
+        starts = [outputs[input_.name] for input_ in program.inputs if input_.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
         leaves: dict[str, Mapping[str, Tensor]] = {
             "input": inputs,

@@ -216,8 +216,8 @@ def check_text(findings: Sequence[Finding]) -> str:
             ]  # fmt: skip
             lines.append(_indented(table(header, rows)))
         if finding.fallbacks:
-            rows = [(each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks]
-            lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), rows)))
+            ops = ((each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks)
+            lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), ops)))
         broken.append("\n".join([*lines, *(f"  {line}\n" for line in finding.notes)]))
     holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"

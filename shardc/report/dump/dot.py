@@ -100,8 +100,8 @@ class _Drawing:
                 yield from _box(str(number), phase, list(self._modules(inside, "", numbers, f"{indent}  ")), indent)
 
     def _phase(self, node: fx.Node) -> str:
-        source = self._inputs.get(node)
-        return "backward" if source is not None and source.kind == "tangent" else self.program.source(node).phase
+        input_ = self._inputs.get(node)
+        return "backward" if input_ is not None and input_.kind == "tangent" else self.program.source(node).phase
 
     def _modules(self, nodes: list[fx.Node], path: str, numbers: Iterator[int], indent: str) -> Iterator[str]:
         """The nodes of a module, and a box for each module inside that has nodes or several modules of its own."""
@@ -119,9 +119,9 @@ class _Drawing:
 
     def _node(self, node: fx.Node) -> str:
         fill = f', style=filled, fillcolor="{self._colors[node]}"' if node in self._colors else ""
-        name, source = self._names[node], self._inputs.get(node)
-        op = source.kind if source else self._ops.get(node.target, "getitem")
-        title = name if op in name else f"{op} {name}" if source else f"{name} = {op}"
+        name, input_ = self._names[node], self._inputs.get(node)
+        op = input_.kind if input_ else self._ops.get(node.target, "getitem")
+        title = name if op in name else f"{op} {name}" if input_ else f"{name} = {op}"
         further = self._further.get(node, [])
         rest = [f"and {len(further) - MOST} more"] if len(further) > MOST + 1 else further[MOST:]
         types = self.program.types(node) if self.program.has_many(node) else ()

@@ -98,10 +98,10 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
     names, ops = value_names(program), op_names(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     inputs, layouts = {}, {}
-    for source, node in zip(program.inputs, program.placeholders, strict=True):
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
         sizes = {"bytes": nbytes(program.local_type(node)), "whole_bytes": program.global_type(node).nbytes}
-        inputs[node.name] = {"kind": source.kind, "name": source.name, **sizes}
-        if source.kind in ("parameter", "buffer") and program.shardings(node):
+        inputs[node.name] = {"kind": input_.kind, "name": input_.name, **sizes}
+        if input_.kind in ("parameter", "buffer") and program.shardings(node):
             layouts[node.name] = _layout(program.sharding(node), program.global_type(node).shape)
     return {
         **program_json(program),

@@ -87,9 +87,9 @@ class _Tables:
     def inputs(self, kind: str) -> list[dict[str, Any]]:
         """The inputs of one kind; parameters with the stages that hold them."""
         entries = []
-        for source, node in zip(self.program.inputs, self.program.placeholders, strict=True):
-            if source.kind == kind and self.has(node):
-                entries.append({"name": source.name, **_value(self.program, node)})
+        for input_, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            if input_.kind == kind and self.has(node):
+                entries.append({"name": input_.name, **_value(self.program, node)})
                 if kind == "parameter" and node in self.runs:
                     entries[-1]["stages"] = [each["stage"] for each in self.runs[node]]
         return entries

@@ -87,8 +87,8 @@ def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
         plain = str(types if producer is node and len(types) > 1 else types[index])
         return Line(node.name, node.name, place, plain, type_text(program, node), text, remarks.get(node, ""))
 
-    for given, node in zip(program.inputs, program.placeholders, strict=True):
-        yield node, line(node, "inputs", input_text(program, given, node))
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
+        yield node, line(node, "inputs", input_text(program, input_, node))
     for node in program.graph.nodes:
         if node.op == "call_function":
             source = program.source(node)

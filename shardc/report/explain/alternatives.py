@@ -221,8 +221,8 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
     question = f"to bring {src.text(type_)} to {dst.text(type_)}"
     question += f" and {len(reshards) - 1} more likewise" if len(reshards) > 1 else ""
     ways = {way: each for way, each in costs.items() if way in chosen or len(each) == len(reshards)}
-    least = max(held for way in chosen for _, held in ways[way])
+    least = max(nbytes for way in chosen for _, nbytes in ways[way])
     for way, each in list(ways.items())[: MOST + len(chosen)]:
-        most = max(held for _, held in each)
+        most = max(nbytes for _, nbytes in each)
         note = f"holds {most} B at a time" if most > least else ""
         yield Alternative(question, way, sum(sent for sent, _ in each), way in chosen, note)

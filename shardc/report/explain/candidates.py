@@ -135,9 +135,9 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
                 if not (is_view(operand) or is_cast(operand) or is_getitem(operand) or program.causes(operand)):
                     break
                 operand = operand.all_input_nodes[0]
-            source = inputs.get(operand)
-            if source is not None and source.kind in ("parameter", "buffer", "input"):
-                yield NamedValue(source.kind, source.name, source.type.shape)
+            input_ = inputs.get(operand)
+            if input_ is not None and input_.kind in ("parameter", "buffer", "input"):
+                yield NamedValue(input_.kind, input_.name, input_.type.shape)
 
 
 # Changes of annotations.

@@ -98,8 +98,8 @@ class CollectiveExplainer:
         """The reader of the result and the type that it needs: of a stored parameter its first reader in the stage."""
         if isinstance(cause, ShardingChange):
             node = self.chains.nodes.get(cause.user.name)
-            taken = operands(node) if node is not None and node.op == "call_function" else ()
-            index = taken.index(result) if result in taken else cause.operand
+            arguments = operands(node) if node is not None and node.op == "call_function" else ()
+            index = arguments.index(result) if result in arguments else cause.operand
             return self._side(cause.user, cause.dst.text(cause.type), index)
         readers = list(_readers(result, isinstance(cause, NeighbourEdges)))
         runs = self.stages.record.runs if self.stages is not None else {}

@@ -48,7 +48,7 @@ Table = Mapping[str, Callable[[], Explanation]]
 
 def explain(compiled: Compiled, name: str) -> Explanation:
     """Explain what ``name`` names in a compiled model: see ``Explainer.explain``."""
-    others = {given: program for given, program in compiled.after.items() if program is not compiled.whole}
+    others = {after: other for after, other in compiled.after.items() if other is not compiled.whole}
     return Explainer(compiled.whole, compiled.model, others).explain(name)
 
 
@@ -99,7 +99,7 @@ class Explainer:
     def tables(self) -> Mapping[str, Table]:
         """Everything that can be named: by kind and name, the function that explains it."""
         nodes, names, model = self.chains.nodes, self.chains.names, self._model
-        stored = {node for node, given in self._inputs.items() if given.kind in ("parameter", "buffer")}
+        stored = {node for node, each in self._inputs.items() if each.kind in ("parameter", "buffer")}
         unread = model.kinds.keys() - {names[node] for node in stored}
         return {
             "param": {
@@ -132,11 +132,11 @@ class Explainer:
             return self._sent.explain(self.collectives[node.name])
         if node.name in self._members:
             return self._members[node.name]
-        source, given = self.program.source(node), self._inputs.get(node)
-        kind: Subject = "value" if given is None else "input"
-        if given is not None and (given.kind == "parameter" or given.kind == "buffer"):
-            kind = given.kind
-        placed = self._pins.get((given.kind, given.name) if given else ("value", node.name), "")
+        source, input_ = self.program.source(node), self._inputs.get(node)
+        kind: Subject = "value" if input_ is None else "input"
+        if input_ is not None and (input_.kind == "parameter" or input_.kind == "buffer"):
+            kind = input_.kind
+        placed = self._pins.get((input_.kind, input_.name) if input_ else ("value", node.name), "")
         return Explanation(
             self.chains.names[node], kind, type_text(self.program, node), source.module, source.location,
             tuple(self.chains.of(node)), placed, notes=tuple(self._notes(node)),

@@ -43,13 +43,13 @@ def _value_text(program: Program, movement: Movement) -> str:
     outputs = [program.outputs[i] for i in movement.outputs]
     if outputs:
         return ", ".join(dict.fromkeys(f"{output.kind} {output.name}" for output in outputs))
-    for source, node in zip(program.inputs, program.placeholders, strict=True):
+    for input_, node in zip(program.inputs, program.placeholders, strict=True):
         if node is movement.producer:
-            return f"{source.kind} {source.name}"
+            return f"{input_.kind} {input_.name}"
     call, index = program.value(movement.producer)
-    place, type_ = program.source(movement.producer), program.value_type((call, index))
+    source, type_ = program.source(movement.producer), program.value_type((call, index))
     op = op_name(call.target) + (f"[{index}]" if call is not movement.producer else "")
-    return " ".join(filter(None, (place.module, place.location, op, str(type_))))
+    return " ".join(filter(None, (source.module, source.location, op, str(type_))))
 
 
 def is_removed(before: frozenset[Transfer], after: frozenset[Transfer], altogether: bool = False) -> bool:

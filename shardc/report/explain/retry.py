@@ -46,7 +46,7 @@ class Retry:
     def annotations(self) -> Mapping[str, P]:
         """The annotations without a change, DTensor placements as a P."""
         mesh = self.request.options.stage_mesh(self.request.mesh)
-        return {name: spec_of(given, mesh, name) for name, given in self.request.annotations.items()}
+        return {name: spec_of(spec, mesh, name) for name, spec in self.request.annotations.items()}
 
     def attempt(self, change: Change) -> Attempt | None:
         """The plan after a change; None where it cannot be compiled."""

@@ -58,8 +58,8 @@ class StageExplainer:
         name, type_ = f"stage {target}", type_text(self.program, node)
         if reader is None:
             return Side(name, type_)
-        source, taken = self.program.source(reader), operands(reader) if reader.op == "call_function" else ()
-        operand = taken.index(node) if node in taken else None
+        source, arguments = self.program.source(reader), operands(reader) if reader.op == "call_function" else ()
+        operand = arguments.index(node) if node in arguments else None
         return Side(name, type_, self.chains.op(reader), operand, source.module, source.location)
 
     def _notes(self, message: Collective, cause: StageCrossing) -> Iterator[str]:
