@@ -88,7 +88,12 @@ def choose_stages(program: Program, options: SplitOptions) -> ChosenStages:
     """
     flow = flow_of(program)
     positions = _cut_positions(flow, options.cuts, options.num_stages)
-    forced = [*positions, *_home_positions(flow, options.homes)]
+    homes = options.homes
+    stages_of_op = [frozenset(homes[name] for name in names if name in homes) for names in flow.parameters]
+    constrained = [i for i, stages in enumerate(stages_of_op) if stages]
+    # between two ops whose parameters other stages hold a unit begins at the narrowest cut
+    changes = [range(a + 1, b + 1) for a, b in pairwise(constrained) if stages_of_op[a] != stages_of_op[b]]
+    forced = [*positions, *(min(change, key=flow.crossing.__getitem__) for change in changes)]
     fine, whole = (
         StageLoads(flow, units_of(flow, options.num_stages, forced, is_fine), options.microbatches, options.pieces)
         for is_fine in (True, False)
@@ -97,19 +102,15 @@ def choose_stages(program: Program, options: SplitOptions) -> ChosenStages:
     loads, split = split_units(fine, whole, options, [starts.index(position) for position in positions])
     units = range(len(loads.units))
     masks = tuple(mask_of(i for i in units if split.stages[i] == stage) for stage in range(options.num_stages))
-    return ChosenStages(loads, options, masks, _assignment(loads, split.stages), split.heaviest, split.bound)
-
-
-def _assignment(loads: StageLoads, stages: Sequence[int]) -> Mapping[fx.Node, int]:
-    flow, ends = loads.flow, [unit.end for unit in loads.units]
     assignment: dict[fx.Node, int] = {}
+    ends = [unit.end for unit in loads.units]
     for i, node in enumerate(flow.ops):
-        stage = stages[bisect_right(ends, i)]
-        assignment[node] = stage
-        assignment.update((user, stage) for user in node.users if is_getitem(user))
+        stage = split.stages[bisect_right(ends, i)]
+        assignment |= dict.fromkeys((node, *filter(is_getitem, node.users)), stage)
     for node in reversed(flow.cheap):
-        assignment[node] = min((assignment[user] for user in node.users if user in assignment), default=max(stages))
-    return assignment
+        readers = [assignment[user] for user in node.users if user in assignment]
+        assignment[node] = min(readers, default=max(split.stages))
+    return ChosenStages(loads, options, masks, assignment, split.heaviest, split.bound)
 
 
 def split_units(
@@ -119,9 +120,15 @@ def split_units(
 
     ``forced``: the fine units with which a stage begins.
     """
-    _check_num_units(len(fine.units), options)
-    if options.num_ranks < options.num_stages and not forced and not options.homes:
-        loads = fine if len(fine.units) <= MOST_LOOPED else whole
+    num_units, num_stages, num_ranks = len(fine.units), options.num_stages, options.num_ranks
+    if num_stages < 1 or num_units < num_stages:
+        parts = f"{num_units} part{'s' * (num_units != 1)} that compute"
+        what = f"it has {parts}, for {num_stages} stages on {num_ranks} rank{'s' * (num_ranks != 1)}"
+        fewer = f"say from 1 to {num_units} stages: a smaller axis, or fewer chunks"
+        remedy = fewer if num_units else "compute something"
+        raise OptionError("the model", what, "every stage computes something", remedy)
+    if num_ranks < num_stages and not forced and not options.homes:
+        loads = fine if num_units <= MOST_LOOPED else whole
         return loads, _split_on_ranks(loads, options)
     searches = [in_order(fine, options, forced)]
     if not forced and (graph := side_by_side(fine, options) or side_by_side(whole, options)):
@@ -136,8 +143,12 @@ def split_units(
         loads, split = other_loads, other
     else:
         split = replace(split, bound=min(split.bound, other.bound))
-    if not forced and len(searches) == 1:
-        split = replace(split, bound=_bound(fine, options))
+    if not forced and len(searches) == 1:  # at least the heaviest unit, or the mean weight
+        weights = fine.unit_weights(options.balance)
+        bound = max(*weights, sum(weights) / num_stages)
+        if options.balance == "memory":
+            bound = max(fine.memory(1 << i, 1) for i in range(num_units))
+        split = replace(split, bound=bound)
     return loads, split
 
 
@@ -151,14 +162,6 @@ def side_by_side(loads: StageLoads, options: SplitOptions) -> SplitSearch | None
     """The search among all splits in which no unit comes before its operands; None if these are too many."""
     masks = ideals(len(loads.units), loads.edges)
     return None if masks is None else SplitSearch(loads, options, masks, (), is_chain=False)
-
-
-def _bound(loads: StageLoads, options: SplitOptions) -> float:
-    """The mean weight or the heaviest unit; in memory, the heaviest unit."""
-    if options.balance == "memory":
-        return max(loads.memory(1 << i, 1) for i in range(len(loads.units)))
-    weights = loads.unit_weights(options.balance)
-    return max(*weights, sum(weights) / options.num_stages)
 
 
 @dataclass(frozen=True)
@@ -189,10 +192,14 @@ class SplitSearch:
 
     def _path(self, load: Load) -> MinMaxPath:
         num_stages = self.options.num_stages
+
+        def received_bytes(start: int, end: int) -> int:
+            return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
+
         if self.is_chain:
-            return chain_path(len(self.loads.units), num_stages, load, self._received_bytes, self.forced)
+            return chain_path(len(self.loads.units), num_stages, load, received_bytes, self.forced)
         is_monotone = self.options.balance != "memory" and load == self.load
-        return ideal_path(self.masks, num_stages, load, self._weights, self._received_bytes, is_monotone)
+        return ideal_path(self.masks, num_stages, load, self._weights, received_bytes, is_monotone)
 
     @cached_property
     def _weights(self) -> list[int]:
@@ -225,9 +232,6 @@ class SplitSearch:
         """The bytes that a stage holds under 1F1B."""
         return self.loads.memory(self.masks[end] & ~self.masks[start], self.options.num_stages - stage)
 
-    def _received_bytes(self, start: int, end: int) -> int:
-        return self.loads.received_bytes(self.masks[end] & ~self.masks[start])
-
 
 def _split_on_ranks(loads: StageLoads, options: SplitOptions) -> Split:
     """Several stages a rank; every rank has as many microbatches in flight as there are ranks."""
@@ -258,17 +262,6 @@ def _split_on_ranks(loads: StageLoads, options: SplitOptions) -> Split:
     return split
 
 
-def _check_num_units(num_units: int, options: SplitOptions) -> None:
-    if options.num_stages < 1 or num_units < options.num_stages:
-        raise OptionError(
-            "the model",
-            f"it has {num_units} part{'s' * (num_units != 1)} that compute, for {options.num_stages} stages on "
-            f"{options.num_ranks} rank{'s' * (options.num_ranks != 1)}",
-            "every stage computes something",
-            f"say from 1 to {num_units} stages: a smaller axis, or fewer chunks" if num_units else "compute something",
-        )
-
-
 def _too_little_memory(options: SplitOptions, least: int) -> OptionError:
     assert options.max_memory is not None
     return OptionError(
@@ -285,41 +278,22 @@ def _cut_positions(flow: Flow, cuts: Sequence[str], num_stages: int) -> list[int
     Raises an OptionError for a glob that matches no module, and for more positions than cuts.
     """
     marks = list(accumulate((flow.program.source(node).marks for node in flow.ops), max))
-    marked = {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}
-    positions = sorted(marked | _module_positions(flow, cuts))
-    if len(positions) >= num_stages:
-        count = len(positions) + 1
-        raise OptionError(
-            f"Pipeline(cuts={tuple(cuts)!r})",
-            "with the model's stage_boundary stages begin in "
-            f"{', '.join(flow.modules[i] for i in positions)}, and at the start",
-            f"there are {num_stages} stages for these {count} beginnings",
-            f"say {count} stages or more, or cut less",
-        )
-    return positions
-
-
-def _module_positions(flow: Flow, cuts: Sequence[str]) -> set[int]:
-    """The positions at which matching modules begin, of nested ones the outermost; without the very first."""
+    starts = {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}
     begin: dict[str, int] = {}
     for i in reversed(range(len(flow.ops))):
         begin.update(dict.fromkeys(prefixes(flow.modules[i]) or [""], i))
-    positions: set[int] = set()
-    for pattern in cuts:
+    for pattern in cuts:  # of nested modules the outermost
         matches = {path for path in begin if fnmatchcase(path, pattern)}
         if not matches:
             who, known = f"Pipeline(cuts={tuple(cuts)!r})", [path for path in reversed(begin) if path]
             remedy = did_you_mean(pattern, known) or f"use one of {', '.join(known[:8])}"
             raise OptionError(who, f"{pattern!r} is a glob over {len(known)} modules", "it matches nothing", remedy)
-        positions |= {begin[path] for path in matches if not any(path.startswith(f"{above}.") for above in matches)}
-    return positions - {0}
-
-
-def _home_positions(flow: Flow, homes: Mapping[str, frozenset[int]]) -> list[int]:
-    """The positions at which units begin so that stages may read what they hold.
-
-    Between two ops whose parameters other stages hold it is the narrowest cut.
-    """
-    held = [frozenset(homes[name] for name in names if name in homes) for names in flow.parameters]
-    readers = [i for i, stages in enumerate(held) if stages]
-    return [min(range(a + 1, b + 1), key=flow.crossing.__getitem__) for a, b in pairwise(readers) if held[a] != held[b]]
+        starts |= {begin[path] for path in matches if not any(path.startswith(f"{above}.") for above in matches)}
+    positions = sorted(starts - {0})
+    if len(positions) >= num_stages:
+        count = len(positions) + 1
+        names = ", ".join(flow.modules[i] for i in positions)
+        what = f"with the model's stage_boundary stages begin in {names}, and at the start"
+        problem = f"there are {num_stages} stages for these {count} beginnings"
+        raise OptionError(f"Pipeline(cuts={tuple(cuts)!r})", what, problem, f"say {count} stages or more, or cut less")
+    return positions

@@ -40,17 +40,16 @@ def flops_of_call(program: Program, node: fx.Node) -> int:
 
 
 def _flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
-    def operand_shape(node: fx.Node) -> Shape | None:
-        return _shape(type_of(*program.value(node)))
-
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
     if formula is None and node.target is not dot:
         return 0
-    operands: Any = fx.map_arg((node.args, node.kwargs), operand_shape)
+    operands: Any = fx.map_arg((node.args, node.kwargs), lambda node: _shape(type_of(*program.value(node))))
     args, kwargs = operands
-    if formula is None:
-        return _dot_flops(*args)
+    if formula is None:  # a multiply and an add for every combination of the factors
+        a, b, spec = args
+        names = spec.partition("->")[0].replace(",", " ").split()
+        return 2 * math.prod(dict(zip(names, a + b, strict=True)).values())
     results = tuple(_shape(type_of(node, index)) for index in range(len(program.types(node))))
     flops: int = formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0])
     return flops
@@ -58,12 +57,6 @@ def _flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
 
 def _shape(type_: TensorType | None) -> Shape | None:
     return None if type_ is None else type_.shape
-
-
-def _dot_flops(a: Shape, b: Shape, spec: str) -> int:
-    """A multiply and an add for every combination of the factors."""
-    names = spec.partition("->")[0].replace(",", " ").split()
-    return 2 * math.prod(dict(zip(names, a + b, strict=True)).values())
 
 
 def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: Any, out_val: Any) -> int:

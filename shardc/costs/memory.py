@@ -36,12 +36,9 @@ def memory_of(program: Program) -> dict[str, int]:
         return max(memory_by_rank(program), key=lambda memory: memory["peak"])
     parameters, live = parameters_of(program), list(storages(program))
     gathered = [storage for storage in live if is_gathered(program, storage.value[0], parameters)]
-    return {
-        **persistent_bytes(program),
-        "saved": sum(storage.nbytes for storage in live if storage.is_saved),
-        "gathered": max(bytes_alive(gathered).values(), default=0),
-        "peak": max(bytes_alive(live).values(), default=0),
-    }
+    saved = sum(storage.nbytes for storage in live if storage.is_saved)
+    most = (max(bytes_alive(those).values(), default=0) for those in (gathered, live))
+    return {**persistent_bytes(program), "saved": saved, **dict(zip(("gathered", "peak"), most, strict=True))}
 
 
 def memory_by_rank(program: Program) -> list[dict[str, int]]:
@@ -57,13 +54,10 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
     for rank, (saved, peak) in enumerate(rank_bytes(stages, schedule)):
         here = [stages.stages[stage] for stage in schedule.stages_on(rank)]
         once = [set(stage.parts["once"]) for stage in here]  # each stage has a copy of what several of them gather
-        found = {
-            **stored_bytes(program, {name for stage in here for name in stage.parameters}),
-            "saved": saved,
-            "gathered": sum(storage.nbytes for calls in once for storage in gathered if storage.value[0] in calls),
-            "peak": peak,
-        }
-        memory.append({name: found[name] for name in MEMORY_CLASSES})
+        stored = stored_bytes(program, {name for stage in here for name in stage.parameters})
+        copies = sum(storage.nbytes for calls in once for storage in gathered if storage.value[0] in calls)
+        by_class = {**stored, "saved": saved, "gathered": copies, "peak": peak}
+        memory.append({name: by_class[name] for name in MEMORY_CLASSES})
     return memory
 
 

@@ -50,11 +50,8 @@ def resident_bytes(program: Program, stages: Sequence[Stage], place: Sequence[in
 def results_by_parameter(program: Program, kind: str) -> dict[str, fx.Node]:
     """The results of a kind, ``gradient`` or ``computed``, by the names of their parameters."""
     names = {node: name for name, node in parameters_of(program).items()}
-    return {
-        names[owner]: node
-        for output, owner, node in ends_of(program)
-        if output.kind == kind and owner in names and node is not None
-    }
+    ends = ((owner, node) for output, owner, node in ends_of(program) if output.kind == kind and owner in names)
+    return {names[owner]: node for owner, node in ends if node is not None}
 
 
 def gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:

@@ -131,8 +131,7 @@ class _Replay:
         resident: ResidentStages | None,
     ) -> None:  # fmt: skip
         self.stages, self.program, self.schedule, self.rank = stages, stages.program, schedule, rank
-        self.owners = owners
-        self.resident = resident  # where stages are offloaded
+        self.owners, self.resident = owners, resident  # resident: where stages are offloaded
         self.parameters = {node: name for name, node in parameters_of(self.program).items()}
         self.away: set[int] = set()  # stages in host memory
         self.fixed: set[Block] = set()  # inputs that are never offloaded
@@ -143,7 +142,7 @@ class _Replay:
         self.waiting: dict[Message, Blocks] = {}
         self.posted: dict[Message, Blocks] = {}
         self.calls: dict[int, Mapping[Part, CallsWithDeaths]] = {}
-        self.forgotten: dict[int, Mapping[Part, set[fx.Node]]] = {}  # see _forget
+        self.forgotten: dict[int, Mapping[Part, set[fx.Node]]] = {}  # what is read right after a part and not again
         self.in_place: dict[int, Mapping[Part, set[fx.Node]]] = {}
         self.memory, self.saved = Memory(), 0
         self.highs: list[tuple[str, int]] = []
@@ -151,14 +150,23 @@ class _Replay:
     def run(self) -> None:
         """Replay the whole step."""
         here = self.schedule.stages_on(self.rank)
-        inputs = dict(self._inputs(here))
-        for node, blocks in inputs.items():
+        names = {name for stage in here for name in self.stages.stages[stage].parameters}
+        inputs: Env = {}  # empty for parameters of other ranks; of data, the pieces of all microbatches
+        for node in self.program.placeholders:
+            times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
+            is_absent = node in self.parameters and self.parameters[node] not in names
+            inputs[node] = (Block(0 if is_absent else times * nbytes(self.program.local_type(node))),)
             if self.resident is None or node not in self.parameters:
-                self.memory.hold(blocks)
-                self.fixed |= set(blocks)
+                self.memory.hold(inputs[node])
+                self.fixed |= set(inputs[node])
         for stage in here:
-            self.base[stage], self.sums[stage] = self._initial_env(stage, inputs), {}
-            self.away |= {stage} if self.resident else set()
+            self.base[stage], self.sums[stage] = dict(inputs), {}
+            if self.resident is not None:  # it has blocks of its own for its parameters, and none for others
+                own = self.stages.stages[stage].parameters
+                for node, name in self.parameters.items():
+                    (block,) = self.base[stage].pop(node)
+                    self.base[stage] |= {node: (Block(block.nbytes),)} if name in own else {}
+                self.away.add(stage)
         for stage in here:
             kept = kept_after(self.stages, stage)
             self.calls[stage] = with_deaths(self.stages, stage)
@@ -168,26 +176,14 @@ class _Replay:
         self.highs.append(("begin", self.memory.take_high()))
         for action in self.schedule.actions[self.rank]:
             self._do(action)
-            self.saved = max(self.saved, self._saved_now())
+            on_device = self.base.keys() - self.away
+            lasting = {block for stage in on_device for blocks in self.base[stage].values() for block in blocks}
+            envs = (env for (stage, _), env in self.envs.items() if stage in on_device)
+            saved = {block for env in envs for blocks in env.values() for block in blocks} - lasting
+            self.saved = max(self.saved, sum(block.nbytes for block in saved))  # only microbatches under way hold these
             self.highs.append((str(action), self.memory.take_high()))
         self._end(here)
         self.highs.append(("end", self.memory.take_high()))
-
-    def _inputs(self, here: Iterable[int]) -> Iterator[tuple[fx.Node, Blocks]]:
-        """The blocks of all inputs: empty for parameters of other ranks; of data, the pieces of all microbatches."""
-        names = {name for stage in here for name in self.stages.stages[stage].parameters}
-        for node in self.program.placeholders:
-            times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
-            is_absent = node in self.parameters and self.parameters[node] not in names
-            yield node, (Block(0 if is_absent else times * nbytes(self.program.local_type(node))),)
-
-    def _initial_env(self, stage: int, inputs: Env) -> Env:
-        """The inputs of a stage; an offloaded stage has blocks of its own for its parameters."""
-        if self.resident is None:
-            return dict(inputs)
-        names = self.stages.stages[stage].parameters
-        own = {node: (Block(inputs[node][0].nbytes),) for node, name in self.parameters.items() if name in names}
-        return {node: blocks for node, blocks in inputs.items() if node not in self.parameters} | own
 
     def _take_turn(self) -> None:
         """Move idle stages to the host, and then the next one back to the device."""
@@ -227,7 +223,7 @@ class _Replay:
             env: Env = {}
             self._run(stage, "count", env, microbatch)
             self._add(stage, "count", env)
-            self._forget(stage, "count", env)
+            self.memory.free(env, self.forgotten[stage]["count"])
         self._take_sums(stage)
         self._run(stage, "settle", base)
 
@@ -259,7 +255,7 @@ class _Replay:
         for way in self.stages.crossings:
             if (way.source, way.part) == (stage, part):
                 self._hand_over((way, microbatch), env)
-        self._forget(stage, part, env)
+        self.memory.free(env, self.forgotten[stage][part])
 
     def _hand_over(self, message: Message, env: Env) -> None:
         """Give a message to a stage of the same rank at once, or let it wait until it is sent."""
@@ -335,17 +331,5 @@ class _Replay:
         for into, blocks in self.sums[stage].items():
             self.memory.put(self.base[stage], into, blocks)
 
-    def _forget(self, stage: int, part: Part, env: Env) -> None:
-        """Free what was read right after a part and is not read again."""
-        self.memory.free(env, self.forgotten[stage][part])
-
     def _find(self, stage: int, env: Env, node: fx.Node) -> Blocks:
         return env.get(node) or self.base[stage][node]
-
-    def _saved_now(self) -> int:
-        """The bytes that only microbatches under way hold."""
-        here = self.base.keys() - self.away
-        base = {block for stage in here for blocks in self.base[stage].values() for block in blocks}
-        envs = (env for (stage, _), env in self.envs.items() if stage in here)
-        saved = {block for env in envs for blocks in env.values() for block in blocks} - base
-        return sum(block.nbytes for block in saved)

@@ -19,7 +19,12 @@ GAIN = 0.8  # another assignment of links must take less than this part of the t
 
 def slow_link_note(program: Program) -> str:
     """The axis that gains most from another assignment of links to axes, and the times of both; else an empty text."""
-    links = _links(program)
+    machine, mesh, pipeline = program.options.machine, program.mesh, program.options.pipeline
+    if mesh is None or not machine.links:
+        return ""
+    names = [name for name, size in mesh.sizes.items() if size > 1 and name != MICROBATCH]
+    names += [pipeline.axis] if pipeline and pipeline.axis not in names and program.num_stages > 1 else []
+    links = {name: machine.of_axis(name) for name in names}
     if len(set(links.values())) < 2:
         return ""
     collectives = collectives_of(program)
@@ -39,16 +44,6 @@ def slow_link_note(program: Program) -> str:
         f"and {1e3 * sum(then.values()):.3g} ms with {others}\n"
         f"    lay the mesh so: ranks that differ in {axis} alone are those joined by {best[axis].name}"
     )
-
-
-def _links(program: Program) -> dict[str, Link]:
-    """The link of each axis of several ranks; none if the machine names no axis."""
-    machine, mesh, pipeline = program.options.machine, program.mesh, program.options.pipeline
-    if mesh is None or not machine.links:
-        return {}
-    names = [name for name, size in mesh.sizes.items() if size > 1 and name != MICROBATCH]
-    names += [pipeline.axis] if pipeline and pipeline.axis not in names and program.num_stages > 1 else []
-    return {name: machine.of_axis(name) for name in names}
 
 
 def _seconds_by_axis(

@@ -17,12 +17,11 @@ CallsWithDeaths = Sequence[tuple[fx.Node, tuple[fx.Node, ...]]]  # in order, eac
 def with_deaths(stages: Stages, index: int) -> Mapping[Part, CallsWithDeaths]:
     """The calls of each part of a stage with the values that die after them. Values made once a step never die."""
     kept = kept_after(stages, index)
-    calls: dict[Part, CallsWithDeaths] = {
-        part: [(node, ()) for node in stages.stages[index].parts[part]] for part in PARTS
-    }
+    parts = stages.stages[index].parts
+    calls: dict[Part, CallsWithDeaths] = {part: [(node, ()) for node in parts[part]] for part in PARTS}
     for part, later in kept.items():
         live, dying = later | read_beside(stages, index, part), list[tuple[fx.Node, tuple[fx.Node, ...]]]()
-        for node in reversed(stages.stages[index].parts[part]):
+        for node in reversed(parts[part]):
             used = {node, *node.all_input_nodes}
             dying.append((node, tuple(used - live)))
             live |= used
@@ -44,9 +43,8 @@ def kept_after(stages: Stages, index: int) -> dict[Part, set[fx.Node]]:
 
 def read_beside(stages: Stages, index: int, part: Part) -> set[fx.Node]:
     """The values that are read right after a part: those that are sent, and those that are added to sums."""
-    sent = {
-        node for way, nodes in stages.crossings.items() if (way.source, way.part) == (index, part) for node in nodes
-    }
+    ways = [way for way in stages.crossings if (way.source, way.part) == (index, part)]
+    sent = {node for way in ways for node in stages.crossings[way]}
     return sent | {operand(node) for node in stages.stages[index].sums[part]}
 
 

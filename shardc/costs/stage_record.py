@@ -47,10 +47,8 @@ class StageRecord:
     @cached_property
     def flops(self) -> list[int]:
         """For each stage the floating-point operations of a step on one rank."""
-        return [
-            sum(self.times(part) * flops_of_call(self.program, node) for part, calls in parts for node in calls)
-            for parts in (stage.parts.items() for stage in self.stages.stages)
-        ]
+        by_part = ([(self.times(part), calls) for part, calls in stage.parts.items()] for stage in self.stages.stages)
+        return [sum(n * flops_of_call(self.program, node) for n, calls in parts for node in calls) for parts in by_part]
 
     @property
     def rank_flops(self) -> int:
@@ -72,16 +70,14 @@ class StageRecord:
         return [self._entry(i, stage) for i, stage in enumerate(self.stages.stages)]
 
     def _entry(self, index: int, stage: Stage) -> dict[str, Any]:
-        rank = self.schedule.place[index]
+        rank, parameters = self.schedule.place[index], [self._parameters[name] for name in stage.parameters]
         return {
             "stage": index,
             "rank": rank,
             "modules": list(self.modules[index]),
             "parameters": list(stage.parameters),
-            "elements": sum(self.program.global_type(self._parameters[name]).numel for name in stage.parameters),
-            "parameter_bytes": sum(
-                nbytes(self.program.local_type(self._parameters[name])) for name in stage.parameters
-            ),
+            "elements": sum(self.program.global_type(node).numel for node in parameters),
+            "parameter_bytes": sum(nbytes(self.program.local_type(node)) for node in parameters),
             "flops": self.flops[index],
             "calls": {part: len(calls) for part, calls in stage.parts.items()},
             "sent": [self._sent(*each) for each in self.stages.crossings.items() if each[0].source == index],
@@ -114,14 +110,14 @@ class StageRecord:
     @cached_property
     def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
         """For each call the stages that run it and the part in which; for each parameter the stages that hold it."""
-        found: dict[fx.Node, list[dict[str, Any]]] = {}
+        runs: dict[fx.Node, list[dict[str, Any]]] = {}
         for i, stage in enumerate(self.stages.stages):
             for part in stage.parts:
                 for node in (*stage.parts[part], *stage.sums[part]):
-                    found.setdefault(node, []).append({"stage": i, "part": part})
+                    runs.setdefault(node, []).append({"stage": i, "part": part})
             for name in stage.parameters:
-                found.setdefault(self._parameters[name], []).append({"stage": i})
-        return found
+                runs.setdefault(self._parameters[name], []).append({"stage": i})
+        return runs
 
     def text(self) -> str:
         """A table of stages, one of the values that cross between them, and the schedule as a picture."""

@@ -48,11 +48,8 @@ def schedule_of(program: Program) -> Schedule:
 
 def stage_edges(stages: Stages) -> Mapping[Edge, tuple[fx.Node, ...]]:
     """The edges over which every microbatch sends a message, with its values."""
-    return {
-        Edge(way.source, way.target, PHASE_OF_PART[way.part]): nodes
-        for way, nodes in stages.crossings.items()
-        if way.part in PHASE_OF_PART
-    }
+    ways = ((way, nodes) for way, nodes in stages.crossings.items() if way.part in PHASE_OF_PART)
+    return {Edge(way.source, way.target, PHASE_OF_PART[way.part]): nodes for way, nodes in ways}
 
 
 def stage_costs(stages: Stages) -> Costs:
@@ -75,18 +72,15 @@ def _stage_cost(stages: Stages, index: int) -> StageCost:
     for way, nodes in stages.crossings.items():
         if way.target == index and way.part in values:
             values[way.part] |= set(nodes)
-    reads = {part: {_owner(read) for node in parts[part] for read in node.all_input_nodes} for part in SCHEDULED}
+
+    def owner(node: fx.Node) -> fx.Node:
+        return owner(operand(node)) if is_view(node) else node
+
+    reads = {part: {owner(read) for node in parts[part] for read in node.all_input_nodes} for part in SCHEDULED}
     saved = _nbytes(program, values["forward"] & (reads["input_gradient"] | reads["weight_gradient"]))
     held = _nbytes(program, (values["forward"] | values["input_gradient"]) & reads["weight_gradient"])
     forward, input_, weight = (sum(seconds(program, node) for node in parts[part]) for part in SCHEDULED)
     return StageCost(forward, input_, weight, saved=saved, held=held)
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shows."""
-    while is_view(node):
-        node = operand(node)
-    return node
 
 
 def _nbytes(program: Program, nodes: Iterable[fx.Node]) -> int:

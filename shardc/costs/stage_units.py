@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-import torch
 from torch import fx
 
 from shardc.costs.flops import flops_of_call
 from shardc.costs.time import bytes_moved
 from shardc.language.sharding import ceil_div
 from shardc.program.lifetime import split, storages
-from shardc.program.node import is_cast, is_getitem, is_view, operand
+from shardc.program.node import is_cast, is_getitem, is_random, is_view, operand
 from shardc.program.program import Input, Program, Value
 
 FLOPS_PER_BYTE = 100  # operations in the time of a byte of memory traffic: about 10 on a CPU, 100 on a GPU in fp32
@@ -43,7 +42,7 @@ class Flow:
         """The bytes that cross a cut before each position and after the last, each value once."""
         change = [0] * (len(self.ops) + 1)
         for value, positions in self.readers.items():
-            nbytes = self.nbytes(value)
+            nbytes = self.program.value_type(value).nbytes
             change[self.position[value[0]] + 1] += nbytes
             change[positions[-1] + 1] -= nbytes
         return tuple(accumulate(change))
@@ -52,10 +51,6 @@ class Flow:
     def modules(self) -> tuple[str, ...]:
         """The path of the module of each op."""
         return tuple(self.program.source(node).module for node in self.ops)
-
-    def nbytes(self, value: Value) -> int:
-        """The bytes of a value."""
-        return self.program.value_type(value).nbytes
 
 
 def flow_of(program: Program) -> Flow:
@@ -66,7 +61,8 @@ def flow_of(program: Program) -> Flow:
     for node in calls:  # what inputs and cheap calls are made of, by the names of parameters
         if all(read in sources for read in node.all_input_nodes):
             names = frozenset().union(*(sources[read] for read in node.all_input_nodes))
-            if is_getitem(node) or _is_cheap(program, node, reads_parameters=bool(names)):
+            repeats = not is_random(node) and not flops_of_call(program, node)  # might as well be computed again
+            if is_getitem(node) or (repeats and (not names or is_cast(node) or is_view(node))):
                 sources[node] = names
     ops = tuple(node for node in calls if node not in sources and not is_getitem(node))
     position = {node: i for i, node in enumerate(ops)}
@@ -91,12 +87,6 @@ def forward_calls(program: Program) -> tuple[fx.Node, ...]:
 
     calls = (node for node in program.graph.nodes if node.op == "call_function")
     return tuple(node for node in calls if node in needed or is_forward(node))
-
-
-def _is_cheap(program: Program, node: fx.Node, reads_parameters: bool) -> bool:
-    """Whether a call may as well be repeated: no contraction, no draw, and of parameters only a view or a cast."""
-    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not draws and not flops_of_call(program, node) and (not reads_parameters or is_cast(node) or is_view(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +116,12 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
     starts = sorted({*_starts(flow, num_units, is_fine), *forced})
     flops, time = (_with_backward(flow, cost) for cost in (flops_of_call, time_of_call))
     firsts, lasts = _module_names(flow, range(len(flow.ops))), _module_names(flow, range(len(flow.ops) - 1, -1, -1))
-    return tuple(
-        Unit(
-            start,
-            end,
-            firsts[start],
-            lasts[end - 1],
-            frozenset().union(*flow.parameters[start:end]),
-            sum(flops[start:end]),
-            sum(time[start:end]),
-        )
-        for start, end in pairwise([*starts, len(flow.ops)])
-    )
+    units = []
+    for start, end in pairwise([*starts, len(flow.ops)]):
+        parameters = frozenset[str]().union(*flow.parameters[start:end])
+        cost = sum(flops[start:end]), sum(time[start:end])
+        units.append(Unit(start, end, firsts[start], lasts[end - 1], parameters, *cost))
+    return tuple(units)
 
 
 def _starts(flow: Flow, num_units: int, is_fine: bool) -> list[int]:
@@ -177,11 +161,9 @@ def _valleys(flow: Flow, positions: Sequence[int]) -> list[int]:
     def is_lower(height: int, others: Iterable[int]) -> bool:
         return next((other for other in others if other != height), height) >= height
 
-    return [
-        position
-        for i, position in enumerate(positions)
-        if is_lower(heights[i], heights[i + 1 :]) and is_lower(heights[i], reversed(heights[:i]))
-    ]
+    sides = ((heights[i + 1 :], heights[:i][::-1]) for i in range(len(heights)))
+    triples = zip(positions, heights, sides, strict=True)
+    return [position for position, height, both in triples if all(is_lower(height, side) for side in both)]
 
 
 def _blocks(flow: Flow) -> list[str]:
@@ -190,10 +172,11 @@ def _blocks(flow: Flow) -> list[str]:
     depths = [next((i for i, name in enumerate(path) if name.isdigit()), 0) for path in paths]
     holders = {tuple(path[:i]) for path, depth in zip(paths, depths, strict=True) for i in range(depth + 1)}
 
-    def depth_of(path: list[str], depth: int) -> int:
-        return depth or next((i for i in range(len(path)) if tuple(path[: i + 1]) not in holders), len(path))
-
-    return [".".join(path[: depth_of(path, depth) + 1]) for path, depth in zip(paths, depths, strict=True)]
+    blocks = []
+    for path, depth in zip(paths, depths, strict=True):
+        outermost = next((i for i in range(len(path)) if tuple(path[: i + 1]) not in holders), len(path))
+        blocks.append(".".join(path[: (depth or outermost) + 1]))
+    return blocks
 
 
 def _module_names(flow: Flow, order: Sequence[int]) -> dict[int, str]:
@@ -300,16 +283,12 @@ class StageLoads:
     def unit_weights(self, balance: str) -> list[int]:
         """For each unit its ``params`` (those that it is first to read), ``flops``, ``time`` or saved ``memory``."""
         if balance == "params":
-            return [sum(self.elements(name) for name in names) for names in self._new_parameters()]
+            before = accumulate((unit.parameters for unit in self.units), frozenset.union, initial=frozenset[str]())
+            pairs = zip(self.units, before, strict=False)
+            return [sum(map(self.elements, unit.parameters - known)) for unit, known in pairs]
         if balance == "memory":
             return list(self.unit_saved_bytes)
         return [unit.flops if balance == "flops" else unit.time for unit in self.units]
-
-    def _new_parameters(self) -> Iterator[frozenset[str]]:
-        known: set[str] = set()
-        for unit in self.units:
-            yield unit.parameters - known
-            known |= unit.parameters
 
     def weight(self, balance: str, stage: int) -> int:
         """The weight of a stage: the sum of ``unit_weights``."""
@@ -338,9 +317,8 @@ class StageLoads:
 
     def saved_bytes(self, stage: int) -> int:
         """The bytes that a stage keeps of one microbatch for backward, with those that it receives."""
-        saved = self._cached(
-            "saved", stage, lambda: sum(each for i, each in enumerate(self.unit_saved_bytes) if stage >> i & 1)
-        )
+        units = enumerate(self.unit_saved_bytes)
+        saved = self._cached("saved", stage, lambda: sum(nbytes for i, nbytes in units if stage >> i & 1))
         return saved + ceil_div(self.received_bytes(stage), self.pieces)
 
     def memory(self, stage: int, in_flight: int) -> int:

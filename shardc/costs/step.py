@@ -39,12 +39,8 @@ class StepCost:
 
     def text(self) -> str:
         """Three tables, with numbers in full."""
-        tables = (
-            traffic_text(self.traffic, has_values=True),
-            memory_text(self.memory),
-            flops_text({"one rank": self.flops}),
-        )
-        return "\n".join(tables)
+        traffic, flops = traffic_text(self.traffic, has_values=True), flops_text({"one rank": self.flops})
+        return f"{traffic}\n{memory_text(self.memory)}\n{flops}"
 
 
 def step_cost(program: Program) -> StepCost:
@@ -82,22 +78,13 @@ class StepRecord:
         sums = {"computing": 0.0, OPTIMIZER: 0.0, "shared": 0.0}
         for task in self.timeline.on(COMPUTING):
             sums[_kind(task)] += task.seconds
-        collectives = [
-            {
-                "axes": str(lane).removeprefix(OVER),
-                "count": len(self.timeline.on(lane)),
-                "seconds": rounded(sum(task.seconds for task in self.timeline.on(lane))),
-                "waited": rounded(waiting[lane]),
-            }
-            for lane in lanes
-        ]
-        return {
-            **step,
-            "computing": rounded(sums["computing"]),
-            "optimizer": rounded(sums[OPTIMIZER]),
-            "shared": rounded(sums["shared"]),
-            "collectives": collectives,
-        }
+        collectives = []
+        for lane in lanes:
+            tasks, axes = self.timeline.on(lane), str(lane).removeprefix(OVER)
+            seconds = {"seconds": rounded(sum(task.seconds for task in tasks)), "waited": rounded(waiting[lane])}
+            collectives.append({"axes": axes, "count": len(tasks), **seconds})
+        sums = {"computing": sums["computing"], "optimizer": sums[OPTIMIZER], "shared": sums["shared"]}
+        return {**step, **{name: rounded(took) for name, took in sums.items()}, "collectives": collectives}
 
     def text(self) -> str:
         """A table, in milliseconds."""

@@ -107,8 +107,13 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     kind: CollectiveKind = "collective_permute"
     args: tuple[Any, ...] = parts[0].args if parts else node.args[1:]
     ranks = 0
-    if not parts:
-        payload, wire = edge_bytes(node, before, count_rows)
+    if not parts:  # of an exchange with neighbours
+        dim, values = node.args[2:4]
+        sends, receives = count_rows(values)  # type: ignore[arg-type]
+        if node.target is overlap_add:
+            sends, receives = receives, sends
+        row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)
+        payload, wire = max(sends, receives) * row, sends * row
     elif parts[0].kind == "rechunk":
         payload, wire = (n * before.dtype.itemsize for n in rechunked_numel(args, before.shape))
     else:
@@ -132,16 +137,6 @@ def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:
     if part.kind == "mask_padding":
         return before.nbytes
     return payload_numel(part.kind, part.args, count, before.shape, after.shape) * after.dtype.itemsize
-
-
-def edge_bytes(node: fx.Node, before: TensorType, count_rows: RowCount = most_rows_sent) -> tuple[Size, Size]:
-    """Payload and wire bytes of an exchange with neighbours: the most that a rank sends or receives, and sends."""
-    dim, values = node.args[2:4]
-    sends, receives = count_rows(values)  # type: ignore[arg-type]
-    if node.target is overlap_add:
-        sends, receives = receives, sends
-    row = before.dtype.itemsize * math.prod(size for i, size in enumerate(before.shape) if i != dim)
-    return max(sends, receives) * row, sends * row
 
 
 def joined_type(types: Sequence[TensorType | None]) -> TensorType:

@@ -47,11 +47,8 @@ def split(program: Program) -> Parts:
     update = _needed_by(program, "update")
     forward = _needed_by(program, "forward") - update
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    return Parts(
-        tuple(node for node in calls if node in update),
-        tuple(node for node in calls if node in forward),
-        tuple(node for node in calls if node not in update | forward),
-    )
+    backward = set(calls) - update - forward
+    return Parts(*(tuple(node for node in calls if node in part) for part in (update, forward, backward)))
 
 
 def _needed_by(program: Program, part: str) -> set[fx.Node]:
@@ -125,9 +122,8 @@ def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
     """The results of a node's call on meta tensors; new tensors where a runtime allocates them."""
     if is_getitem(node):
         return values[operand(node)][node.args[1]]
-    is_of_one_rank = (
-        node.target in COLLECTIVES and group_size(program.mesh, collective_kind(node), node.args[1:]) == 1  # type: ignore[arg-type]
-    )
+    mesh: Any = program.mesh
+    is_of_one_rank = node.target in COLLECTIVES and group_size(mesh, collective_kind(node), node.args[1:]) == 1
     if is_annotation(node) or is_of_one_rank:
         return values[operand(node)]
     if node.op == "placeholder" or node.target in MOVES:

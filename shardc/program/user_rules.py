@@ -38,17 +38,9 @@ _GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a ten
 
 
 def register_rule(
-    op: Any,
-    spec: Spec,
-    *,
-    linear: str = "",
-    whole: str = "",
-    reduce: ReduceOp = "sum",
-    sizes: int | None = None,
-    local: Local | None = None,
-    uneven: bool = False,
-    override: bool = False,
-) -> None:
+    op: Any, spec: Spec, *, linear: str = "", whole: str = "", reduce: ReduceOp = "sum", sizes: int | None = None,
+    local: Local | None = None, uneven: bool = False, override: bool = False,
+) -> None:  # fmt: skip
     """Register which dims an op's tensors share, so that it stays sharded instead of running whole on every rank.
 
     ``spec`` names a *factor* for each dim, as an einsum does, for every tensor argument in the order of the schema and
@@ -433,8 +425,7 @@ def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any
         return node
 
     own_args, own_kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # the op may write to them
-    returned = op(*own_args, **own_kwargs)
-    results = _as_results(returned)
+    results = _as_results(returned := op(*own_args, **own_kwargs))
     args, kwargs = _map_tensors(torch.clone, (args, dict(kwargs)))  # no tensor twice
     node = graph.call_function(op, *_map_tensors(placeholder, (args, kwargs)))
     types = tuple(None if result is None else TensorType.of(result) for result in results)

@@ -38,15 +38,13 @@ def balance(
     check_stages(len(exact), num_stages, forced)
     sums = list(accumulate(exact, initial=0))
 
-    def load(stage: int, start: int, end: int) -> int:
-        return sums[end] - sums[start]
-
     def received_bytes(start: int, end: int) -> int:
         if received is None or callable(received):
             return received(start, end) if received else 0
         return received[start] if start else 0
 
-    cuts = chain_path(len(exact), num_stages, load, received_bytes, forced).best()
+    path = chain_path(len(exact), num_stages, lambda _, start, end: sums[end] - sums[start], received_bytes, forced)
+    cuts = path.best()
     assert cuts is not None, (len(exact), num_stages, forced)
     return cuts
 
@@ -158,8 +156,15 @@ class MinMaxPath:
         """
         row = {self.last: 0}
         for stage in reversed(range(self.num_stages)):
-            loads = ((state, self._least_from(stage, state, row)) for state in self._starts(stage))
-            row = {state: load for state, load in loads if load is not None}
+            least: dict[int, int] = {}
+            for state in self._starts(stage):
+                for end in self.following(state):
+                    if end not in row or (load := self.load(stage, state, end)) is None:
+                        continue
+                    if self.is_monotone and state in least and load >= least[state]:
+                        break
+                    least[state] = min(max(load, row[end]), least.get(state, max(load, row[end])))
+            row = least
         return row.get(0)
 
     def best(self) -> tuple[int, ...] | None:
@@ -182,27 +187,16 @@ class MinMaxPath:
     def _starts(self, stage: int) -> range:
         return range(self.last) if stage else range(1)
 
-    def _least_from(self, stage: int, state: int, row: dict[int, int]) -> int | None:
-        best: int | None = None
-        for end in self.following(state):
-            if end not in row or (load := self.load(stage, state, end)) is None:
-                continue
-            if self.is_monotone and best is not None and load >= best:
-                break
-            best = max(load, row[end]) if best is None else min(best, max(load, row[end]))
-        return best
-
     def _best_from(self, stage: int, state: int, row: BestSuffix, bound: int) -> tuple[int, int, int] | None:
         best: tuple[int, int, int] | None = None
         for end in self.following(state):
             if end not in row or (load := self.load(stage, state, end)) is None:
                 continue
+            if load > bound and self.is_monotone:
+                break
             if load > bound:
-                if self.is_monotone:
-                    break
                 continue
-            squares, nbytes, _ = row[end]
-            squares, nbytes = load * load + squares, self.received_bytes(state, end) + nbytes
+            squares, nbytes = load * load + row[end][0], self.received_bytes(state, end) + row[end][1]
             if best is None or (squares, nbytes) < best[:2]:
                 best = squares, nbytes, end
         return best

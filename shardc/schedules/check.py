@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import networkx as nx
 
@@ -104,14 +104,13 @@ def _wrong_reductions(schedule: Schedule) -> Iterator[ShardingError]:
 def _unpaired_messages(schedule: Schedule) -> Iterator[ShardingError]:
     """An error for each message that is not sent once and received once."""
     counts = Counter(action for _, action in schedule.walk() if action.kind in (*SENDS, *RECEIVES))
-    for edge in schedule.crossing():
-        for microbatch in range(schedule.num_microbatches):
-            send, receive = edge.send(microbatch), edge.receive(microbatch)
-            if (counts[send], counts[receive]) != (1, 1):
-                what = f"{send} {counts[send]} times, {receive} {counts[receive]} times"
-                ranks = f"rank {schedule.place[edge.source]} to rank {schedule.place[edge.target]}"
-                remedy = "call with_messages(): it inserts all of them anew"
-                yield ShardingError(f"schedule {schedule.name}, {ranks}", what, "each comes once", remedy)
+    remedy = "call with_messages(): it inserts all of them anew"
+    for edge, microbatch in product(schedule.crossing(), range(schedule.num_microbatches)):
+        send, receive = edge.send(microbatch), edge.receive(microbatch)
+        if (counts[send], counts[receive]) != (1, 1):
+            what = f"{send} {counts[send]} times, {receive} {counts[receive]} times"
+            ranks = f"rank {schedule.place[edge.source]} to rank {schedule.place[edge.target]}"
+            yield ShardingError(f"schedule {schedule.name}, {ranks}", what, "each comes once", remedy)
 
 
 def _unordered_channels(schedule: Schedule) -> Iterator[ShardingError]:

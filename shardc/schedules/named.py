@@ -85,17 +85,10 @@ def _as(cls: type[Record], record: Any) -> Record:
 
 
 def schedule(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    num_ranks: int | None = None,
-    in_flight: int | None = None,
-    edges: Iterable[Edge] | None = None,
-    costs: Costs | StageCost | None = None,
-    memory: int | None = None,
+    name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None, in_flight: int | None = None,
+    edges: Iterable[Edge] | None = None, costs: Costs | StageCost | None = None, memory: int | None = None,
     place: Sequence[int] | None = None,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """The compute-only schedule of a name: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``auto`` and others.
 
     ``num_stages``: of the whole model. ``num_ranks``: by default as many, and half as many for ``interleaved``,
@@ -108,18 +101,6 @@ def schedule(
 
     Raises a ShardingError for an unknown name and for counts that do not fit it.
     """
-    _check_counts(name, num_stages, num_microbatches, in_flight)
-    if num_ranks is None:
-        num_ranks = num_stages // 2 if name in CHUNKED else num_stages
-    _check_ranks(name, num_stages, num_ranks)
-    edges = chain_edges(num_stages) if edges is None else tuple(edges)
-    if name != "auto":
-        return _as(Schedule, schedule_named(name, edges, num_stages, num_microbatches, num_ranks, in_flight))
-    fixed = None if place is None else tuple(place)
-    return _as(Schedule, fastest(num_microbatches, num_ranks, edges, costs_for(num_stages, costs), memory, fixed))
-
-
-def _check_counts(name: str, num_stages: int, num_microbatches: int, in_flight: int | None) -> None:
     names = (*ORDERS, "auto")
     if name not in names:
         hint = did_you_mean(name, names) or f"say one of {', '.join(names)}"
@@ -128,6 +109,14 @@ def _check_counts(name: str, num_stages: int, num_microbatches: int, in_flight: 
     for what, count in counts.items():
         if count is not None and (type(count) is not int or count < 1):
             raise ShardingError(f"schedule {name}", f"{what}={count!r}", "it counts from 1", f"say {what}=1 or more")
+    if num_ranks is None:
+        num_ranks = num_stages // 2 if name in CHUNKED else num_stages
+    _check_ranks(name, num_stages, num_ranks)
+    edges = chain_edges(num_stages) if edges is None else tuple(edges)
+    if name != "auto":
+        return _as(Schedule, schedule_named(name, edges, num_stages, num_microbatches, num_ranks, in_flight))
+    fixed = None if place is None else tuple(place)
+    return _as(Schedule, fastest(num_microbatches, num_ranks, edges, costs_for(num_stages, costs), memory, fixed))
 
 
 def _check_ranks(name: str, num_stages: int, num_ranks: int) -> None:

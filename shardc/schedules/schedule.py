@@ -214,7 +214,11 @@ def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) 
         problem, remedy = "a CSV is text", "give what to_csv() returns, or Path(file).read_text()"
         raise ShardingError("schedule", f"of type {type(text).__name__}", problem, remedy)
     rows = [tuple(_actions(line, rank)) for rank, line in enumerate(text.strip("\n").split("\n"))]
-    place = _place(rows)
+    homes = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind == "F"}
+    if not homes or sorted(homes) != list(range(len(homes))):
+        what = f"forward of the stages {sorted(homes)}"
+        raise ShardingError("schedule", what, "stages are numbered from 0 without a gap", "name every stage's F")
+    place = tuple(homes[stage] for stage in sorted(homes))
     if edges is None:
         used = {edge_of(action) for row in rows for action in row if action.kind in (*SENDS, *RECEIVES)}
         chain = chain_edges(len(place))
@@ -242,11 +246,3 @@ def parse_action(text: str, who: str = "action") -> Action:
     if kind not in (*SENDS, *RECEIVES):
         return Action(kind, stage, int(match[3]) if match[3] else ALL)
     return Action(kind, stage, int(match[3]), int(match[4]) if match[4] else _neighbour(kind, stage))
-
-
-def _place(rows: list[tuple[Action, ...]]) -> tuple[int, ...]:
-    homes = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind == "F"}
-    if not homes or sorted(homes) != list(range(len(homes))):
-        what = f"forward of the stages {sorted(homes)}"
-        raise ShardingError("schedule", what, "stages are numbered from 0 without a gap", "name every stage's F")
-    return tuple(homes[stage] for stage in sorted(homes))

@@ -113,7 +113,12 @@ def timeline(
     starts: dict[Hashable, float] = {}
     ends: dict[Hashable, float] = {}
     reasons: dict[Hashable, Hashable] = {}
-    for name in _in_order(waits):
+    try:
+        order = list(TopologicalSorter(waits).static_order())
+    except CycleError as error:
+        circle = " waits for ".join(map(str, reversed(error.args[1])))
+        raise ShardingError("timeline", circle, "no task of a circle can start", "order the lanes otherwise") from None
+    for name in order:
         if waits[name]:
             reasons[name] = max(waits[name], key=ends.__getitem__)
         starts[name] = ends[reasons[name]] if waits[name] else 0
@@ -141,14 +146,6 @@ def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
     return waits
 
 
-def _in_order(waits: Mapping[Hashable, Sequence[Hashable]]) -> list[Hashable]:
-    try:
-        return list(TopologicalSorter(waits).static_order())
-    except CycleError as error:
-        circle = " waits for ".join(map(str, reversed(error.args[1])))
-        raise ShardingError("timeline", circle, "no task of a circle can start", "order the lanes otherwise") from None
-
-
 def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
     """The most bytes alive on a rank after any of its tasks, which run in this order.
 
@@ -160,8 +157,8 @@ def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:
         missing = [value for value in (*task.reads, *task.frees) if value not in live]
         if missing:
             what = f"{task.name} reads or frees {', '.join(map(str, missing))}"
-            remedy = "make it before, free it after"
-            raise ShardingError(f"memory of rank {rank}", what, "that does not live there then", remedy)
+            problem = "that does not live there then"
+            raise ShardingError(f"memory of rank {rank}", what, problem, "make it before, free it after")
         assert not live.keys() & task.makes, (task.name, rank)
         live.update(task.makes)
         now += sum(task.makes.values()) - sum(live.pop(value) for value in task.frees)
