@@ -51,9 +51,7 @@ class MeasuringExecutor(Executor):
         self.backward(saved, inputs)
         return {"saved": max(kept), "peak": max(self.peak)}
 
-    def _run(
-        self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] | None = None
-    ) -> None:
+    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] = ()) -> None:
         for each in instructions:
             super()._run((replace(each, dead=()),), envs, into)
             for i, env in enumerate(envs):
