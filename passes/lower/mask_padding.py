@@ -14,7 +14,6 @@ is known to have zeros there (parameters have) and that suffices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +33,9 @@ ZEROED = ("parameter", "buffer", "input", "tangent")  # what enters a program is
 
 
 def mask_padding(program: Program) -> Program:
-    """The program with masks."""
+    """The program with masks; the program itself where every cut divides."""
+    if not any(uneven_rows(program, value) for node in program.calls for value in operands(node) if value):
+        return program
     program = program.copy()
     masker = _Masker(program, {node for (kind, _), node in program.named_inputs.items() if kind in ZEROED})
     for node in list(program.calls):
@@ -56,6 +57,18 @@ class Row:
     axes: Axes
 
 
+def uneven_rows(program: Program, node: fx.Node) -> list[Row]:
+    """The sub-dims of a value that are cut unevenly."""
+    rows, shape = list[Row](), program.value_type(program.value(node)).shape
+    for dim, (cut, size) in enumerate(zip(program.sharding(node).dims, shape, strict=True)):
+        subdims = cut.subdims(size)
+        for i, (sub, axes) in enumerate(subdims):
+            if sub % num_shards(axes):
+                inner = math.prod(ceil_div(minor, num_shards(cuts)) for minor, cuts in subdims[i + 1 :])
+                rows.append(Row(dim, sub, inner, axes))
+    return rows
+
+
 @dataclass(slots=True)
 class _Masker:
     """``zeroed``: inputs padded with zeros. ``masks``: by node, row and fill. ``zeros``: whether a row reads zeros."""
@@ -71,7 +84,7 @@ class _Masker:
         dims = rule.operands[index]
         if dims is None:
             return operand
-        for row in self.rows(operand):
+        for row in uneven_rows(self.program, operand):
             fill = self._fill(node, rule, operand, dims[row.dim])
             if fill is None or (fill == 0 and self._is_zero(operand, row)):
                 continue
@@ -84,16 +97,6 @@ class _Masker:
                 self.masks[operand, row, fill] = new
             operand = self.masks[operand, row, fill]
         return operand
-
-    def rows(self, node: fx.Node) -> Iterator[Row]:
-        """The sub-dims of a value that are cut unevenly."""
-        sharding, type_ = self.program.sharding(node), self.program.value_type(self.program.value(node))
-        for dim, (cut, size) in enumerate(zip(sharding.dims, type_.shape, strict=True)):
-            subdims = cut.subdims(size)
-            for i, (sub, axes) in enumerate(subdims):
-                if sub % num_shards(axes):
-                    inner = math.prod(ceil_div(minor, num_shards(cuts)) for minor, cuts in subdims[i + 1 :])
-                    yield Row(dim, sub, inner, axes)
 
     def _fill(self, node: fx.Node, rule: Rule, operand: fx.Node, factors: tuple[str, ...]) -> float | None:
         """What the padding of a dim must read; None where it does not matter."""
@@ -120,7 +123,7 @@ class _Masker:
         (source,), (src_dims,), dst_dims = sources, rule.operands, rule.results[0]
         if source is None or src_dims is None or dst_dims is None:
             return False
-        rows = [origin for origin in self.rows(source) if set(src_dims[origin.dim]) & set(dst_dims[row.dim])]
+        rows = [origin for origin in uneven_rows(self.program, source) if set(src_dims[origin.dim]) & set(dst_dims[row.dim])]
         is_same = [(origin.size, origin.axes) for origin in rows] == [(row.size, row.axes)]
         return is_same and self._is_zero(source, rows[0])
 
