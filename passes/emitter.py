@@ -39,7 +39,7 @@ class Emitter:
         return x if self.type(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
 
     def sum(self, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
-        """The sum over dims, of numbers of 2 bytes in float32: it may be none of theirs."""
+        """The sum over dims. bfloat16 and float16 are summed in float32, since 2 bytes may not hold the sum."""
         wide = widened(self.type(x).dtype)
         return self(aten.sum.dim_IntList, x, list(dims), *([True] if keepdim else []), **wide)
 
@@ -67,7 +67,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What says to an op that it gives the dtype in which numbers of a dtype are summed; nothing where it does so."""
+    """The ``dtype=`` that makes an op return float32 for a dtype of 2 bytes; empty for other dtypes."""
     return {} if wide_dtype(dtype) == dtype else {"dtype": wide_dtype(dtype)}
 
 

@@ -4,7 +4,7 @@ A program has a level, which says what holds of it; ``verify`` checks that after
 
 ==========  ====================================================================================================
 captured    every value has a type; every op is pure
-canonical   fewer kinds of op; every product of matrices is a ``dot`` over the model's own dims
+canonical   fewer kinds of op; after keep_dims every product of matrices is a ``dot`` over the model's own dims
 annotated   every value has a sharding, though ops may read what does not fit together
 agreed      every op reads what its rule says; wherever a sharding changes stands a ``reshard``
 lowered     no ``reshard`` is left: collectives stand in their place. Types are still those of whole values
@@ -70,7 +70,7 @@ PASSES: tuple[Pass, ...] = (
 # Milestones, for those who look at a program in between.
 UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
-SETTLED: Pass = fuse_collectives  # no later pass adds or removes a collective, or gives it another value
+SETTLED: Pass = fuse_collectives  # later passes join, move and repeat collectives, but reduce and gather nothing new
 
 Watcher = Callable[[str, Program, float], None]
 

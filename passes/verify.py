@@ -1,4 +1,4 @@
-"""What must hold of a program at each level, checked after every pass.
+"""Checks, after every pass, of the invariants of the program's level.
 
 A failure is a fault of the compiler, never of the user, so it is an AssertionError that names the node.
 """

@@ -75,7 +75,7 @@ class Compiled(compiler.Compiled):
 
     @property
     def cost(self) -> StepCost:
-        """What a step costs a rank: bytes by phase, kind and axes, memory by class, floating-point operations."""
+        """The cost of a step on one rank: bytes by phase, kind and axes, memory by class, floating-point operations."""
         from shardc.costs.step import step_cost
 
         return step_cost(self.program)
@@ -99,7 +99,7 @@ class Compiled(compiler.Compiled):
         return explain(self, name)
 
     def advise(self, name: str, tries: int = 12) -> Advice:
-        """What would remove a collective, found by at most ``tries`` further compilations.
+        """Changes that would remove a collective, found by at most ``tries`` further compilations.
 
         Raises a ShardingError, with near names, for a name that no collective has.
         """
@@ -152,7 +152,7 @@ class Compiled(compiler.Compiled):
         seed: int = 0,
         step: int = 0,
     ) -> list[torch.Tensor]:
-        """What a program of any level is run on: the whole values of its inputs, in order."""
+        """The whole values of the inputs of a program of any level, in order."""
         check_draw(seed, step)
         tensors = self.convention.flatten(args, kwargs or {})
         check_values(dict(zip(self.convention.names, tensors, strict=True)))

@@ -1,6 +1,6 @@
 """Means and losses as sums and divisions. A sum over cut rows is a partial sum; a mean is not.
 
-Numbers of 2 bytes are summed and divided in float32, as torch does inside a mean: their sum may be none of theirs.
+Numbers of 2 bytes are summed and divided in float32, as torch does inside a mean: 2 bytes may not hold their sum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _mean_loss(program: Program, node: fx.Node) -> Results:
 
 
 def _summed_loss(program: Program, node: fx.Node) -> Results:
-    """A loss that is not zero of zeros as the sum of each row's, so that no padding is counted; a mean divided."""
+    """A loss that is not 0 for inputs of 0, as the sum of its elements: padding then adds nothing."""
     emit, given = Emitter(program, node), arguments(node)
     reduction, given["reduction"] = given["reduction"], EACH
     if reduction == EACH:
@@ -102,7 +102,9 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
         gradient = _shaped(emit, gradient, emit.shape(safe))
     each = emit(aten.neg.default, gradient if given["weight"] is None else emit(aten.mul.Tensor, weight, gradient))
     zero = emit(aten.scalar_tensor.default, 0.0, dtype=emit.type(each).dtype)
-    each = emit.cast(emit(aten.where.self, counted, each, zero), program.type(node).dtype)  # though divided by 0
+    each = emit.cast(
+        emit(aten.where.self, counted, each, zero), program.type(node).dtype
+    )  # rows that do not count give 0, even if the total weight is 0
     place, value = emit(aten.unsqueeze.default, safe, 1), emit(aten.unsqueeze.default, each, 1)
     return _shaped(emit, emit(scatter_add_at, place, value, emit(aten.arange.default, shape[1]), 1), shape)
 
@@ -130,7 +132,7 @@ def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
 
 
 def _scatter_add(program: Program, node: fx.Node) -> Results:
-    """What is added to zeros, as the gradient of a gather is."""
+    """``scatter_add`` into zeros, the gradient of a gather, becomes ``scatter_add_at``."""
     emit, given = Emitter(program, node), arguments(node)
     zeros, shape = given["self"], program.type(node).shape
     is_zeros = zeros.target is aten.full.default and zeros.args[1] == 0
@@ -141,7 +143,7 @@ def _scatter_add(program: Program, node: fx.Node) -> Results:
 
 
 def _without_dim_of_one(program: Program, x: fx.Node) -> fx.Node:
-    """Logits before torch gives those of one dim of rows beside the classes another, of one."""
+    """The logits ``[N, C, L]`` that torch reshaped to ``[N, C, 1, L]``; others as they are."""
     shape = program.type(x).shape
     if x.target is not aten.reshape.default or program.type(operand(x)).shape != (*shape[:2], *shape[3:]):
         return x

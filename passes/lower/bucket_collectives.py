@@ -123,7 +123,7 @@ def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.N
 
 
 def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
-    """What collectives of one bucket have in common."""
+    """The properties that collectives of one bucket share."""
     return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
 
 

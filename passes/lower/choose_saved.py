@@ -154,7 +154,7 @@ def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> It
 
 
 class Chooser:
-    """What is saved of one share of a program, at any price of a byte.
+    """The values of one share of a program that are saved, for any price of a byte.
 
     Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
     ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price.

@@ -69,7 +69,7 @@ def _summands(program: Program, node: fx.Node) -> list[fx.Node]:
 
 
 def _add_before_reducing(program: Program, node: fx.Node) -> None:
-    """Of a sum's summands, those that are reduced alike over the same axes become one reduction of their sum."""
+    """Summands that are reduced alike over the same axes become one reduction of their sum."""
     groups: dict[object, list[fx.Node]] = {}
     rest: list[fx.Node] = []
     for summand in _summands(program, node):

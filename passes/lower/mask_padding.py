@@ -99,7 +99,7 @@ class _Masker:
         return operand
 
     def _fill(self, node: fx.Node, rule: Rule, operand: fx.Node, factors: tuple[str, ...]) -> float | None:
-        """What the padding of a dim must read; None where it does not matter."""
+        """The value that the padding of a dim must have; None where it does not matter."""
         dtype = self.program.value_type(self.program.value(operand)).dtype
         if any(map(rule.leaves_partial, factors)):
             return neutral(rule.reduce, dtype)
@@ -123,7 +123,9 @@ class _Masker:
         (source,), (src_dims,), dst_dims = sources, rule.operands, rule.results[0]
         if source is None or src_dims is None or dst_dims is None:
             return False
-        rows = [origin for origin in uneven_rows(self.program, source) if set(src_dims[origin.dim]) & set(dst_dims[row.dim])]
+        rows = [
+            origin for origin in uneven_rows(self.program, source) if set(src_dims[origin.dim]) & set(dst_dims[row.dim])
+        ]
         is_same = [(origin.size, origin.axes) for origin in rows] == [(row.size, row.axes)]
         return is_same and self._is_zero(source, rows[0])
 

@@ -34,7 +34,7 @@ from .pins import PARAMETER_KINDS, Precedence, annotated_values, pinned_value
 
 
 def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
-    """The program with a sharding on every value. Over the axes ``first`` parameters come before inputs."""
+    """The program with a sharding on every value. For the axes named in ``first``, parameters come before inputs."""
     program = program.copy(level="annotated")
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
     tensors = _tensors(program)
@@ -89,7 +89,7 @@ class _Tensor:
         return math.prod(dim.local_size(size) for dim, size in zip(self.dims, self.shape, strict=True))
 
     def free_part(self, cut: DimSharding, before: DimSharding) -> DimSharding:
-        """The leading part of a cut whose axes cut the value already, as ``before``, or not at all."""
+        """The leading axes of a cut that are in ``before`` already, or that cut nothing of the value yet."""
         used = [*self.reserved, *(part for dim in self.dims for part in dim.all_axes)]
         free = [part in before.all_axes or not any(part.overlaps(other) for other in used) for part in cut.all_axes]
         if all(free):
@@ -119,7 +119,7 @@ def _tensors(program: Program) -> dict[Value, _Tensor]:
 
 
 def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, precedence: Precedence, rank: int) -> None:
-    """Cut a pinned value in the dims that have their turn with a rank; chains of origins begin here."""
+    """Apply a pin to the dims whose precedence is ``rank``; chains of origins begin here."""
     pipeline = program.options.pipeline
     for dim, cut in enumerate(pin.sharding.dims):
         if dim not in pin.open and precedence.of_dim(pin, dim) == rank:
@@ -209,7 +209,7 @@ def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
         for value, dims in zip(op.values, op.dims, strict=True)
         if value is not None and dims is not None
     ]
-    numel: dict[str, int] = {}  # of the largest tensor that has a factor cut
+    numel: dict[str, int] = {}  # by factor: local elements of the largest tensor in which it is cut
     for side in sides:
         for factor in side.cuts:
             numel[factor] = max(numel.get(factor, 0), side.tensor.local_numel)

@@ -40,7 +40,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def pieces(self, x: Tensor, index: int) -> list[Pieces]:
-        """What the rank at ``index`` sends to each rank of the group, itself included."""
+        """The rows that the rank at ``index`` sends to each rank of the group, itself included."""
 
     @abstractmethod
     def lengths(self, index: int) -> list[list[int]]:

@@ -99,7 +99,7 @@ def with_layout(kernel: Kernel, node: fx.Node) -> Kernel:
 
 
 def with_names(kernel: Kernel, names: tuple[str, ...]) -> Kernel:
-    """The kernel with its last arguments by position, which it takes by name only."""
+    """A wrapper that passes its last positional arguments on as the keywords ``names``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         split = len(args) - len(names)

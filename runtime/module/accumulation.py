@@ -35,7 +35,7 @@ class Accumulation(StepWatcher):
         self._count = self._expected = 0
 
     def begin_backward(self, parameters: Sequence[Tensor]) -> bool:
-        """Count a backward; whether its reductions may be deferred, since another may follow before they are read."""
+        """Count a backward. True if its reductions should wait: another may come before gradients are read."""
         self.watch(parameters)
         self._count = 1 if any(parameter.grad is None for parameter in parameters) else self._count + 1
         return not self._count == self._expected == 1

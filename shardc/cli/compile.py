@@ -1,4 +1,4 @@
-"""What commands share: load a target, compile it for the options of a command line, write the output, show progress."""
+"""Steps that commands share: load a target, compile it for a command line, write the output, show progress."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shardc.program.program import Program
 
 aten = torch.ops.aten
 
-COUNTED_AS = {  # ops without a formula in torch, by ops of the same operands that have one
+COUNTED_AS = {  # op without a formula in torch: the op with the same operands whose formula is used
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

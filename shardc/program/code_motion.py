@@ -62,7 +62,7 @@ def first_reader(node: fx.Node) -> fx.Node | None:
 def deferrable(program: Program) -> frozenset[fx.Node]:
     """The calls that may run once for several backwards, on the sums of their operands over these backwards.
 
-    They are each ``all_reduce`` whose result reaches gradients of parameters alone, by linear ops alone, and these ops.
+    They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
     Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; elsewhere one makes a gradient smaller at once.
     """
     zero = program.options.zero

@@ -99,7 +99,7 @@ class Collective:
     all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
     ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
-    ``ranks``: in a group, of those kinds of which a rank sends a share.
+    ``ranks``: the size of the group where a rank sends a share of the payload, else 0.
     """
 
     kind: CollectiveKind

@@ -291,7 +291,7 @@ def _signed_table(title: str, difference: Record) -> str:
 
 
 def _number_table(title: str, difference: Record) -> str:
-    """Each number as it was and is, and its growth; of other values that they changed."""
+    """Each number before and after, with the difference; other values are only marked as changed."""
     rows: list[tuple[Any, ...]] = []
     for name, (old, new) in difference.items():
         if all(isinstance(each, int | float) for each in (old, new)):

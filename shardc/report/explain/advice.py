@@ -32,7 +32,7 @@ WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
 def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
-    """What would remove a collective of a compiled model, by at most ``tries`` further compilations.
+    """Changes that would remove a collective of a compiled model, by at most ``tries`` further compilations.
 
     Raises a ShardingError, with near names, for a name that no collective has.
     """
@@ -60,7 +60,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What would remove the collective ``name``, after ``tried`` changes were compiled.
+    """Changes that would remove the collective ``name``, after ``tried`` changes were compiled.
 
     ``suggestion`` is None where none of them removes it. ``why``: what it is there for in any plan like this one.
     ``aim``: for a message, to let less cross between stages.

@@ -98,7 +98,7 @@ def _users(program: Program, node: fx.Node) -> Iterator[fx.Node]:
 
 
 class _Requests:
-    """What the user placed, by the nodes that it is about."""
+    """The shardings that the user annotated, by node."""
 
     def __init__(self, program: Program, pins: Sequence[Pin]) -> None:
         self.program = program
