@@ -1,6 +1,6 @@
 """Convolutions along a cut place, taken apart into windows.
 
-Large is the side that windows are taken of: the input, or of a transposed convolution the result.
+The *large* side is where windows are taken from: the input, or the result of a transposed convolution.
 """
 
 from __future__ import annotations

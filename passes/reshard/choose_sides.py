@@ -51,7 +51,7 @@ Facts = tuple[Shardings, tuple[Mapping[str, Origin], ...]]  # a node's shardings
 
 
 def cheapest_plan(program: Program) -> CutPlan:
-    """The plan of fewest bytes over each axis that data and parameters share. The program's shardings become its."""
+    """The plan of fewest bytes over each axis that data and parameters share; the program's shardings are set to it."""
     plan = choose_cuts(program)
     for axis in Precedence(program.pins).contested:
         first = frozenset({axis})

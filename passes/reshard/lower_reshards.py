@@ -2,12 +2,17 @@
 
 ::
 
-    y: f32[8@dp, 64]{sum tp} = mm(x, w)             y: f32[8@dp, 64]{sum tp} = mm(x, w)
-    z: f32[8@dp, 64@tp] = reshard(y)         ->     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
+    y: f32[8@dp, 64]{sum tp} = dot(x, w, "a b, b c -> a c")
+    z: f32[8@dp, 64@tp] = reshard(y)
+
+becomes::
+
+    y: f32[8@dp, 64]{sum tp} = dot(x, w, "a b, b c -> a c")
+    z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
 
 Where cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim
-get the axes along which ranks exchange edges. Invariant: every value that was there has the sharding that it had, and
-types stay global.
+get the axes along which ranks exchange edges. Invariant: every value that was there keeps its sharding, and types stay
+global.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class OpReasons:
     def result_origins(self) -> tuple[Mapping[str, Origin], ...]:
         """For each result, the origin of each axis that cuts it or over which a sum is open.
 
-        It stays as propagated where an axis cuts the same dim.
+        An axis that cuts the dim it was propagated to keeps its propagated origin.
         """
         origins: list[dict[str, Origin]] = []
         for i, (result, known) in enumerate(zip(self.op.results, self.program.origins(self.node), strict=True)):
@@ -106,9 +106,9 @@ class OpReasons:
         return next((origin for origin, _ in self._claims(axis)), None)
 
     def _claims(self, axis: str, of_operands: bool = False) -> list[tuple[Origin, bool]]:
-        """The origins of an axis on tensors in whose factor it cuts the op, first the one that comes first.
+        """The origins of the axis on the op's tensors that have the factor it cuts, the lowest rank first.
 
-        With each, whether a sum is open there. Results claim as propagated; ``of_operands``: they do not.
+        With each, whether a sum is open there. Results count with their propagated sharding, unless ``of_operands``.
         """
         claims = []
         for (value, _, sharding), cuts in self._factor_cuts(self.arriving, () if of_operands else self.propagated):

@@ -58,6 +58,7 @@ class Rule:
     of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
     ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
     ``sees_padding``: added zeros change a sum, so factors that leave a result partial are cut evenly.
+    ``contiguous``: factors of which each shard must be one run of positions, so that they are not cut in blocks.
     """
 
     operands: Side
@@ -70,6 +71,7 @@ class Rule:
     chunks: Mapping[str, int] = field(default_factory=dict)
     is_even: bool = False
     sees_padding: bool = False
+    contiguous: frozenset[str] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ class Rule:
         needs_even = self.is_even or (self.sees_padding and self.leaves_partial(factor))
         if needs_even and not cut.is_even(self.sizes[factor]):
             return False
-        if factor in self.whole or self.sizes[factor] == 1:
+        if factor in self.whole or self.sizes[factor] == 1 or (factor in self.contiguous and cut.minor):
             return False
         tensors = self.operands + self.results if 0 in self.sizes.values() else ()
         return not any(len(dim) > 1 for tensor in tensors if tensor for dim in tensor)
@@ -187,6 +189,7 @@ def make_rule(
     sizes: Mapping[str, int] | None = None,
     chunks: Mapping[str, int] | None = None,
     sees_padding: bool = False,
+    contiguous: str = "",
 ) -> Rule:
     """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
 
@@ -195,7 +198,7 @@ def make_rule(
     operands, results, factor_sizes = bind_spec(spec, call.operands, call.results, sizes or {}, chunks or {})
     return Rule(
         operands, results, factor_sizes, frozenset(whole.split()), reduce, _present_groups(linear, call),
-        chunks=chunks or {}, sees_padding=sees_padding,
+        chunks=chunks or {}, sees_padding=sees_padding, contiguous=frozenset(contiguous.split()),
     )  # fmt: skip
 
 

@@ -47,8 +47,11 @@ def _bag_maxima(tensor: TensorType | None, without: str) -> str:
 
 rule(aten.embedding.default, "v d, ... -> ... d", whole="v", linear="0")
 rule(aten.embedding_dense_backward.default, _embedding_backward_rule)
-rule(lookup_rows, "v d, ..., v -> ... d", linear="0")
-rule(scatter_rows, lambda call: make_rule("T d, T, v -> v d".replace("T", _tokens(call)), call, linear="0"))
+rule(lookup_rows, lambda call: make_rule("v d, ..., v -> ... d", call, linear="0", contiguous="v"))
+rule(
+    scatter_rows,
+    lambda call: make_rule("T d, T, v -> v d".replace("T", _tokens(call)), call, linear="0", contiguous="v"),
+)
 rule(  # where bags begin and how large they are does not depend on the columns
     (aten._embedding_bag.default, aten._embedding_bag_forward_only.default),
     lambda call: make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {_bag_maxima(call.results[3], '_')}", call),

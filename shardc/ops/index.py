@@ -77,7 +77,7 @@ rule((aten.index_put.default, aten._unsafe_index_put.default), lambda call: _ind
 # One index along one dim.
 
 
-def _along_index(spec: str, dim_arg: int, *, linear: str = "", whole: str = "") -> Bind:
+def _along_index(spec: str, dim_arg: int, *, linear: str = "", whole: str = "", contiguous: str = "") -> Bind:
     """``X`` and ``I`` in the spec are the dims of a tensor and of the index; their indexed dims are ``v`` and ``i``.
 
     Other dims are free if they have one size in all tensors. ``dim_arg``: the argument that names the dim.
@@ -90,7 +90,8 @@ def _along_index(spec: str, dim_arg: int, *, linear: str = "", whole: str = "") 
         columns = zip(dim_names(len(shapes[0])), *shapes, strict=True)
         names = [name if len(set(sizes)) == 1 else "1" for name, *sizes in columns]
         x, index = (spec_with(names, call.args[dim_arg], name) for name in "vi")
-        return make_rule(spec.replace("X", x).replace("I", index), call, linear=linear, whole=whole)
+        spec_of_call = spec.replace("X", x).replace("I", index)
+        return make_rule(spec_of_call, call, linear=linear, whole=whole, contiguous=contiguous)
 
     return bind
 
@@ -110,7 +111,7 @@ def _beside_index_rule(spec: str) -> Bind:
     return bind
 
 
-rule(aten.gather.default, _along_index("X, I -> I", 1, linear="0", whole="v"))
+rule(aten.gather.default, _along_index("X, I -> I", 1, linear="0", whole="v"))  # v cut: passes/decompose/index.py
 for op in (
     aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_reduce.two,
 ):  # fmt: skip
@@ -187,7 +188,10 @@ def scatter_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int)
 
 
 def local_positions(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where an index names a position elsewhere, and each position counted from the first here, moved to one here."""
+    """A mask of indices that name a position elsewhere, and local positions, clamped into range.
+
+    ``rows`` are consecutive: the rules of the ops that call this say so (``contiguous``).
+    """
     position = index - rows[0]
     local = position.clamp(0, rows.shape[0] - 1)
     return local != position, local
@@ -224,7 +228,9 @@ def _rule_at(spec: str, linear: str = "") -> Bind:
         names, values, specs = _lookup_specs(len(x.shape), dims, call.operands[first : first + len(dims)])
         sides = {"X": " ".join(names), "V": " ".join(values), "I": ", ".join([*specs, *(names[dim] for dim in dims)])}
         whole = "" if linear else " ".join(name for name in values if name.startswith("i"))
-        return make_rule("".join(sides.get(char, char) for char in spec), call, linear=linear, whole=whole)
+        indexed = " ".join(names[dim] for dim in dims)
+        spec_of_call = "".join(sides.get(char, char) for char in spec)
+        return make_rule(spec_of_call, call, linear=linear, whole=whole, contiguous=indexed)
 
     return bind
 
@@ -232,9 +238,9 @@ def _rule_at(spec: str, linear: str = "") -> Bind:
 rule(lookup_at, _rule_at("X, I -> V", linear="0"))
 rule(add_at, _rule_at("V, I -> X", linear="0"))
 rule(put_at, _rule_at("X, V, I -> X"))
-rule(gather_at, _along_index("X, I, v -> I", -1, linear="0"))
-rule(scatter_add_at, _along_index("I, I, v -> X", -1, linear="1"))
-rule((scatter_added_at, scatter_at), _along_index("X, I, I, v -> X", -1, whole="i"))
+rule(gather_at, _along_index("X, I, v -> I", -1, linear="0", contiguous="v"))
+rule(scatter_add_at, _along_index("I, I, v -> X", -1, linear="1", contiguous="v"))
+rule((scatter_added_at, scatter_at), _along_index("X, I, I, v -> X", -1, whole="i", contiguous="v"))
 
 # Their results have memory of their own.
 MAKE_NEW: frozenset[Any] = frozenset({lookup_at, gather_at, add_at, scatter_add_at, scatter_added_at})

@@ -95,7 +95,7 @@ class Collective:
     """One collective of a plan.
 
     ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
-    on one rank), ``wire_bytes`` what one rank sends by the ring algorithm, the most of all; ``wire_bytes_total`` what
+    on one rank), ``wire_bytes`` the most that any one rank sends, by the ring algorithm; ``wire_bytes_total`` what
     all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
     ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.

@@ -56,7 +56,7 @@ def _gpipe(_: int, __: int, stages: Sequence[int], count: int, ___: int | None) 
 def _1f1b(rank: int, num_ranks: int, stages: Sequence[int], count: int, cap: int | None) -> Iterator[Action]:
     """PipeDream-flush: stage i of K has at most K - i microbatches in flight. Narayanan et al. 2021.
 
-    Another cap falls evenly from the first stage to one microbatch on the last.
+    ``cap``: microbatches in flight on the first stage; it falls evenly to 1 on the last.
     """
     return _spell(stages, count, ("F", min(1 + lead(rank, num_ranks, cap or num_ranks), count)), ("B F", count))
 
@@ -67,7 +67,7 @@ def _interleaved(
     """A round of microbatches goes through every stage of a rank, then the next round. Narayanan et al. 2021b.
 
     A round has as many microbatches as there are ranks. Where these do not divide the count, the first rounds have a
-    few more. ``steps``: computations by which a rank is ahead of the next one, the way there and back.
+    few more. ``steps``: how many more warm-up forwards a rank has than the next one (2: there and back).
     """
     num_rounds = max(1, count // num_ranks)
     size, larger = divmod(count, num_rounds)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpt import DATA, GPT, MEGATRON, Config
 from printed import Function
+from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P
@@ -221,3 +222,39 @@ def test_a_table_is_looked_up_in_shards_if_the_rows_of_a_rank_are_fewer_bytes() 
     compiled = shardc.compile(Lookup(), Mesh(dp=16, tp=2), {"ids": P("dp"), "table.weight": P("tp")}, args=(ids,))
     moved = [each for each in compiled.collectives if each.axes == ("tp",)]
     assert {each.kind for each in moved} == {"all_reduce"} and sum(each.wire_bytes for each in moved) == 4 * 16 * 8 * 4
+
+
+class Indexed(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.table = function, nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        picked = self.function(self.table, ids)
+        return (picked * torch.arange(picked.numel(), dtype=picked.dtype).view_as(picked)).sum()
+
+
+INDEXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "embedding": lambda table, ids: F.embedding(ids, table),
+    "index": lambda table, ids: table[ids],
+    "gather": lambda table, ids: table.gather(0, ids[:, None].expand(-1, 6)),
+    "scatter_add": lambda table, ids: table.scatter_add(0, ids[:, None].expand(-1, 6), table[:5].sin()),
+    "scatter": lambda table, ids: table.scatter(0, ids[:, None].expand(-1, 6), 2.0),
+    "index_add": lambda table, ids: table.index_add(0, ids, table[:5].cos()),
+    "index_put": lambda table, ids: table.index_put((ids,), table[:5].cos(), accumulate=True),
+    "index_select": lambda table, ids: table.index_select(0, ids),
+    "cross entropy": lambda table, ids: F.cross_entropy(table.t()[:5], ids, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+@pytest.mark.parametrize("spec", [P("a"), P(shardc.blocks(2, "a")), P(shardc.blocks(4, "a"))], ids=str)
+def test_indices_into_a_dim_cut_in_blocks_name_the_right_positions(name: str, spec: P) -> None:
+    """Where a dim is cut in blocks, the positions of a rank are not consecutive."""
+    torch.manual_seed(0)
+    model, ids = Indexed(INDEXING[name]), torch.tensor([1, 5, 2, 6, 7])
+    compiled = shardc.compile(model, Mesh(a=2), {"table": spec}, args=(ids,))
+    found, gradients = compiled.simulate(ids)
+    loss = model(ids)
+    torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradients["table"], torch.autograd.grad(loss, model.table)[0], rtol=0, atol=1e-10)
