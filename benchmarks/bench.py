@@ -32,7 +32,7 @@ from row import ONE_DEVICE, ROWS, Row
 from trainer import SIZES, Job
 
 from shardc.runtime.comm.launch import Workers
-from shardc.runtime.comm.network import loopback, private_loopback
+from shardc.runtime.comm.messages import loopback, private_loopback
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainer import Trainer
 
-from shardc.runtime.comm.network import sent_bytes
+from shardc.runtime.comm.messages import sent_bytes
 
 COUNTED = 3  # rounds in which bytes are counted; the least is used, since the kernel may resend a message in one
 

@@ -25,8 +25,8 @@ from rounds import everyone_first
 from row import ROWS, Row, is_ours
 from trainer import SIZES, Job, Trainer
 
+from shardc.costs.count import on_machine
 from shardc.costs.step import StepRecord
-from shardc.costs.time import on_machine
 from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.language.text import table

@@ -30,7 +30,7 @@ import shardc
 from shardc import Collective
 from shardc.language.text import bytes_text, table
 from shardc.runtime.comm.launch import launch
-from shardc.runtime.comm.network import private_loopback, sent_bytes
+from shardc.runtime.comm.messages import private_loopback, sent_bytes
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # 96 characters
 LOSS_BOUND, BYTES_BOUND = 1e-5, 0.01

@@ -13,7 +13,7 @@ from shardc.language.sharding import Sharding
 from shardc.program.program import Program
 
 from .comm.comm import Comm
-from .comm.shards import pad, shard, unshard
+from .comm.dtensor import pad, shard, unshard
 from .comm.simulated import SimulatedComm
 from .execute.executor import Executor, Runner
 from .execute.interpreter import Values

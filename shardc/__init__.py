@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardc.program.user_rules import check_rule, register_rule
     from shardc.runtime.module.conversion import shard_batch
     from shardc.schedules.balance import balance
-    from shardc.schedules.costs import Costs, StageCost
     from shardc.schedules.named import Schedule, schedule
     from shardc.schedules.schedule import Edge
+    from shardc.schedules.simulate import Costs, StageCost
 
 __all__ = [
     "CaptureError", "Collective", "Compiled", "Costs", "Edge", "Mesh", "P", "Pipeline", "Precision", "Remat",
@@ -47,7 +47,7 @@ _MODULES = {
     "program.user_rules": "check_rule register_rule",
     "runtime.module.conversion": "shard_batch",
     "schedules.balance": "balance",
-    "schedules.costs": "Costs StageCost",
+    "schedules.simulate": "Costs StageCost",
     "schedules.named": "Schedule schedule",
     "schedules.schedule": "Edge",
 }

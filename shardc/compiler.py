@@ -13,8 +13,8 @@ from shardc.capture.annotations import Matched, Spec, idle_error, match, note_of
 from shardc.capture.call import CallingConvention, flatten, rebuild
 from shardc.capture.capture import Captured, capture
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
-from shardc.costs.slow_link import slow_link_note
 from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.step_time import slow_link_note
 from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.options import Options

@@ -15,32 +15,34 @@ may cut the dims of further ops. Invariant: every value that is left is as befor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from dataclasses import replace as replaced
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.costs.count import flops_of
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
-from shardc.ops.embedding import lookup_rows, scatter_rows
+from shardc.ops.index import lookup_rows, scatter_rows
+from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.node import arguments
 from shardc.program.program import Program, Value
 
 from ..emitter import NEVER, Decomposition, Emitter, Form
 from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import propagate
-from ..reshard.choose_cuts import Cuts, assign, claims_on, num_pieces
+from ..reshard.choose_cuts import Arrivals, Cuts, assign, claims_on, current_shardings, num_pieces
+from ..reshard.insert_reshards import insert_reshards
+from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Windowed
-from .choose_ends import cheapest_ends
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
-from .normalization import NORMALIZATIONS
 from .pool import POOLS, RESAMPLINGS
-from .reductions import REDUCTIONS
+from .reductions import NORMALIZATIONS, REDUCTIONS, SOFTMAXES
 from .shift import SCANS, SHIFTS
-from .softmax import SOFTMAXES
 
 aten = torch.ops.aten
 
@@ -232,3 +234,46 @@ TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)
 
 
 WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS
+
+
+def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) -> Program:
+    """The program after ``decomposed``, as it is propagated, or with its outputs before its inputs if that is cheaper.
+
+    Not where the user has set priorities.
+    """
+    inputs_first = decomposed(program)
+    if not _ends_conflict(program):
+        return inputs_first
+    pins = tuple(replace(pin, priority=-1) if pin.kind == "output" else pin for pin in program.pins)
+    outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
+    nbytes, flops = [], []
+    for result in (inputs_first, outputs_first):
+        lowered = lower_reshards(insert_reshards(result))
+        nbytes.append(sum(bytes_sent(lowered, node) for node in lowered.calls if is_collective(node)))
+        flops.append(flops_of(lowered, True))
+    return outputs_first if nbytes[1] < nbytes[0] and flops[1] <= flops[0] else inputs_first
+
+
+def _ends_conflict(program: Program) -> bool:
+    """Whether an axis of inputs and outputs both moves to another dim somewhere, and no priorities decide."""
+    axes: dict[str, set[str]] = {"input": set(), "output": set()}
+    for pin in program.pins:
+        axes.setdefault(pin.kind, set()).update(_dims_by_axis(pin.sharding))
+    shared = axes["input"] & axes["output"]
+    if not shared or any(pin.priority for pin in program.pins):
+        return False
+    arrivals = Arrivals(program, current_shardings(program))
+    for node in program.calls:
+        op = arrivals.op_shardings(node, assign(program.rule(node), arrivals.claims(node)))
+        operands = [None if value is None else arrivals.shardings[value] for value in program.operand_values(node)]
+        pairs = [*zip(operands, op.operands, strict=True), *zip(program.shardings(node), op.results, strict=True)]
+        for src, dst in ((src, dst) for src, dst in pairs if src is not None and dst is not None):
+            src_dims, dst_dims = _dims_by_axis(src), _dims_by_axis(dst)
+            if any(src_dims[axis] != dst_dims[axis] for axis in shared & src_dims.keys() & dst_dims.keys()):
+                return True
+    return False
+
+
+def _dims_by_axis(sharding: Sharding) -> dict[str, int]:
+    """The dim that each axis cuts."""
+    return {part.name: dim for dim, cut in enumerate(sharding.dims) for part in cut.all_axes}

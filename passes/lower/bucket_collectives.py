@@ -24,10 +24,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from shardc.language.collective_kind import CollectiveKind
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import MICROBATCH
-from shardc.program.code_motion import deferrable, is_early, layer, move_before
-from shardc.program.communication import Member, bucket, members
+from shardc.program.communication import Member, bucket, deferrable, is_early, layer, members, move_before
 from shardc.program.lifetime import split
 from shardc.program.program import Program
 from shardc.program.stages import Part, has_stages, stages_of

@@ -16,7 +16,7 @@ import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
-from shardc.costs.flops import flops_of_call
+from shardc.costs.count import flops_of_call
 from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import OptionError

@@ -30,10 +30,9 @@ from itertools import groupby, pairwise
 
 from torch import fx
 
-from shardc.costs.flops import flops_of_call
-from shardc.language.collective_kind import LOCAL_KINDS
-from shardc.program.code_motion import first_reader, is_early, layer, move_before
-from shardc.program.communication import bucket, members
+from shardc.costs.count import flops_of_call
+from shardc.language.machine import LOCAL_KINDS
+from shardc.program.communication import bucket, first_reader, is_early, layer, members, move_before
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, is_getitem, operand
 from shardc.program.program import Program

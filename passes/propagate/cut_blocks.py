@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from shardc.language.sharding import DimSharding, num_shards
 from shardc.program.program import Pin, Program, Value
 
-from .pins import PARAMETER_KINDS, pinned_value
-from .propagate import propagate
+from .propagate import PARAMETER_KINDS, pinned_value, propagate
 
 
 def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:

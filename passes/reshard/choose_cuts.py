@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from shardc.capture.precision import reduced_casts
+from shardc.capture.decompositions import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import Axes, AxisPart
 from shardc.language.rule import Rule

@@ -30,8 +30,7 @@ from shardc.program.program import Program, Value, ends_of
 from shardc.program.provenance import Origin
 
 from ..propagate.cut_blocks import cut_blocks
-from ..propagate.pins import Precedence
-from ..propagate.propagate import propagate
+from ..propagate.propagate import Precedence, propagate
 from .choose_cuts import (
     Arrivals,
     CutPlan,

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
-from shardc.language.collective_kind import CollectiveKind
+from shardc.language.machine import CollectiveKind
 from shardc.language.sharding import ceil_div
 
 Atoms = tuple[int, ...]

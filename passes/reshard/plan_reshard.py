@@ -17,9 +17,9 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
-from shardc.language.collective_kind import CollectiveKind
 from shardc.language.cut import split_dim, without_idle
 from shardc.language.errors import ShardingError
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts, unused_parts
 from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, dtype_name, num_shards

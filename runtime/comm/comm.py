@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from shardc.language.collective_kind import CollectiveKind
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards

@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from shardc.language.errors import error_text
 
-from .network import loopback, private_loopback
+from .messages import loopback, private_loopback
 
 
 def launch(

@@ -8,15 +8,17 @@ cost as much as several small ops. Groups have at least two ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceScatterOptions, Work
-
-from .ranges import is_traced
+from torch.profiler import record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective, and returns its result
@@ -176,3 +178,22 @@ def split(x: Tensor, count: int, dim: int) -> Tensor:
 def join(pieces: Tensor, dim: int) -> Tensor:
     """Stacked pieces joined along ``dim``; a copy unless ``dim`` is the first."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+WAIT = " (wait)"  # a collective has a range where it is started, and this one where it is waited for
+NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def is_traced() -> bool:
+    """Whether ops are recorded by a dispatch mode: then each of them must be pure."""
+    return _get_current_dispatch_mode() is not None
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is on and ops run, rather than being recorded."""
+    return profiler._is_profiler_enabled and not is_traced()
+
+
+def in_range(name: str) -> AbstractContextManager[Any]:
+    """A range of this name under a profiler, else nothing."""
+    return record_function(name) if is_profiled() else NO_RANGE

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.language.collective_kind import CollectiveKind
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import Mesh
 from shardc.language.partition import parse_parts
 from shardc.program.collective import source_position, wire_bytes

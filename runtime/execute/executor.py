@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.language.collective_kind import LOCAL_KINDS
 from shardc.language.errors import second_backward
-from shardc.program.code_motion import deferrable
+from shardc.language.machine import LOCAL_KINDS
 from shardc.program.collective import COLLECTIVES, collective_kind
+from shardc.program.communication import deferrable
 from shardc.program.lifetime import PART_OF, is_new, split
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
-from ..comm.shards import same_bits
+from ..comm.dtensor import same_bits
 from .code import RepeatedInstructions
-from .deferred import Deferred, Sums, Totals, move
 from .instruction import Env, Instruction, instructions, with_deaths, with_waits
-from .interpreter import Values, run
+from .interpreter import Deferred, Sums, Totals, Values, move, run
 
 Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
 

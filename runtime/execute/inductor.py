@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc.program.program import Program
 
 from ..comm.comm import Comm, Traffic
-from ..comm.ranges import in_range
+from ..comm.process_group import in_range
 from .executor import Executor, Rows, Runner, SavedEnvs
 from .interpreter import Values
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardc.capture.initial_values import Initialized, set_tensors
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, error_text
 from shardc.language.sharding import Sharding
+from shardc.ops.pointwise import unwritten
+from shardc.ops.random import uniform
+from shardc.program.node import arguments, is_getitem, operand, takes_device
+from shardc.program.program import Program
 
-from ..comm.shards import pad, region
+from ..comm.dtensor import pad, region
+from ..comm.dtensor import region as piece_bounds
 from ..module.conversion import Conversion, conversion_on
-from .evaluator import Evaluator, Unwritten, piece_region
 
 
 def initialize(
@@ -79,3 +85,305 @@ def _check(unwritten: list[str], whole: Mapping[str, set[str]]) -> None:
         problem = "it is made whole on every rank before it is cut, in memory for all of it"
         remedy = "draw each element by itself, as normal_ and uniform_ do, or say initialize="
         warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)
+
+
+Region = tuple[Tensor, ...]  # for each dim the int64 indices of the elements
+
+
+def piece_region(sharding: Sharding, shape: tuple[int, ...], position: int, device: torch.device) -> Region:
+    """The region of a value that the rank at a position holds."""
+    bounds, region = iter(piece_bounds(sharding, shape, position)), list[Tensor]()
+    for dim, size in zip(sharding.dims, shape, strict=True):
+        subs = [sub for sub, _ in dim.subdims(size)]
+        starts = [next(bounds) for _ in subs]
+        region.append(join_index([torch.arange(a, a + n, device=device) for a, n in starts], subs))
+    return tuple(region)
+
+
+def take(value: Tensor, region: Region) -> Tensor:
+    """A region of a value, contiguous."""
+    for dim, index in enumerate(region):
+        if not torch.equal(index, torch.arange(value.shape[dim], device=index.device)):
+            value = value.index_select(dim, index)
+    return value.contiguous()
+
+
+def broadcast_region(region: Region, shape: Sequence[int]) -> Region:
+    """The region of a broadcast operand of ``shape`` that a region of the result needs."""
+    pairs = zip(region[len(region) - len(shape) :], shape, strict=True)
+    return tuple(index.new_zeros(min(len(index), 1)) if size == 1 else index for index, size in pairs)
+
+
+def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The indices in one dim that several dims are flattened to, for all combinations, the last dim fastest."""
+    if not indices:
+        return torch.zeros(1, dtype=torch.int64)
+    pairs = list(zip(indices, sizes, strict=True))
+    return reduce(lambda joined, pair: (joined[:, None] * pair[1] + pair[0]).flatten(), pairs[1:], indices[0])
+
+
+def split_index(index: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """The indices in several dims whose combinations these are; None if there are no such indices."""
+    if not sizes:
+        return []
+    if len(sizes) == 1:
+        return [index]
+    if not len(index):
+        return None
+    inner = math.prod(sizes[1:])
+    first = torch.unique_consecutive(index // inner)
+    rest = (index % inner)[: len(index) // len(first)]
+    if not torch.equal(join_index([first, rest], [0, inner]), index):
+        return None
+    others = split_index(rest, sizes[1:])
+    return None if others is None else [first, *others]
+
+
+def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int, int], Sequence[int]]]:
+    """The shortest runs of dims of ``shape``, each with the dims of ``source`` of which it is a view."""
+    result: list[tuple[tuple[int, int], Sequence[int]]] = []
+    i = j = 0
+    while i < len(shape) or j < len(source):
+        start, first, left, right = i, j, 1, 1
+        while (left != right or (i, j) == (start, first)) and (i < len(shape) or j < len(source)):
+            if j == len(source) or (i < len(shape) and left <= right):
+                left, i = left * shape[i], i + 1
+            else:
+                right, j = right * source[j], j + 1
+        result.append(((start, i), source[first:j]))
+    return result
+
+
+aten = torch.ops.aten
+CHUNK = {"cpu": 2**18}  # elements that are computed at a time, by device type; as many as fit into its caches
+# Elementwise ops whose kernels compute the same bits for an element whatever the number of elements, which tests check.
+# Kernels of others, such as pow and sigmoid, compute the last few elements by different code.
+STEADY = {
+    getattr(packet, overload)
+    for packet in (
+        *(aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.abs, aten.sign, aten.sqrt, aten.reciprocal),
+        *(aten.floor, aten.ceil, aten.round, aten.trunc, aten.minimum, aten.maximum, aten.where, aten.masked_fill),
+        *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
+        *(aten.logical_and, aten.logical_or, aten.logical_not, aten.bitwise_and, aten.bitwise_or, aten.bitwise_not),
+        *(aten.exp, aten.expm1, aten.log, aten.log1p, aten.sin, aten.cos, aten.tan, aten.tanh, aten.erf, aten.erfinv),
+        *(aten.clone, aten.complex, aten.real, aten.imag),
+    )
+    for overload in packet.overloads()
+    if [str(result.type) for result in getattr(packet, overload)._schema.returns] == ["Tensor"]
+    and "out" not in overload
+}
+
+
+class Unwritten(Exception):
+    """A value is needed that no initializer writes."""
+
+
+class Evaluator:
+    """Evaluates nodes of a canonical program whose inputs are a seed and constants.
+
+    State: ``_memo``, the regions of one chunk by node; ``_whole``, the whole values of nodes for one result; ``whole``,
+    the names of ops that ran whole for the latest result and returned at least as many elements.
+    """
+
+    def __init__(self, program: Program, random: Tensor, constants: Mapping[str, Tensor], device: torch.device) -> None:
+        self.program, self.device = program, device
+        named = program.named_inputs.items()
+        self._inputs = {node: random if kind == "random" else constants[name] for (kind, name), node in named}
+        self._memo: dict[Any, tuple[Region, Tensor]] = {}
+        self._whole: dict[fx.Node, Any] = {}
+        self._numel = 0
+        self.whole: set[str] = set()
+
+    def value(self, node: fx.Node, region: Region) -> Tensor:
+        """A region of a node's value."""
+        type_ = self.program.value_type(self.program.value(node))
+        self._numel, self.whole = type_.numel, set()
+        result = torch.empty([len(index) for index in region], dtype=type_.dtype, device=self.device)
+        if not result.numel():
+            return result
+        chunk = CHUNK.get(self.device.type, 2**24)
+        rows = max(1, chunk * len(region[0]) // result.numel()) if region else 1
+        for start in range(0, len(region[0]) if region else 1, rows):
+            part = self.at(node, (region[0][start : start + rows], *region[1:]) if region else region)
+            result[start : start + rows].copy_(part) if region else result.copy_(part)
+            self._memo.clear()
+        self._whole.clear()
+        return result
+
+    def at(self, node: fx.Node, region: Region) -> Tensor:
+        """A region of a node's value, computed once for each chunk."""
+        key = node, *map(id, region)
+        if key not in self._memo:
+            self._memo[key] = region, self._compute(node, region)
+        return self._memo[key][1]
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The whole shape of a node's value."""
+        return self.program.value_type(self.program.value(node)).shape
+
+    def _compute(self, node: fx.Node, region: Region) -> Tensor:
+        def part(each: fx.Node) -> Tensor:
+            return self.at(each, broadcast_region(region, self.shape(each)))
+
+        result: Tensor | None = None
+        if node.target in REGIONAL:
+            result = REGIONAL[node.target](self, node, region)
+        elif node.target in STEADY:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), part)
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return take(self._all(node), region) if result is None else result.contiguous()
+
+    def _all(self, node: fx.Node) -> Any:
+        """The whole value of a node, or the tuple of its values."""
+        if node not in self._whole:
+            value = self._whole[node] = self._run(node)
+            if isinstance(value, Tensor) and node.all_input_nodes and value.numel() >= self._numel:
+                target = operand(node).target if is_getitem(node) else node.target
+                self.whole.add(str(getattr(target, "__name__", target)))
+        return self._whole[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._inputs[node].to(self.device)
+        if is_getitem(node):
+            return self._all(operand(node))[node.args[1]]
+        if node.target is unwritten:
+            raise Unwritten
+
+        def whole(each: fx.Node) -> Any:
+            if each.op == "placeholder" or is_getitem(each):
+                return self._all(each)
+            return self.at(each, tuple(torch.arange(size, device=self.device) for size in self.shape(each)))
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), whole)
+        device = {"device": self.device} if takes_device(node.target) else {}
+        return node.target(*args, **kwargs, **device)  # type: ignore[operator]
+
+
+# Ops for which the needed region of their operands is known; they return None if it is no region.
+
+
+def _uniform(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    random, key, index = node.args
+    assert isinstance(random, fx.Node) and isinstance(index, fx.Node)
+    return uniform(evaluator._all(random), key, evaluator.at(index, region))  # type: ignore[arg-type]
+
+
+def _to_copy(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    return evaluator.at(operand(node), region).to(node.kwargs.get("dtype"))  # type: ignore[arg-type]
+
+
+def _full(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    value, dtype = arguments(node).get("fill_value", 0), evaluator.program.type(node).dtype
+    return torch.full([len(index) for index in region], value, dtype=dtype, device=evaluator.device)
+
+
+def _reshape(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor | None:
+    """None if the elements are no region of the operand: a run of a matrix's elements is one if it has whole rows."""
+    source, shape, needed = operand(node), evaluator.shape(node), list[Tensor]()
+    for (start, stop), sizes in _groups(shape, evaluator.shape(source)):
+        joined = join_index(region[start:stop], shape[start:stop]).to(evaluator.device)
+        split = split_index(joined, sizes)
+        if split is None:
+            return None
+        needed += split
+    return evaluator.at(source, tuple(needed)).reshape([len(index) for index in region])
+
+
+def _permute(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    dims = [dim % len(region) for dim in arguments(node)["dims"]]
+    source = tuple(region[dims.index(dim)] for dim in range(len(dims)))
+    return evaluator.at(operand(node), source).permute(dims)
+
+
+def _expand(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    source = operand(node)
+    part = evaluator.at(source, broadcast_region(region, evaluator.shape(source)))
+    return part.expand([len(index) for index in region])
+
+
+def _select(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    source = operand(node)
+    dim, at = _place(node, evaluator.shape(source))
+    index = torch.tensor([at], device=evaluator.device)
+    return evaluator.at(source, (*region[:dim], index, *region[dim:])).squeeze(dim)
+
+
+def _slice(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    source, (dim, start, _, step) = operand(node), _bounds(node, evaluator.shape(operand(node)))
+    return evaluator.at(source, (*region[:dim], region[dim] * step + start, *region[dim + 1 :]))
+
+
+def _select_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    dim, at = _place(node, evaluator.shape(node))
+    return _scattered(evaluator, node, region, dim, at, at + 1, 1)
+
+
+def _slice_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    return _scattered(evaluator, node, region, *_bounds(node, evaluator.shape(node)))
+
+
+def _place(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int]:
+    """``dim, index`` of a selected row, as numbers within the shape."""
+    args = arguments(node)
+    dim = args["dim"] % len(shape)
+    return dim, args["index"] % shape[dim]
+
+
+def _bounds(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """``dim, start, end, step`` of a slice, as numbers within the dim."""
+    args = arguments(node)
+    dim = args["dim"] % len(shape)
+    return (dim, *slice(args["start"], args["end"], args["step"]).indices(shape[dim]))
+
+
+def _scattered(
+    evaluator: Evaluator, node: fx.Node, region: Region, dim: int, start: int, end: int, step: int
+) -> Tensor:
+    """A value with a slice of a dim overwritten; neither of the two is evaluated if the region has none of it."""
+    index, source = region[dim], operand(node, 1)
+    is_new = (index >= start) & (index < end) & ((index - start) % step == 0)
+    new = (*region[:dim], (index[is_new] - start) // step, *region[dim + 1 :])
+    old = (*region[:dim], index[~is_new], *region[dim + 1 :])
+    if len(evaluator.shape(source)) < len(region):
+        new = (*region[:dim], *region[dim + 1 :])
+    dtype = evaluator.program.type(node).dtype
+    result = torch.empty([len(each) for each in region], dtype=dtype, device=evaluator.device)
+    if not is_new.all():
+        result.index_copy_(dim, (~is_new).nonzero().flatten(), evaluator.at(operand(node), old))
+    if is_new.any():
+        part = evaluator.at(source, new)
+        part = part.unsqueeze(dim) if part.ndim < result.ndim else part
+        result.index_copy_(dim, is_new.nonzero().flatten(), part.to(dtype))
+    return result
+
+
+def _cat(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
+    args = arguments(node)
+    dim = args["dim"] % len(region)
+    dtype, start = evaluator.program.type(node).dtype, 0
+    result = torch.empty([len(index) for index in region], dtype=dtype, device=evaluator.device)
+    for part in args["tensors"]:
+        size = evaluator.shape(part)[dim] if len(evaluator.shape(part)) == len(region) else 0
+        is_here = (region[dim] >= start) & (region[dim] < start + size)
+        if is_here.any():
+            here = (*region[:dim], region[dim][is_here] - start, *region[dim + 1 :])
+            result.index_copy_(dim, is_here.nonzero().flatten(), evaluator.at(part, here).to(result.dtype))
+        start += size
+    return result
+
+
+Regional = Callable[[Evaluator, fx.Node, Region], "Tensor | None"]
+REGIONAL: dict[Any, Regional] = {
+    uniform: _uniform,
+    aten._to_copy.default: _to_copy,
+    **dict.fromkeys((aten.full.default, aten.zeros.default), _full),
+    **dict.fromkeys((aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.view.default), _reshape),
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.cat.default: _cat,
+}

@@ -1,26 +1,25 @@
-"""Measures the machine from within a job: collectives over each axis, computation, and both at once."""
+"""Measures the links and devices of a job, and fits latency and bandwidth to the times."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from shardc.language.collective_kind import CollectiveKind
-from shardc.language.machine import ANY, Machine
+from shardc.language.machine import ANY, CollectiveKind, Device, Link, Machine, num_steps
 from shardc.language.mesh import Mesh
-from shardc.language.sharding import ceil_div
+from shardc.language.sharding import ceil_div, dtype_name
 from shardc.program.collective import wire_bytes
 
 from ..comm.distributed import TorchComm, make_device_mesh
-from .device import works
-from .fit import Beside, Computed, Sent, fitted_device, fitted_link
 
 ROUNDS = 7
 UNNAMED = "ranks"  # the axis of an unnamed mesh; its link stands for every axis
@@ -144,3 +143,175 @@ class Bench:
     def _synchronize(self) -> None:
         if self.comm.device.type != "cpu":
             torch.get_device_module(self.comm.device.type).synchronize()
+
+
+PRODUCTS = ((1024, 256, 256), (1024, 256, 1024), (1024, 1024, 256), (256, 1024, 1024), (1024, 256, 4096))  # m, k, n
+LARGE = ((4096, 4096, 4096), (8192, 1024, 4096))  # for accelerators, which smaller products do not fill
+ROWS, WIDTH = 2048, 1024  # of elementwise ops
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Calls and their operations and bytes, as in ``Computed``; ``repeat``: how often they run in a row."""
+
+    name: str
+    rate: str
+    run: Callable[[], object]
+    flops: int = 0
+    nbytes: int = 0
+    dtype: str = "float32"
+    repeat: int = 4
+
+
+def works(device: torch.device) -> Iterator[Work]:
+    """All work for a device."""
+    is_cpu = device.type == "cpu"
+    for dtype in (torch.float32, torch.float64) if is_cpu else (torch.float32, torch.bfloat16):
+        for m, k, n in (PRODUCTS if dtype is torch.float32 else PRODUCTS[:2]) if is_cpu else LARGE:
+            a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
+            name = dtype_name(dtype)
+            yield Work(f"mm {m}x{k}x{n}", "flops", lambda a=a, b=b: a @ b, 2 * m * k * n, dtype=name)  # type: ignore[misc]
+    query, key, value = (torch.randn(4, 4, 256, 64, device=device, requires_grad=True) for _ in range(3))
+
+    def attention() -> tuple[Tensor, ...]:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return torch.autograd.grad(out, (query, key, value), out.detach())
+
+    flops = 7 * 2 * 4 * 4 * 256 * 256 * 64  # of 2 products forward and 5 backward
+    yield Work("attention", "attention", attention, flops)
+    yield from _others(device)
+    yield _update(device)
+    one = torch.ones((), device=device)
+    yield Work("add", "call", lambda: one + one, nbytes=12, repeat=200)
+
+
+def _others(device: torch.device) -> Iterator[Work]:
+    """Ops that read and write memory; each has a new result, like a program's ops."""
+    x, y = (torch.randn(ROWS, WIDTH, device=device) for _ in range(2))
+    weight, nbytes = torch.ones(WIDTH, device=device), x.nbytes
+    yield Work("add", "memory", lambda: x + y, nbytes=3 * nbytes)
+    yield Work("gelu", "memory", lambda: F.gelu(x), nbytes=2 * nbytes)
+    yield Work("norm", "memory", lambda: F.layer_norm(x, (WIDTH,), weight, weight), nbytes=2 * nbytes)
+    yield Work("softmax", "memory", lambda: torch.log_softmax(x, -1), nbytes=2 * nbytes)
+    yield Work("copy", "memory", lambda: x.t().contiguous(), nbytes=2 * nbytes)
+    yield Work("sum", "memory", lambda: x.sum(0), nbytes=nbytes)
+
+
+def _update(device: torch.device) -> Work:
+    """AdamW's step reads parameter, gradient and two states, and writes all but the gradient."""
+    parameters = [nn.Parameter(torch.ones(2**18, device=device)) for _ in range(8)]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    step = torch.optim.AdamW(parameters, fused=True).step
+    return Work("AdamW", "update", step, nbytes=7 * sum(each.nbytes for each in parameters))
+
+
+LEAST = 1e-9  # seconds, the shortest time of anything
+ITERATIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Measured collectives of one kind over an axis, of which each rank sends ``wire_bytes``; ``seconds`` by round."""
+
+    axis: str
+    kind: CollectiveKind
+    num_ranks: int
+    wire_bytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Measured calls of so many operations on so many bytes in all; ``seconds`` by round.
+
+    ``rate``: the rate that they measure: ``flops`` of a ``dtype``, ``attention``, ``memory``, ``update``, or the
+    shortest ``call``.
+    """
+
+    name: str
+    rate: str
+    flops: int
+    nbytes: int
+    seconds: tuple[float, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A computation and a collective over an axis, each alone and both at once; seconds by round."""
+
+    axis: str
+    computing: tuple[float, ...]
+    sending: tuple[float, ...]
+    both: tuple[float, ...]
+
+
+def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
+    """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind."""
+    kinds = dict.fromkeys(each.kind for each in sent)
+    by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
+    shares = []  # of the collective's time, the part during which the computation went on
+    for each in beside:
+        computing, sending, both = map(_median, (each.computing, each.sending, each.both))
+        shares.append(min(1.0, max(0.0, (computing + sending - both) / min(computing, sending))))
+    return Link(*_fitted(sent), median(shares) if shares else 1.0, "the measured link", by_kind)
+
+
+def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
+    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` fits the seconds best, in proportion.
+
+    Each equation is divided by the time that the previous iteration fitted, so that a short collective counts as much
+    as a long one. Divided by the measured time, a collective that took too long would count for less.
+    """
+    rows = [(num_steps(each.kind, each.num_ranks), each.wire_bytes, _median(each.seconds)) for each in sent]
+    scales = [seconds for *_, seconds in rows]
+    for _ in range(ITERATIONS):
+        x, y = _least_squares([(a / s, b / s, t / s) for (a, b, t), s in zip(rows, scales, strict=True)])
+        scales = [max(LEAST, a * x + b * y) for a, b, _ in rows]
+    return x, 1 / y
+
+
+def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The nonnegative ``x, y`` for which ``a x + b y`` is nearest to ``t`` over all rows ``(a, b, t)``.
+
+    In Python floats, which give the same bits on every rank; those of ``torch.linalg.lstsq`` depend on how memory is
+    aligned.
+    """
+    aa, ab, bb, at, bt = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
+    determinant = aa * bb - ab * ab
+    x, y = (at * bb - bt * ab) / determinant, (aa * bt - ab * at) / determinant
+    if x < 0:
+        return 0.0, bt / bb
+    return (x, y) if y > 0 else (at / aa, LEAST / max(row[1] for row in rows))
+
+
+def fitted_device(computed: Sequence[Computed], name: str) -> Device:
+    """A device whose rates are the work of all calls of a kind divided by the time of all."""
+    dtypes = dict.fromkeys(each.dtype for each in computed if each.rate == "flops")
+    flops = {dtype: _rate(each for each in computed if (each.rate, each.dtype) == ("flops", dtype)) for dtype in dtypes}
+    by_rate: Mapping[str, list[Computed]] = {
+        rate: [each for each in computed if each.rate == rate] for rate in ("attention", "memory", "update", "call")
+    }
+    return Device(
+        flops,
+        memory=_rate(by_rate["memory"]),
+        call=min(_median(each.seconds) for each in by_rate["call"]),
+        attention=_rate(by_rate["attention"]) / flops["float32"],
+        update=_rate(by_rate["update"]),
+        name=name,
+    )
+
+
+def _rate(computed: Iterable[Computed]) -> float:
+    """Operations a second, or bytes if there are none, by the median time of a round of all calls.
+
+    The median of a single short call would not show how often other load delays it.
+    """
+    calls = list(computed)
+    rounds = list(map(sum, zip(*(each.seconds for each in calls), strict=True)))
+    return sum(each.flops or each.nbytes for each in calls) / _median(rounds)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return max(LEAST, median(seconds))

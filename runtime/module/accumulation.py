@@ -8,19 +8,22 @@ backwards come before a read, the collectives run in the last of them, among its
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, preserve_format
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import OrderError
 
 from ..comm.dtensor import new_dtensor
-from ..execute.deferred import Sums, Totals
+from ..execute.executor import Rows
+from ..execute.interpreter import Sums, Totals, Values
 from .optimizer import StepWatcher
 
 aten = torch.ops.aten
@@ -175,3 +178,45 @@ def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> Defer
     is_one = len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
     is_open = is_one and bool(deferred[0]._sums) and deferred[0]._reduce == reduce  # no gradient was read yet
     return deferred[0] if is_open else None
+
+
+def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:
+    """For each position its gradients in memory of their own; a row that several microbatches share is one row.
+
+    ``own``: the indices of gradients that are known to share no memory.
+    """
+    pairs = {tuple(map(id, (*row, *tangent))): (row, tangent) for row, tangent in zip(rows, tangents, strict=True)}
+    results = {key: _separate(row, tangent, own) for key, (row, tangent) in pairs.items()}
+    return [results[tuple(map(id, (*row, *tangent)))] for row, tangent in zip(rows, tangents, strict=True)]
+
+
+def _separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> list[Tensor | None]:
+    """The gradients, with copies of those that share memory with a tangent or with a gradient before them."""
+    others = [each for i, each in enumerate(gradients) if each is not None and i not in own]
+    others += [each for each in tangents if each is not None]
+    ranges = sorted((each.data_ptr(), each.nbytes) for each in others if each.numel())
+    is_dense = all(each.is_contiguous() for each in others)
+    if is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges)):
+        return list(gradients)  # the usual case, which is quick to see
+    used: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
+    for tangent in tangents:
+        if tangent is not None:
+            _reserve(tangent, used)
+    return [
+        gradient if gradient is None or _reserve(gradient, used) else gradient.clone(memory_format=preserve_format)
+        for gradient in gradients
+    ]
+
+
+def _reserve(tensor: Tensor, used: dict[int, list[tuple[int, int]]]) -> bool:
+    """Note the address range of a tensor; False if part of it is used already."""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
+    start = tensor.data_ptr()
+    end = start + max(0, reach) * tensor.itemsize
+    ranges = used.setdefault(tensor.untyped_storage().data_ptr(), [])
+    at = bisect_left(ranges, (start, start))
+    is_free = (at == 0 or ranges[at - 1][1] <= start) and (at == len(ranges) or end <= ranges[at][0])
+    if is_free:
+        ranges.insert(at, (start, end))
+    return is_free

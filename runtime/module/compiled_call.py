@@ -21,13 +21,10 @@ from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of
 
 from ..comm.dtensor import local
-from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs
-from ..execute.interpreter import Values
-from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of
-from .aliasing import separate_rows
-from .conversion import Conversion, Converter
-from .gathered_parameters import GatheredParameters, ParameterGather
+from ..execute.interpreter import Sums, Values
+from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
+from .conversion import Conversion, Converter, GatheredParameters, ParameterGather
 
 ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 Columns = Sequence[Sequence[Tensor | None]]  # for each output of a program its shard on every rank

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
+from shardc.capture.refusals import GuardError
 from shardc.capture.signature import Signature, model_state, signature_of
-from shardc.language.errors import OrderError, ShardingError, error_text
+from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
@@ -23,9 +24,7 @@ from ..comm.comm import Comm
 from ..execute.executor import Executor, Runner
 from .accumulation import Accumulation
 from .compiled_call import Compilation, CompiledCall, ModelTensors
-from .conversion import Conversion
-from .gathered_parameters import GatheredParameters
-from .variants import Variants
+from .conversion import Conversion, GatheredParameters
 
 MAX_PROGRAMS = 16
 SHARED = {"training"}  # attributes that are the parallel module's and the model's
@@ -257,3 +256,42 @@ def become(tensor: Tensor, other: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, other)
+
+
+MAX_VARIANTS = 8
+REMEDY = (
+    "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for rows "
+    "that no loss counts, padding to one length; or compute it outside of the model and pass the result"
+)
+
+
+class Variants:
+    """Compiled calls that differ in what their guards check, the latest used first; without guards there is one."""
+
+    def __init__(self, call: CompiledCall) -> None:
+        self.calls = [call]
+
+    @property
+    def latest(self) -> CompiledCall:
+        """The compiled call that ran last."""
+        return self.calls[0]
+
+    def run(self, run: Callable[[CompiledCall], Any], compile: Callable[[], CompiledCall]) -> Any:
+        """The result of the first compiled call whose guards all hold; a new one is compiled if there is none.
+
+        A program whose guard does not hold ends there, on every rank alike, and has changed nothing. CaptureError if
+        too many were compiled already; GuardError if even a new program finds other values than it was captured with.
+        """
+        for i, call in enumerate(self.calls):
+            try:
+                result = run(call)
+            except GuardError as error:
+                latest = error
+                continue
+            self.calls.insert(0, self.calls.pop(i))
+            return result
+        if len(self.calls) == MAX_VARIANTS:
+            what = f"its program depends on values, and {MAX_VARIANTS} programs were compiled already"
+            raise CaptureError(latest.who, f"{what}; now {latest.finding}", REMEDY) from latest
+        self.calls.insert(0, compile())
+        return run(self.calls[0])

@@ -16,9 +16,8 @@ from shardc.language.sharding import Sharding
 from shardc.options import Pipeline
 from shardc.program.program import Program
 
-from ..comm.agreement import check_agreement
 from ..comm.comm import Comm
-from ..comm.distributed import TorchComm
+from ..comm.distributed import TorchComm, check_agreement
 from ..comm.dtensor import local, new_dtensor
 from ..comm.simulated import SimulatedComm
 from ..module.conversion import Conversion, Converter, DistributedConversion, DistributedConverter, VirtualConversion

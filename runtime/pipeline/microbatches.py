@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardc.language.collective_kind import LOCAL_KINDS
+from shardc.language.machine import LOCAL_KINDS
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.stages import is_cut_in_time
 
 from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors
-from ..comm.shards import pad, region, shard, unpad, unshard
+from ..comm.dtensor import pad, region, shard, unpad, unshard
 from ..module.conversion import DistributedConverter
 
 

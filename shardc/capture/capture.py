@@ -39,8 +39,7 @@ from shardc.capture.call import (
     output_leaves,
     rebuild_call,
 )
-from shardc.capture.decompositions import FunctionRewrites, decompositions, unfused_recurrent_layers
-from shardc.capture.guards import Guards, known_number
+from shardc.capture.decompositions import Casting, FunctionRewrites, decompositions, unfused_recurrent_layers
 from shardc.capture.higher_order import REPLACED, higher_order_ops
 from shardc.capture.microbatches import counting_marks, marks_passed
 from shardc.capture.model import (
@@ -53,10 +52,10 @@ from shardc.capture.model import (
     replace_tensors,
     state_names,
 )
-from shardc.capture.precision import Casting
 from shardc.capture.refusals import (
     DATA_DEPENDENT,
     OWN_COLLECTIVE,
+    Guards,
     NoValueError,
     Refusals,
     Unfit,
@@ -64,6 +63,7 @@ from shardc.capture.refusals import (
     failing_place,
     is_collective,
     is_lookup_by_value,
+    known_number,
     no_seeds,
     python_effects,
     user_location,

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardc.capture.assembly import TraceSignature, assemble
 from shardc.capture.decompositions import TRACED_AS
-from shardc.capture.guards import known_number
 from shardc.capture.model import (
     borrow,
     current_tensor,
@@ -35,7 +34,7 @@ from shardc.capture.model import (
     state_names,
     with_aliases,
 )
-from shardc.capture.refusals import failing_line
+from shardc.capture.refusals import failing_line, known_number
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.sharding import TensorType
 from shardc.options import check_model

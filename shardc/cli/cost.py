@@ -79,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_symbolic(options: argparse.Namespace) -> int:
-    from shardc.report.symbolic.plan import symbolic_plan
-    from shardc.report.symbolic.text import numbers_text, plan_record, plan_text
+    from shardc.report.symbolic.plan import numbers_text, plan_record, plan_text, symbolic_plan
 
     target = symbolic_target(options)
     for point in options.at:

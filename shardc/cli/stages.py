@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Capture, cut, and write the stages."""
     from shardc.capture.capture import capture
     from shardc.costs.choose_stages import SplitOptions, choose_stages
-    from shardc.report.dump.stages import stages_text
+    from shardc.report.dump.dump import stages_text
 
     options.mesh = options.mesh or Mesh(pp=options.stages)
     split = SplitOptions(options.stages, options.by, tuple(options.cut), (), options.microbatches, options.max_memory)

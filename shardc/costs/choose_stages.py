@@ -16,8 +16,18 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import BALANCES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
-from shardc.schedules.balance import Load, MinMaxPath, Split, chain_path, ideal_path, ideals, stages_after
-from shardc.schedules.balance_ranks import MOST_LOOPED, Ranges, balance_ranks
+from shardc.schedules.balance import (
+    MOST_LOOPED,
+    Load,
+    MinMaxPath,
+    Ranges,
+    Split,
+    balance_ranks,
+    chain_path,
+    ideal_path,
+    ideals,
+    stages_after,
+)
 
 WORTH = 0.98  # of the heaviest stage's weight: a split with more crossings must be lighter than this
 

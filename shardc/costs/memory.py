@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.parameter_bytes import persistent_bytes, stored_bytes
+from shardc.costs.count import persistent_bytes, stored_bytes
 from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_schedule import schedule_of
-from shardc.program.code_motion import is_early
+from shardc.program.communication import is_early
 from shardc.program.lifetime import Storage, split, storages
 from shardc.program.node import ancestors
 from shardc.program.program import Program, parameters_of

@@ -9,18 +9,16 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.flops import flops_of_call
-from shardc.costs.parameter_bytes import nbytes
+from shardc.costs.count import flops_of_call, nbytes
 from shardc.costs.stage_schedule import schedule_of, stage_costs
 from shardc.costs.stage_units import prefixes
 from shardc.language.text import table
 from shardc.program.program import Program, parameters_of
 from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, stages_of
 from shardc.program.text import value_names
-from shardc.schedules.picture import timeline_text
 from shardc.schedules.schedule import Schedule, to_csv
 from shardc.schedules.simulate import simulate
-from shardc.schedules.timeline import Timeline, rounded
+from shardc.schedules.timeline import Timeline, rounded, timeline_text
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from shardc.costs.parameter_bytes import resident_bytes
-from shardc.costs.time import seconds
+from shardc.costs.count import resident_bytes, seconds
 from shardc.program.node import is_view, operand
 from shardc.program.program import Program
 from shardc.program.stages import SCHEDULED, Part, Stages, cached_on_program, stages_of
 from shardc.schedules.check import check
-from shardc.schedules.costs import Costs, StageCost
-from shardc.schedules.events import with_messages
 from shardc.schedules.named import schedule
 from shardc.schedules.schedule import ActionPhase, Edge, Schedule
+from shardc.schedules.simulate import Costs, StageCost, with_messages
 
 PART_OF_PHASE: dict[ActionPhase, Part] = {"F": "forward", "B": "input_gradient"}
 PHASE_OF_PART = {part: phase for phase, part in PART_OF_PHASE.items()}

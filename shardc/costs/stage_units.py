@@ -10,8 +10,7 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from shardc.costs.flops import flops_of_call
-from shardc.costs.time import bytes_moved
+from shardc.costs.count import bytes_moved, flops_of_call
 from shardc.language.sharding import ceil_div
 from shardc.program.lifetime import split, storages
 from shardc.program.node import is_cast, is_getitem, is_random, is_view, operand

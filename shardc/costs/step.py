@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, step_timeline

@@ -1,4 +1,4 @@
-"""The machine that times are estimated for: a link for each mesh axis, and the device of a rank, with presets."""
+"""Kinds of collectives, and the machine that times are estimated for: links of mesh axes and the device of a rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shardc.language.collective_kind import CollectiveKind, num_steps
 from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.partition import parse_part
@@ -260,3 +259,20 @@ def _device(device: Device | str) -> Device:
         remedy = did_you_mean(str(device), DEVICES) or f"say one of {', '.join(DEVICES)}"
         raise OptionError("device", f"{device!r}", "there is no such device", remedy)
     return DEVICES[device]
+
+
+CollectiveKind = Literal[
+    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice",
+    "mask_padding", "rechunk",
+]  # fmt: skip
+WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # a rank sends its whole operand
+LOCAL_KINDS = ("shard_slice", "mask_padding")  # nothing is sent: a rank's own work, by its position on the mesh
+
+
+def num_steps(kind: CollectiveKind, num_ranks: int) -> int:
+    """Messages that follow each other: in a ring every rank sends n-1, for an all_reduce twice as many."""
+    if kind in LOCAL_KINDS or num_ranks == 1:
+        return 0
+    if kind in (*WHOLE_PAYLOAD, "rechunk"):
+        return 1
+    return (2 if kind == "all_reduce" else 1) * (num_ranks - 1)

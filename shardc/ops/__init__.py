@@ -2,13 +2,10 @@
 
 | file | ops |
 |---|---|
-| ``attention`` | fused scaled dot product attention |
-| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot``, the product that programs hold; ``grouped_mm`` of experts |
-| ``embedding`` | ``embedding``, ``embedding_bag`` |
-| ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted`` |
+| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot`` of programs, ``grouped_mm`` of experts, attention |
+| ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted``, ``embedding`` |
 | ``linalg`` | factorizations, solvers, distances, ``fft`` |
-| ``loss`` | ``nll_loss``, ``mse_loss``, ``binary_cross_entropy`` and other losses |
-| ``normalization`` | layer, RMS, group and batch norm |
+| ``normalization`` | layer, RMS, group and batch norm; ``nll_loss``, ``mse_loss`` and other losses |
 | ``piece`` | ``slice``, ``select``, ``split``, ``cat``, ``stack``, ``flip``, ``roll``, ``constant_pad_nd`` |
 | ``pointwise`` | ``add``, casts, copies, gradients of activations, ``full``, ``arange``, ``shardc.annotate`` |
 | ``random`` | random numbers |

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from shardc.language.collective_kind import LOCAL_KINDS, WHOLE_PAYLOAD, CollectiveKind
+from shardc.language.machine import LOCAL_KINDS, WHOLE_PAYLOAD, CollectiveKind
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards

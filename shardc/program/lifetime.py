@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from shardc.ops.contraction import dot
-from shardc.ops.embedding import lookup_rows, scatter_rows
-from shardc.ops.index import MAKE_NEW
+from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
 from shardc.program.communication import bucket
 from shardc.program.inference import is_of_torch, meta_results

@@ -27,7 +27,7 @@ class Source:
     stage: int = field(default=0, compare=False)
 
 
-PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # precedence of annotations: passes/propagate/pins.py
+PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # precedence of annotations: passes/propagate/propagate.py
 
 
 @dataclass(frozen=True, slots=True)

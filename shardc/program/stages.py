@@ -19,8 +19,8 @@ from typing import Literal, TypeVar
 
 from torch import fx
 
-from shardc.language.collective_kind import LOCAL_KINDS
 from shardc.language.errors import OptionError, raise_all
+from shardc.language.machine import LOCAL_KINDS
 from shardc.language.mesh import MICROBATCH
 from shardc.language.sharding import Sharding, dtype_name
 from shardc.ops.contraction import dot

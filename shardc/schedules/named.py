@@ -13,13 +13,11 @@ from shardc.language.errors import ShardingError, did_you_mean
 from shardc.schedules import schedule as data
 from shardc.schedules import timeline
 from shardc.schedules.check import check
-from shardc.schedules.costs import Costs, StageCost, costs_for
-from shardc.schedules.events import with_messages
 from shardc.schedules.orders import CHUNKED, LINEAR, ORDERS, fits, schedule_named
-from shardc.schedules.picture import chrome_trace, timeline_svg, timeline_text
 from shardc.schedules.schedule import Edge, chain_edges, from_csv, to_csv
 from shardc.schedules.search import fastest
-from shardc.schedules.simulate import simulate
+from shardc.schedules.simulate import Costs, StageCost, costs_for, simulate, with_messages
+from shardc.schedules.timeline import chrome_trace, timeline_svg, timeline_text
 
 
 class Schedule(data.Schedule):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import CaptureError, Mesh, P
-from shardc.capture.guards import GuardError
+from shardc.capture.refusals import GuardError
 from shardc.runtime.comm.distributed import make_device_mesh
-from shardc.runtime.module.variants import MAX_VARIANTS
+from shardc.runtime.module.module import MAX_VARIANTS
 from shardc.verify import verify
 
 MESH = Mesh(dp=2, tp=2)

@@ -126,7 +126,7 @@ def test_verify_exits_with_1_and_names_the_tensor_that_differs(
         return xs
 
     monkeypatch.setattr(SimulatedComm, "all_reduce", loses_one)
-    monkeypatch.setattr("shardc.runtime.comm.shards.torch.equal", lambda a, b: True)
+    monkeypatch.setattr("shardc.runtime.comm.dtensor.torch.equal", lambda a, b: True)
     assert main(["verify", f"{FILE}:mlp", *ON_FOUR]) == 1
     assert "differs" in capsys.readouterr().out
 

@@ -21,8 +21,7 @@ from shardc.runtime.comm.comm import Comm
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.instruction import Env
 from shardc.runtime.pipeline.stages import StageRunner
-from shardc.schedules.costs import Costs, StageCost
-from shardc.schedules.simulate import simulate
+from shardc.schedules.simulate import Costs, StageCost, simulate
 from shardc.schedules.timeline import Timeline
 
 LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 5

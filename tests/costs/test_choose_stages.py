@@ -13,7 +13,7 @@ import shardc
 from shardc import ShardingError
 from shardc.capture.capture import capture
 from shardc.costs.choose_stages import ChosenStages, SplitOptions, choose_stages
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of
 from shardc.costs.stage_units import flow_of, forward_calls, units_of
 from shardc.program.program import Program
 

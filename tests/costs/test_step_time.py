@@ -14,12 +14,11 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
+from shardc.costs.count import call_seconds, collective_seconds, update_seconds
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice
-from shardc.costs.time import call_seconds, collective_seconds, update_seconds
-from shardc.language.collective_kind import num_steps
-from shardc.language.machine import LINKS, Device, Link, Machine, machine_of
+from shardc.language.machine import LINKS, Device, Link, Machine, machine_of, num_steps
 from shardc.program.communication import is_collective
 from shardc.program.stages import PARTS
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reshard_case import integers, lay_out, read_back
 from torch import Tensor
 
-from shardc.language.collective_kind import CollectiveKind
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import Axes, Mesh
 from shardc.language.partition import parse_part
 from shardc.language.sharding import DimSharding, Sharding, num_shards

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P

@@ -13,8 +13,7 @@ import pytest
 from shardc import ShardingError, balance
 from shardc.costs.choose_stages import SplitOptions, side_by_side, split_units
 from shardc.costs.stage_units import StageLoads
-from shardc.schedules.balance import Split
-from shardc.schedules.balance_ranks import RankLoads, balance_ranks
+from shardc.schedules.balance import RankLoads, Split, balance_ranks
 
 CASES = {
     case["id"]: case for case in json.loads((Path(__file__).parent / "stage_split_cases.json").read_text())["cases"]

@@ -4,7 +4,7 @@ import json
 from xml.etree import ElementTree
 
 import shardc
-from shardc.schedules.costs import Costs, StageCost
+from shardc.schedules.simulate import Costs, StageCost
 
 
 def test_text_shows_each_rank_over_time() -> None:

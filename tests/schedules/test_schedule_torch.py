@@ -8,8 +8,8 @@ from torch.distributed.pipelining import schedules as torchs
 import shardc
 from shardc import Schedule
 from shardc.language.errors import ShardingError
-from shardc.schedules.costs import Costs, StageCost
 from shardc.schedules.orders import CHUNKED, ORDERS
+from shardc.schedules.simulate import Costs, StageCost
 
 
 def of_torch(kind: type, num_ranks: int, num_chunks: int, count: int) -> Schedule:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import shardc
-from shardc.schedules.costs import Costs, StageCost
+from shardc.schedules.simulate import Costs, StageCost
 from shardc.schedules.timeline import Task, Timeline, timeline
 
 WEIGHT, ACTIVATION = 512 * 512, 512 * 256

@@ -16,7 +16,7 @@ from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.language.sharding import DimSharding, ReduceOp, Sharding, TensorType, num_shards
 from shardc.ops.piece import fit
 from shardc.program.collective import Step, fits, group_size
-from shardc.runtime.comm.shards import pad, shard, unshard
+from shardc.runtime.comm.dtensor import pad, shard, unshard
 from shardc.runtime.comm.simulated import SimulatedComm
 
 MAX_RANKS = 24

@@ -12,8 +12,17 @@ from torch import Tensor
 import shardc.ops  # noqa: F401
 from shardc.language.windows import overlap_add, windows
 from shardc.ops.contraction import dot
-from shardc.ops.embedding import lookup_rows, scatter_rows
-from shardc.ops.index import add_at, gather_at, lookup_at, put_at, scatter_add_at, scatter_added_at, scatter_at
+from shardc.ops.index import (
+    add_at,
+    gather_at,
+    lookup_at,
+    lookup_rows,
+    put_at,
+    scatter_add_at,
+    scatter_added_at,
+    scatter_at,
+    scatter_rows,
+)
 from shardc.ops.random import poisson_quantile, uniform
 from shardc.program.user_rules import Case, case_of
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from shardc.language.collective_kind import LOCAL_KINDS, CollectiveKind
 from shardc.language.errors import UsageError, did_you_mean
+from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
 from shardc.language.text import shortened, table
 

@@ -16,12 +16,11 @@ from importlib.resources import files
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from shardc.costs.count import has_machine, nbytes
 from shardc.costs.memory import memory_by_rank, memory_curve
-from shardc.costs.parameter_bytes import nbytes
 from shardc.costs.pipeline_memory import bytes_over_time
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, OVER, Slice, step_timeline
-from shardc.costs.time import has_machine
 from shardc.language.errors import OptionError
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program

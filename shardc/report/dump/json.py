@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
-from shardc.costs.time import has_machine
 from shardc.language.sharding import dtype_name
 from shardc.program.program import Program
 from shardc.program.stages import has_stages

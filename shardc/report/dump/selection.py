@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from shardc.costs.time import has_machine
+from shardc.costs.count import has_machine
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.program.collective import Collective
 from shardc.program.program import Program

@@ -22,10 +22,8 @@ from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.candidates import candidates, related_annotations, stage_candidates
-from shardc.report.explain.change import Change
-from shardc.report.explain.collectives import why_needed
-from shardc.report.explain.movement import Transfer, is_removed, replacement_kinds, transfers
-from shardc.report.explain.retry import Attempt, Figures, Retry
+from shardc.report.explain.collectives import Transfer, is_removed, replacement_kinds, transfers, why_needed
+from shardc.report.explain.retry import Attempt, Change, Figures, Retry
 
 REMOVE, SHRINK = "to remove it", "to send less between stages"
 WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}

@@ -22,8 +22,8 @@ from shardc.program.communication import axes_of
 from shardc.program.node import is_cast, is_getitem, is_view, operands
 from shardc.program.program import Input, Program, ends_of
 from shardc.program.provenance import ShardingChange, StageCrossing
-from shardc.report.explain.change import Change, Edit
-from shardc.report.explain.movement import Movement, movements
+from shardc.report.explain.collectives import Movement, movements
+from shardc.report.explain.retry import Change, Edit
 
 
 def candidates(

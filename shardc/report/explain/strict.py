@@ -141,7 +141,7 @@ class _Requests:
         return bool(pins) and all(pin is not None and not dims & pin.open for pin in pins)
 
     def is_for_weights(self, node: fx.Node, users: Sequence[fx.Node]) -> bool:
-        """Whether data moves to weights over all axes of a gather, or moves back (ranks: passes/propagate/pins.py)."""
+        """Whether data moves to weights over all axes of a gather, or moves back (ranks: propagate.py)."""
         origins = [self.program.origins(user) for user in users if user.op == "call_function"]
         for axis in axes_of(node):
             origin = self.program.origin(operand(node)).get(axis)

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.flops import flops_of, flops_of_call
+from shardc.costs.count import flops_of, flops_of_call, persistent_bytes, stored_bytes
 from shardc.costs.memory import MEMORY_CLASSES, bytes_alive, is_gathered, memory_by_rank
-from shardc.costs.parameter_bytes import persistent_bytes, stored_bytes
 from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost
@@ -24,9 +23,7 @@ from shardc.program.lifetime import Storage, owners_of, storages
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import TIMED, has_stages, stages_of
 from shardc.program.traffic import collectives_of, traffic_of
-from shardc.report.symbolic.condition import symbols_of
-from shardc.report.symbolic.exchange import count_rows
-from shardc.report.symbolic.symbolic_program import SymbolicProgram
+from shardc.report.symbolic.symbolic_program import SymbolicProgram, count_rows, symbols_of
 
 
 def expressed_cost(symbolic: SymbolicProgram, lowered: Program, final: Program) -> StepCost:

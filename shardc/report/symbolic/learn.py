@@ -12,8 +12,17 @@ from itertools import combinations, product
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError
 from shardc.program.program import Program
-from shardc.report.symbolic.form import Fitter, Form, Point, Widening, point_text
-from shardc.report.symbolic.numbers import NumberKey, first_difference, numbers, outline
+from shardc.report.symbolic.form import (
+    Fitter,
+    Form,
+    NumberKey,
+    Point,
+    Widening,
+    first_difference,
+    numbers,
+    outline,
+    point_text,
+)
 from shardc.report.symbolic.symbolic_program import SymbolicProgram
 
 Compile = Callable[[Point], Compiled]

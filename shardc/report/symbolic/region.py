@@ -6,11 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardc.report.symbolic.condition import Condition, CutCondition, LengthCondition, independent, names_in
-from shardc.report.symbolic.exchange import exchange_conditions
 from shardc.report.symbolic.form import Point
 from shardc.report.symbolic.learn import FEW, Learned
-from shardc.report.symbolic.symbolic_program import SymbolicProgram
+from shardc.report.symbolic.symbolic_program import (
+    Condition,
+    CutCondition,
+    LengthCondition,
+    SymbolicProgram,
+    exchange_conditions,
+    independent,
+    names_in,
+)
 
 IsSame = Callable[[Point], bool]
 RANKS = 65536

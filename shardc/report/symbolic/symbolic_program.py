@@ -1,19 +1,27 @@
-"""A lowered program whose sizes are sympy expressions in the symbols, and which of its dims are cut evenly."""
+"""A lowered program whose sizes are sympy expressions, and the conditions on sizes under which it stays the same."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
+from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding, TensorType, num_shards
+from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
+from shardc.program.collective import EXCHANGES
+from shardc.program.communication import members
 from shardc.program.program import Program
-from shardc.report.symbolic.condition import CutCondition, symbols_of, value
-from shardc.report.symbolic.form import Form, Point
-from shardc.report.symbolic.numbers import numbers, with_numbers
+from shardc.report.symbolic.form import Form, Point, numbers, with_numbers
+
+if TYPE_CHECKING:
+    import sympy
 
 
 @dataclass(frozen=True)
@@ -133,3 +141,216 @@ def _localized(program: Program, pieces: Mapping[Any, Any]) -> Program:
         if node.op != "output" and program.shardings(node):
             program.set_local_types(node, tuple(map(local_type, program.types(node), program.shardings(node))))
     return program
+
+
+def count_rows(values: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The rows that the busiest rank gives and takes in an exchange, of windows in numbers or in expressions.
+
+    Asserts that windows in expressions have a row count: ``exchange_conditions`` raises for those that have none.
+    """
+    if all(isinstance(number, int) for number in values):
+        return most_rows_sent(values)
+    rows = _rows(Windows(*values))
+    assert rows is not None, f"{values} have no row count"
+    return rows, rows
+
+
+def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
+    """The conditions under which neighbours exchange as many rows as their expressions say.
+
+    Raises a ShardingError for an exchange that has none: chunks of several lengths, windows that move against them.
+    """
+    for node, here in zip(symbolic.expressed.graph.nodes, symbolic.reference.graph.nodes, strict=True):
+        if any(part.kind == "rechunk" for part in members(node)):
+            raise _no_expression(symbolic, here)
+        expressed: tuple[Any, ...] = node.args
+        numbers: tuple[Any, ...] = here.args
+        if node.target in EXCHANGES and numbers[1]:
+            conditions = _conditions(Windows(*expressed[3]), Windows(*numbers[3]), symbolic.point)
+            if conditions is None:
+                raise _no_expression(symbolic, here)
+            yield from conditions
+
+
+def _conditions(window: Windows, here: Windows, point: Point) -> list[Condition] | None:
+    """The conditions of windows, given in expressions and in numbers at a point; None where they have no row count."""
+    import sympy
+
+    step = abs(here.stride)
+    if all(isinstance(number, int) for number in window.values):  # as on a mesh that is fixed
+        return []
+    if window == Windows(window.count, window.length, window.length, 0):  # chunks as they are
+        return []
+    left_over = sympy.expand(window.length - step * window.total)
+    is_aligned = here.length % here.count == 0 and here.chunk * step * here.count == here.length
+    is_fixed = isinstance(window.span, int) and getattr(left_over, "is_number", True) and left_over < 2 * step
+    is_known = here.beyond == FILLED or (here.beyond == AROUND and here.span == here.stride == 1)
+    if not is_aligned or not is_fixed or here.fixed_shard_size or not is_known:
+        return None
+    rows = _rows(window)
+    if rows is None or value(rows, point) != most_rows_sent(here.values)[0]:
+        return None
+    conditions: list[Condition] = [CutCondition(window.length, step * window.count, is_even=True)]
+    margins = _margins(window) if here.stride > 0 else None
+    if margins and max(margins) > 1:
+        conditions.append(LengthCondition(window.length, window.count, max(margins)))
+    return conditions
+
+
+def _rows(window: Windows) -> Any | None:
+    """Rows that the busiest rank gives to others; None where windows start at no fixed distance from their chunks.
+
+    An end rank has one neighbour alone, so that of two ranks none gives to both sides.
+    """
+    import sympy
+
+    if window.stride < 0:
+        return window.length / window.count
+    margins = _margins(window)
+    if margins is None:
+        return None
+    left, right = margins
+    if window.beyond == AROUND or not left or not right:
+        return left + right
+    if left == right:
+        return left * sympy.Min(2, window.count - 1)
+    return max(left, right) + min(left, right) * sympy.Min(1, window.count - 2)
+
+
+def _margins(window: Windows) -> tuple[int, int] | None:
+    """Elements before a chunk and behind it that its window has; None where these are no fixed numbers.
+
+    Around the ends of a dim they are counted on the side where they are fewer.
+    """
+    import sympy
+
+    is_around = window.beyond == AROUND
+    before = sympy.expand(window.length - window.start) if is_around else -window.start
+    behind = sympy.expand(window.start + window.span - window.stride)
+    fixed = [int(each) if getattr(each, "is_number", True) else None for each in (before, behind)]
+    if fixed.count(None) > is_around:
+        return None
+    left, right = (max(0, each or 0) for each in fixed)
+    if is_around and None not in fixed:
+        return (left, 0) if left < right else (0, right)
+    return left, right
+
+
+def _no_expression(symbolic: SymbolicProgram, node: fx.Node) -> ShardingError:
+    source = symbolic.reference.source(node)
+    where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
+    what = f"neighbours exchange the edges of their chunks of {symbolic.reference.type(node)}"
+    problem = "the chunks are not alike or not moved by whole steps, and how many rows that are has no expression"
+    remedy = "start from sizes that the mesh divides, or count at sizes: --at ... --recompile"
+    return ShardingError(f"{node.name} in {where}", what, problem, remedy)
+
+
+def symbols_of(names: Iterable[str]) -> dict[str, sympy.Symbol]:
+    """A sympy symbol by each name: a positive whole number."""
+    import sympy
+
+    return {name: sympy.Symbol(name, positive=True, integer=True) for name in names}
+
+
+def names_in(expression: object) -> set[str]:
+    """The names of the symbols in an expression; none in a number."""
+    return {symbol.name for symbol in getattr(expression, "free_symbols", ())}
+
+
+def value(expression: Any, point: Point) -> Any:
+    """An expression's value where its symbols are numbers: exact, an int where it is whole."""
+    import sympy
+
+    symbols = getattr(expression, "free_symbols", ())
+    result = sympy.sympify(expression).subs({symbol: point[symbol.name] for symbol in sorted(symbols, key=str)})
+    return int(result) if result.is_integer else result
+
+
+@dataclass(frozen=True, slots=True)
+class CutCondition:
+    """The size of a dim, cut in ``shards`` pieces, is or is not a multiple of them; both are expressions."""
+
+    size: Any
+    shards: Any
+    is_even: bool
+
+    def holds(self, point: Point) -> bool:
+        """Whether it is so at a point."""
+        return (value(self.size, point) % value(self.shards, point) == 0) == self.is_even
+
+    def missing_factor(self, point: Point) -> int:
+        """How many times as large the size must be at a point to be cut evenly."""
+        import sympy
+
+        return int(sympy.Rational(value(self.size, point), value(self.shards, point)).q)
+
+    def text(self) -> str:
+        """``B is a multiple of 4*dp``."""
+        import sympy
+
+        whole, parts = sympy.fraction(sympy.together(sympy.sympify(self.size) / self.shards))
+        return f"{whole} is {'a' if self.is_even else 'no'} multiple of {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCondition:
+    """Each of ``shards`` chunks of a dim has at least the ``rows`` elements that its neighbours take of it."""
+
+    size: Any
+    shards: Any
+    rows: int
+
+    def holds(self, point: Point) -> bool:
+        """Whether it is so at a point."""
+        return bool(value(self.size, point) >= self.rows * value(self.shards, point))
+
+    def text(self) -> str:
+        """``H is 2*tp or more``."""
+        return f"{self.size} is {self.rows}*{self.shards} or more"
+
+
+Condition = CutCondition | LengthCondition
+
+
+def independent(cuts: Sequence[CutCondition]) -> list[CutCondition]:
+    """The conditions that no others imply, in their shortest form."""
+    from sympy import expand, sympify
+
+    shortest = [_without_multiples(cut) for cut in _joined_numbers(cuts)]
+    conditions = [cut for cut in shortest if not expand(sympify(cut.size) / cut.shards).is_integer]
+    even = {cut: sympify(cut.size) / cut.shards for cut in conditions if cut.is_even}
+    symbols = {cut.size: cut.shards for cut in even if getattr(cut.size, "is_Symbol", False)}
+
+    def is_implied(cut: CutCondition) -> bool:
+        if not cut.is_even or not names_in(cut.size):
+            return False
+        if any((even[cut] / other).is_integer for other in even.values() if other != even[cut]):
+            return True
+        quotient = even[cut]
+        for symbol, shards in symbols.items():
+            if symbol != cut.size and quotient.has(symbol):
+                quotient = quotient.subs(symbol, symbol * shards)
+        return bool(expand(quotient).is_integer)
+
+    return [cut for cut in dict.fromkeys(conditions) if not is_implied(cut)]
+
+
+def _without_multiples(cut: CutCondition) -> CutCondition:
+    """An even cut of a sum without the summands that are multiples: of ``H + 2*n`` by ``n`` that of ``H``."""
+    from sympy import Add, expand, fraction, sympify, together
+
+    if not cut.is_even or not names_in(cut.size):
+        return cut
+    summands = Add.make_args(expand(sympify(cut.size) / cut.shards))
+    size, shards = fraction(together(Add(*(each for each in summands if not each.is_integer))))
+    return CutCondition(size, shards, is_even=True)
+
+
+def _joined_numbers(cuts: Sequence[CutCondition]) -> list[CutCondition]:
+    """The conditions; those of sizes that are numbers, cut by the same axes, as one of their common divisor."""
+    divisors: dict[Any, int] = {}
+    for cut in cuts:
+        if cut.is_even and not names_in(cut.size):
+            divisors[cut.shards] = math.gcd(divisors.get(cut.shards, 0), int(cut.size))
+    others = [cut for cut in cuts if not cut.is_even or names_in(cut.size)]
+    return [*others, *(CutCondition(size, shards, is_even=True) for shards, size in divisors.items())]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardc.runtime.comm.shards import same_bits
+from shardc.runtime.comm.dtensor import same_bits
 
 EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}
 UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # as torch has them

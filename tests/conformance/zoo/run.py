@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardc import Mesh, P
 from shardc.api import Compiled
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of
 from shardc.language.text import bytes_text, table
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, ShardingError, Zero
-from shardc.program.code_motion import deferrable
-from shardc.program.communication import is_collective, members
+from shardc.program.communication import deferrable, is_collective, members
 from shardc.program.traffic import collectives_of
 from shardc.runtime.comm.comm import BucketLayout
 from shardc.runtime.comm.simulated import SimulatedComm

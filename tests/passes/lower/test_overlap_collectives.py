@@ -13,8 +13,7 @@ from torch import Tensor, fx
 import shardc
 from shardc import Mesh, P
 from shardc.ops.contraction import dot
-from shardc.program.code_motion import is_early
-from shardc.program.communication import is_collective
+from shardc.program.communication import is_collective, is_early
 from shardc.program.lifetime import split
 from shardc.program.node import is_getitem
 from shardc.program.traffic import collectives_of

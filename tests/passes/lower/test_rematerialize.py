@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import Compiled, Mesh, P, Remat, ShardingError, Zero
-from shardc.costs.flops import flops_of, flops_of_call
+from shardc.costs.count import flops_of, flops_of_call
 from shardc.passes.lower.choose_saved import SLANT, UNIT, Chooser, Share
 from shardc.program.lifetime import owners_of, split
 from shardc.runtime.simulator import interpret

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_case import Case, all_shardings, cases, integers, lay_out, read_back, take, uneven_cases
 
-from shardc.language.collective_kind import CollectiveKind
 from shardc.language.cut import has_same_shards, join_dim
 from shardc.language.errors import ShardingError
+from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardc import Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
-from shardc.costs.flops import flops_of
+from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.language.text import json_text

@@ -18,7 +18,7 @@ from shardc import Mesh, P, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.report.explain.advice import Advice, Advisor, Suggestion, advise
-from shardc.report.explain.movement import is_removed, transfers
+from shardc.report.explain.collectives import is_removed, transfers
 from shardc.report.explain.retry import Figures, figures_of
 
 Target = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any], Mapping[str, P]]

@@ -13,8 +13,14 @@ import shardc
 from shardc import Mesh, P
 from shardc.language.sharding import Sharding, TensorType
 from shardc.passes.reshard.plan_reshard import plan_reshard
-from shardc.report.explain.alternatives import AlternativeFinder, alternatives, alternatives_text
-from shardc.report.explain.compare import bytes_sent, compare_steps, kinds_of
+from shardc.report.explain.alternatives import (
+    AlternativeFinder,
+    alternatives,
+    alternatives_text,
+    bytes_sent,
+    compare_steps,
+    kinds_of,
+)
 
 MESH = Mesh(dp=2, tp=2)
 TYPE = TensorType((8, 12, 4), torch.float32)

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import shardc
 from shardc import Mesh, P, Zero
 from shardc.cli.main import main
-from shardc.report.symbolic.condition import value
 from shardc.report.symbolic.form import Fitter, Point, Widening
 from shardc.report.symbolic.plan import Repeated, SymbolicPlan, symbolic_plan
+from shardc.report.symbolic.symbolic_program import value
 
 
 class Tower(nn.Module):

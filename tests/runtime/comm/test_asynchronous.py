@@ -16,7 +16,7 @@ from shardc.ops.contraction import BoundDot
 from shardc.runtime.comm import messages
 from shardc.runtime.comm.comm import BucketLayout, Places, Results, Rows, Tensors
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
-from shardc.runtime.comm.shards import shard
+from shardc.runtime.comm.dtensor import shard
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate
 

@@ -17,13 +17,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P, blocks, parse_parts
-from shardc.runtime.comm.agreement import check_agreement
-from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device_mesh
-from shardc.runtime.comm.dtensor import check_order, placements, sharding_of, to_dtensor
+from shardc.runtime.comm.distributed import TorchComm, check_agreement, gather_whole, make_device_mesh
+from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of, to_dtensor
 from shardc.runtime.comm.launch import launch
-from shardc.runtime.comm.network import parse_counters, private_loopback, sent_bytes
+from shardc.runtime.comm.messages import parse_counters, private_loopback, sent_bytes
 from shardc.runtime.comm.process_group import reduce_scatter
-from shardc.runtime.comm.shards import shard
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate

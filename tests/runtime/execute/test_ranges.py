@@ -14,7 +14,7 @@ import shardc
 from shardc import Mesh
 from shardc.costs.step_time import OPTIMIZER, Slice
 from shardc.ops.contraction import dot
-from shardc.runtime.comm.ranges import WAIT
+from shardc.runtime.comm.process_group import WAIT
 
 
 def profiled(mesh: Any, path: str) -> tuple[list[str], Any]:

@@ -20,7 +20,7 @@ from shardc.program.collective import (
     shard_slice,
     source_position,
 )
-from shardc.runtime.comm.shards import pad, same_bits, shard, unpad, unshard
+from shardc.runtime.comm.dtensor import pad, same_bits, shard, unpad, unshard
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import interpret, simulate

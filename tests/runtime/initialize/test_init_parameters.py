@@ -196,7 +196,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["gpt", "hf gpt2", "hf llama", "hf bert", "hf vit"])
 def test_no_tensor_larger_than_the_shard_is_made(name: str) -> None:
-    from shardc.runtime.initialize.evaluator import Evaluator, piece_region
+    from shardc.runtime.initialize.initialize import Evaluator, piece_region
 
     found, mesh = recorded(name), Mesh(a=4)
     cpu = torch.device("cpu")

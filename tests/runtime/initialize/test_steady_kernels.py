@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.runtime.initialize.evaluator import STEADY
+from shardc.runtime.initialize.initialize import STEADY
 
 COUNT = 3000
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

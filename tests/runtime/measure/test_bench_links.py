@@ -11,8 +11,7 @@ from shardc.cli.main import main
 from shardc.language.machine import Link, machine_of
 from shardc.program.collective import wire_bytes
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
-from shardc.runtime.measure.fit import Beside, Computed, Sent, fitted_device, fitted_link
-from shardc.runtime.measure.links import Bench
+from shardc.runtime.measure.links import Bench, Beside, Computed, Sent, fitted_device, fitted_link
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

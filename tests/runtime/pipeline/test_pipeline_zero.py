@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import Mesh, P, Precision, Remat, Zero
 from shardc.api import Compiled
+from shardc.costs.count import nbytes
 from shardc.costs.memory import memory_by_rank
-from shardc.costs.parameter_bytes import nbytes
 from shardc.options import Pipeline
-from shardc.program.code_motion import chain
-from shardc.program.communication import members
+from shardc.program.communication import chain, members
 from shardc.program.program import parameters_of
 from shardc.program.stages import Stage, stages_of
 from shardc.runtime.comm.simulated import SimulatedComm

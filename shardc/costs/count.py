@@ -1,0 +1,197 @@
+"""Counts of a program and of its calls: floating-point operations, bytes of parameters, bytes moved and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+from shardc.language.machine import Link, Machine
+from shardc.language.mesh import MICROBATCH
+from shardc.language.partition import parse_part
+from shardc.language.sharding import TensorType, dtype_name
+from shardc.ops.contraction import dot, is_attention
+from shardc.program.collective import Collective
+from shardc.program.communication import collective_at, is_collective
+from shardc.program.lifetime import is_row_of_kept
+from shardc.program.node import is_getitem, is_view
+from shardc.program.program import Program, Value, ends_of, parameters_of
+from shardc.program.stages import Stage
+
+aten = torch.ops.aten
+
+COUNTED_AS = {  # op without a formula in torch: the op with the same operands whose formula is used
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+Shape = tuple[int, ...]
+TypeOf = Callable[[fx.Node, int], TensorType | None]
+
+
+def flops_of(program: Program, of_rank: bool = False) -> int:
+    """Operations of contractions, convolutions and attentions; a multiply and an add are two.
+
+    ``of_rank``: on one rank's shards; otherwise on the types of the program, which are global before localize.
+    """
+    if of_rank:
+        return sum(flops_of_call(program, node) for node in program.calls)
+    return sum(_flops(program, node, lambda node, index: program.types(node)[index]) for node in program.calls)
+
+
+def flops_of_call(program: Program, node: fx.Node) -> int:
+    """Operations of one call on one rank's shards."""
+    return _flops(program, node, program.local_type)
+
+
+def _flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
+    if formula is None and node.target is not dot:
+        return 0
+    operands: Any = fx.map_arg((node.args, node.kwargs), lambda node: _shape(type_of(*program.value(node))))
+    args, kwargs = operands
+    if formula is None:  # a multiply and an add for every combination of the factors
+        a, b, spec = args
+        names = spec.partition("->")[0].replace(",", " ").split()
+        return 2 * math.prod(dict(zip(names, a + b, strict=True)).values())
+    results = tuple(_shape(type_of(node, index)) for index in range(len(program.types(node))))
+    flops: int = formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0])
+    return flops
+
+
+def _shape(type_: TensorType | None) -> Shape | None:
+    return None if type_ is None else type_.shape
+
+
+def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: Any, out_val: Any) -> int:
+    """As many as in forward for each of the two gradients; torch's formula ignores groups."""
+    is_transposed, mask = further[4], further[7]
+    each: int = conv_flop_count(list(x), list(weight), list(grad), transposed=is_transposed)
+    return (mask[0] + mask[1]) * each
+
+
+OWN_FORMULAS: dict[Any, Callable[..., int]] = {aten.convolution_backward: _convolution_backward_flops}
+
+
+ADAM_STATES = 2  # exp_avg and exp_avg_sq in the parameter's dtype: 8 bytes for a local fp32 element
+
+
+def nbytes(type_: TensorType | None) -> int:
+    """The bytes of a value on one rank; 0 for a value that is no tensor."""
+    return 0 if type_ is None else type_.nbytes
+
+
+def persistent_bytes(program: Program) -> dict[str, int]:
+    """Bytes by class of all parameters, with the copies of them that are kept to compute on."""
+    parameters, kept = parameters_of(program), results_by_parameter(program, "computed")
+    rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
+    separate = [node for name, node in parameters.items() if name not in rows]
+    stored = sum(nbytes(program.local_type(node)) for node in (*separate, *kept.values()))
+    return {**stored_bytes(program, parameters), "parameters": stored}
+
+
+def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
+    """Bytes by class of these parameters as they are stored, their gradients and Adam's states."""
+    nodes = parameters_of(program)
+    gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}
+    return {
+        "parameters": sum(nbytes(program.local_type(nodes[name])) for name in names),
+        "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
+        "optimizer": ADAM_STATES * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
+    }
+
+
+def resident_bytes(program: Program, stages: Sequence[Stage], place: Sequence[int]) -> Iterator[int]:
+    """The stored bytes of each stage, all classes together; parameters of several stages of a rank count once."""
+    counted: dict[int, set[str]] = {rank: set() for rank in place}
+    for stage, rank in zip(stages, place, strict=True):
+        yield sum(stored_bytes(program, set(stage.parameters) - counted[rank]).values())
+        counted[rank] |= set(stage.parameters)
+
+
+def results_by_parameter(program: Program, kind: str) -> dict[str, fx.Node]:
+    """The results of a kind, ``gradient`` or ``computed``, by the names of their parameters."""
+    names = {node: name for name, node in parameters_of(program).items()}
+    ends = ((owner, node) for output, owner, node in ends_of(program) if output.kind == kind and owner in names)
+    return {names[owner]: node for owner, node in ends if node is not None}
+
+
+def gradient_type(program: Program, name: str, node: fx.Node) -> TensorType | None:
+    """The type of a parameter's gradient on one rank, between backward and the optimizer's step."""
+    zero = program.options.zero
+    if zero is None or zero.stage != 1 or name not in program.computed:
+        return program.local_type(node)
+    shape = program.computed[name].local_shape(program.global_type(node).shape)
+    return TensorType(shape, program.type(node).dtype)
+
+
+def has_machine(program: Program) -> bool:
+    """Whether a lowered program was compiled for a named machine, so that its times mean something."""
+    return program.level in ("lowered", "localized") and program.options.machine != Machine()
+
+
+def on_machine(program: Program, machine: Machine) -> Program:
+    """The same program with times of another machine."""
+    return replace(program, options=replace(program.options, machine=machine))
+
+
+def seconds(program: Program, node: fx.Node) -> float:
+    """The time of a call; of a collective, on the wire."""
+    if is_collective(node):
+        return collective_seconds(program, collective_at(program, node))
+    return call_seconds(program, node)
+
+
+def call_seconds(program: Program, node: fx.Node) -> float:
+    """The time for which one rank computes in a call; 0 for a view."""
+    if is_getitem(node) or is_view(node):
+        return 0.0
+    types = [type_ for type_ in program.types(node) if type_ is not None]
+    dtype = dtype_name(types[0].dtype) if types else "float32"
+    flops, moved = flops_of_call(program, node), bytes_moved(program, node)
+    return program.options.machine.device.seconds(flops, moved, dtype, is_attention(node.target))
+
+
+def bytes_moved(program: Program, node: fx.Node) -> int:
+    """The bytes of a call's operands and results on one rank."""
+    values: set[Value] = {program.value(operand) for operand in node.all_input_nodes}
+    values |= {(node, i) for i, type_ in enumerate(program.types(node)) if type_ is not None}
+    return sum(nbytes(program.local_type(*value)) for value in values)
+
+
+def collective_seconds(program: Program, collective: Collective) -> float:
+    """The time of one collective or one message between stages."""
+    mesh, num_ranks = program.mesh, 2
+    if collective.kind not in ("send", "recv"):
+        assert mesh is not None
+        num_ranks = prod(parse_part(axis, mesh).size for axis in collective.axes if axis != MICROBATCH)
+    return link_of(program, collective).seconds(collective.kind, collective.wire_bytes, num_ranks)
+
+
+def link_of(program: Program, collective: Collective) -> Link:
+    """The link of a collective; of a message between stages, that of the pipeline's axis."""
+    pipeline, machine = program.options.pipeline, program.options.machine
+    if collective.kind in ("send", "recv") and pipeline is not None:
+        return machine.of_axis(pipeline.axis)
+    assert program.mesh is not None
+    return machine.link(collective.axes, program.mesh)
+
+
+def update_seconds(program: Program, names: Collection[str] | None = None) -> float:
+    """The time of Adam's step, of all parameters or of the named ones.
+
+    It reads and writes the parameters and their states, and reads the gradients.
+    """
+    gradients = results_by_parameter(program, "gradient")
+    if names is not None:
+        gradients = {name: node for name, node in gradients.items() if name in names}
+    parameters = parameters_of(program)
+    stored = sum(nbytes(program.local_type(parameters[name])) for name in gradients)
+    read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
+    return program.options.machine.device.update_seconds(2 * (1 + ADAM_STATES) * stored + read)
