@@ -60,7 +60,7 @@ examples: .venv/installed-test
 WHEEL_TESTS := $(addprefix tests/,api/test_api.py capture/test_capture.py cli/test_cli.py runtime/comm/test_distributed.py \
 	report/dump/test_dump.py project/test_imports.py runtime/module/test_module.py runtime/execute/test_simulator.py)
 wheel-test: .venv/installed-test
-	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
+	rm -rf $(WHEEL) build/lib && mkdir -p $(WHEEL)  # build/lib may hold files of an older tree
 	$(BIN)/python -m build --wheel --outdir $(WHEEL)
 	$(BIN)/python -m venv --without-pip $(WHEEL)/venv
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
