@@ -14,15 +14,21 @@
 | ``windowed`` | convolution, pooling, padding by values, resampling |
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
 from shardc.language.rule import RULES, OpRule, pointwise_rule
-from shardc.ops import pointwise
-
-for module in iter_modules(__path__):  # each file enters its rules in the table
-    import_module(f"{__name__}.{module.name}")
+from shardc.ops import (  # each file enters its rules in the table
+    contraction,  # noqa: F401
+    index,  # noqa: F401
+    linalg,  # noqa: F401
+    normalization,  # noqa: F401
+    piece,  # noqa: F401
+    pointwise,
+    random,  # noqa: F401
+    reduction,  # noqa: F401
+    view,  # noqa: F401
+    windowed,  # noqa: F401
+)
 
 
 def op_rule(target: Any) -> OpRule | None:
