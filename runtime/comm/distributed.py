@@ -1,17 +1,14 @@
-"""torch.distributed: this rank's collectives over the groups of a DeviceMesh, and the agreement before step 1."""
+"""torch.distributed: this rank's collectives over the groups of a DeviceMesh."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.language.errors import ShardingError
@@ -19,9 +16,7 @@ from shardc.language.machine import LOCAL_KINDS
 from shardc.language.mesh import Axes, Mesh, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import Sharding, num_shards
-from shardc.program.collective import EXCHANGES, source_position, wire_bytes
-from shardc.program.communication import members
-from shardc.program.program import Program
+from shardc.program.collective import source_position, wire_bytes
 
 from . import messages, process_group
 from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Rows, Tensors, Traffic, start_packed
@@ -191,39 +186,3 @@ def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tupl
     gathered = process_group.all_gather(piece.unsqueeze(0), comm.group(axes), 0)().unbind()
     pieces = [gathered[comm.mesh.index(position, axes)] for position in range(comm.mesh.size)]
     return unshard(pieces, sharding, shape, name)
-
-
-def check_agreement(comm: TorchComm, program: Program) -> None:
-    """Compare a hash of what must be equal on all ranks: versions, the mesh, and every collective in order.
-
-    If it differs, every rank raises a ShardingError that names two ranks and the first line in which they differ.
-    """
-    if comm.mesh.size == 1:
-        return
-    lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
-    for node in program.calls:
-        if members(node) or node.target in EXCHANGES:
-            kind, args = getattr(node.target, "__name__", ""), fx.map_arg(node.args, str)
-            lines.append(f"{node.name} = {kind}{args}: {', '.join(map(str, program.types(node)))}")
-    text = "\n".join(lines).encode()
-    hashes = _from_all(comm, hashlib.sha256(text).digest())
-    if bool((hashes == hashes[0]).all()):
-        return
-    sizes = [int.from_bytes(bytes(row.tolist()), "big") for row in _from_all(comm, len(text).to_bytes(8, "big"))]
-    texts = [bytes(row.tolist()).decode() for row in _from_all(comm, text.ljust(max(sizes), b"\0"))]
-    position = next(i for i, other in enumerate(texts) if other != texts[0])
-    pairs = zip_longest(*(texts[i].rstrip("\0").splitlines() for i in (0, position)), fillvalue="nothing")
-    one, other = next((a, b) for a, b in pairs if a != b)
-    ranks = comm.mesh.rank(0), comm.mesh.rank(position)
-    raise ShardingError(
-        f"ranks {ranks[0]} and {ranks[1]}", f"{comm.mesh}, about to run different programs",
-        f"rank {ranks[0]} has\n    {one}\n  where rank {ranks[1]} has\n    {other}",
-        "give every rank the same model, annotations, options and input shapes, and install the same versions",
-    )  # fmt: skip
-
-
-def _from_all(comm: TorchComm, data: bytes) -> Tensor:
-    """The bytes of all positions, one row each."""
-    axes = tuple(comm.mesh.axis(name) for name in comm.mesh.axis_names)
-    row = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
-    return process_group.all_gather(row.unsqueeze(0), comm.group(axes), 0)().cpu()

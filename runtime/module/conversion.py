@@ -22,8 +22,10 @@ from shardc.language.sharding import Sharding, num_shards
 from shardc.program.lifetime import is_row_of_kept
 from shardc.program.program import Program
 
+from ..agreement.agreement import Agreement, agreement_on
+from ..agreement.program import check_agreement
 from ..comm.comm import Comm
-from ..comm.distributed import TorchComm, check_agreement, gather_whole
+from ..comm.distributed import TorchComm, gather_whole
 from ..comm.dtensor import (
     DTensorMaker,
     check_order,
@@ -82,6 +84,8 @@ class Converter(Protocol):
 class VirtualConversion:
     """All ranks in this process: every tensor of the user's is plain and whole, and is cut in every call."""
 
+    agreement: Agreement | None = None  # there is one process
+
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.comm: Comm = SimulatedComm(mesh, device)
 
@@ -134,10 +138,14 @@ class VirtualConverter:
 
 
 class DistributedConversion:
-    """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh."""
+    """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh.
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    ``agreement``: of all ranks of the job's mesh, of which ``device_mesh`` is a part in a pipeline; None for one rank.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, job_mesh: DeviceMesh | None = None) -> None:
         self.device_mesh, self.torch_comm = device_mesh, TorchComm(device_mesh)
+        self.agreement = agreement_on(job_mesh or device_mesh)
         self.comm: Comm = self.torch_comm
         check_order(self.torch_comm.mesh)
         share_overflows(device_mesh)
@@ -185,7 +193,8 @@ class DistributedConversion:
 
     def check_agreement(self, program: Program) -> None:
         """ShardingError if another rank is about to run another program."""
-        check_agreement(self.torch_comm, program)
+        if self.agreement is not None:
+            check_agreement(self.agreement, program)
 
 
 Conversion = VirtualConversion | DistributedConversion

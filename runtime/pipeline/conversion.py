@@ -17,7 +17,6 @@ from shardc.options import Pipeline
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
-from ..comm.distributed import TorchComm, check_agreement
 from ..comm.dtensor import local, new_dtensor
 from ..comm.simulated import SimulatedComm
 from ..module.conversion import Conversion, Converter, DistributedConversion, DistributedConverter, VirtualConversion
@@ -50,8 +49,8 @@ class PipelineConversion(DistributedConversion):
         else:  # this rank alone
             ranks, axes = device_mesh.mesh.reshape(-1, 1), ("stages", pipeline.axis)
             stage_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=axes)[pipeline.axis]
-        super().__init__(stage_mesh)
-        self.job, self.pipeline = TorchComm(device_mesh), pipeline
+        super().__init__(stage_mesh, device_mesh)
+        self.pipeline = pipeline
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
         self.timed = self.comm = MicrobatchComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))
         axis = names.index(pipeline.axis)
@@ -85,10 +84,6 @@ class PipelineConversion(DistributedConversion):
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
         inner = DistributedConverter(self.torch_comm, sharding.on(self.torch_comm.mesh), shape, name)
         return MicrobatchConverter(inner, self.timed, sharding, shape)
-
-    def check_agreement(self, program: Program) -> None:
-        """Compare the collectives of all ranks of the job."""
-        check_agreement(self.job, program)
 
     def runner(self, program: Program, comm: Comm) -> PipelineRunner:
         """The runner of this rank's stages."""

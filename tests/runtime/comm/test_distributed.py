@@ -17,7 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P, blocks, parse_parts
-from shardc.runtime.comm.distributed import TorchComm, check_agreement, gather_whole, make_device_mesh
+from shardc.runtime.agreement.agreement import agreement_on
+from shardc.runtime.agreement.program import check_agreement
+from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device_mesh
 from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of, to_dtensor
 from shardc.runtime.comm.launch import launch
 from shardc.runtime.comm.messages import parse_counters, private_loopback, sent_bytes
@@ -175,7 +177,7 @@ def test_a_placement_that_torch_would_gather_wrongly_is_refused():
 
 def run_program(program, values):
     comm = comm_of(program.mesh)
-    check_agreement(comm, program)
+    check_agreement(agreement_on(comm.device_mesh), program)
     pieces = [cut_inputs(program, values)[comm.position]]
     executor = Executor(program, comm)
     outputs, saved = executor.forward(pieces)
@@ -205,7 +207,7 @@ def run_disagreement():
         node = next(node for node in program.calls if node.name == "all_reduce_1")
         node.args = (*node.args[:2], "max")
     try:
-        check_agreement(comm_of(MESH), program)
+        check_agreement(agreement_on(comm_of(MESH).device_mesh), program)
     except ShardingError as error:
         return str(error)
 

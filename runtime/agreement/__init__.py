@@ -1,0 +1,1 @@
+"""What the ranks of a job must have equal, compared over a process group of its own."""
