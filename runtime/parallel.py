@@ -17,7 +17,8 @@ from .comm.comm import Comm
 from .comm.distributed import make_device_mesh
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorRunner
-from .module.conversion import conversion_on
+from .module.conversion import Conversion, conversion_on
+from .module.initial import INITIAL
 from .module.module import CompileFn, ParallelModule
 from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule
@@ -27,27 +28,31 @@ RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "ind
 
 
 def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto", backend: str = "eager",
-                    pipeline: Pipeline | None = None) -> ParallelModule:  # fmt: skip
+                    pipeline: Pipeline | None = None, initial: str = "broadcast",
+                    is_compiled_soon: bool = False) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
-    ``backend`` runs the program: ``eager`` or ``inductor``.
+    ``backend`` runs the program: ``eager`` or ``inductor``. ``initial``: whose values the ranks of a job start from.
+    ``is_compiled_soon``: a call is about to be compiled, which places the parameters.
     """
-    for option, value, known in (("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS)):
+    options = ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL)
+    for option, value, known in options:
         if value not in list(known):
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
     Options(pipeline=pipeline).check_kinds()
     if pipeline is None:
-        return ParallelModule(model, conversion_on(mesh, device), compile_fn, RUNNERS[backend])
+        conversion: Conversion = conversion_on(mesh, device)
+        return ParallelModule(model, conversion, compile_fn, RUNNERS[backend], initial, is_compiled_soon)
     if backend != "eager":
         what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
         raise ShardingError("parallelize", what, "stages run eagerly", remedy)
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
     kind = PipelineModule if isinstance(conversion, PipelineConversion) else ParallelModule
-    return kind(model, conversion, compile_fn, make_runner)
+    return kind(model, conversion, compile_fn, make_runner, initial, is_compiled_soon)

@@ -223,6 +223,7 @@ def parallelize(
     bucket: int = BUCKET,
     links: Links = None,
     strict: bool = False,
+    initial: Literal["broadcast", "check", "trust"] = "broadcast",
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
@@ -230,6 +231,10 @@ def parallelize(
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
     ``zero``, ``precision``, ``remat``, ``bucket``, ``links`` and ``strict`` as in ``compile``.
+
+    ``initial``: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
+    sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a ShardingError
+    for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept as they are.
     """
     from shardc.runtime.parallel import parallel_module
 
@@ -239,8 +244,9 @@ def parallelize(
         _compile, mesh=mesh, annotations=annotations, differentiable=differentiable, zero=zero, pipeline=pipeline,
         precision=precision, remat=remat, bucket=bucket, links=links, strict=strict,
     )  # fmt: skip
-    module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline)
-    if args is not None or kwargs is not None:
+    has_call = args is not None or kwargs is not None
+    module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call)
+    if has_call:
         args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
         check_call(args, kwargs, True, differentiable, strict)
         module.compile_for(args, kwargs)

@@ -5,13 +5,14 @@ On torch.distributed, parameters and outputs that are cut become DTensors here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -30,17 +31,21 @@ from ..comm.dtensor import (
     DTensorMaker,
     check_order,
     local,
+    new_dtensor,
     pad,
     placements,
+    region,
     shard,
     sharding_of,
     to_dtensor,
     unpad,
     unshard,
 )
+from ..comm.scatter import Part, batches
 from ..comm.simulated import SimulatedComm
 from ..execute.executor import Rows, Runner
 from ..execute.interpreter import Values
+from .initial import InitialValues, is_sent, model_tensors
 from .optimizer import StepWatcher, share_overflows
 
 
@@ -96,6 +101,10 @@ class VirtualConversion:
         """A copy of a parameter or buffer of the user's model, as the parallel module holds it."""
         return tensor.detach().clone()
 
+    def copies(self, model: nn.Module, initial: str, is_placed_soon: bool) -> Copies:
+        """The copies of a model's parameters and buffers."""
+        return Copies({id(each): self.copy(each) for each in (*model.parameters(), *model.buffers())})
+
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """The same tensor, which stays whole."""
         return tensor
@@ -113,6 +122,28 @@ class VirtualConversion:
 
     def check_agreement(self, program: Program) -> None:
         """Nothing to check: there is one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a model's tensors, by id. ``awaited``: those that get their values when they are placed, by name."""
+
+    by_id: dict[int, Any]
+    awaited: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor of the model, replicated so far, whose values the first rank of the mesh has.
+
+    ``sharding``: how it is stored from now on. ``name``: as errors say it. ``homes``: the ranks of a pipeline that
+    store it; None for all.
+    """
+
+    tensor: Tensor
+    sharding: Sharding
+    name: str
+    homes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +171,13 @@ class VirtualConverter:
 class DistributedConversion:
     """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh.
 
-    ``agreement``: of all ranks of the job's mesh, of which ``device_mesh`` is a part in a pipeline; None for one rank.
+    ``job`` and ``agreement``: of all ranks of the job's mesh, of which ``device_mesh`` is a part in a pipeline. One
+    rank has no agreement.
     """
 
     def __init__(self, device_mesh: DeviceMesh, job_mesh: DeviceMesh | None = None) -> None:
         self.device_mesh, self.torch_comm = device_mesh, TorchComm(device_mesh)
+        self.job = self.torch_comm if job_mesh is None else TorchComm(job_mesh)
         self.agreement = agreement_on(job_mesh or device_mesh)
         self.comm: Comm = self.torch_comm
         check_order(self.torch_comm.mesh)
@@ -153,13 +186,107 @@ class DistributedConversion:
     def gathered_parameters(self) -> GatheredParameters | None:
         return GatheredParameters()
 
+    @cached_property
+    def initial_values(self) -> InitialValues:
+        """Compares and sends initial values."""
+        return InitialValues(self.job, self.agreement)
+
     def copy(self, tensor: Tensor) -> Tensor:
         """A replicated DTensor with a copy; a DTensor's copy keeps its sharding."""
         if (sharding := self.sharding(tensor, "parameter")) is not None:
             return to_dtensor(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
-        replicated = Sharding.replicated(self.torch_comm.mesh, tensor.ndim)
-        copy = tensor.detach().to(self.torch_comm.device).clone(memory_format=torch.contiguous_format)
-        return to_dtensor(copy, replicated, tuple(tensor.shape), self.device_mesh)
+        return self._replicated(_clone(tensor, self.torch_comm.device))
+
+    def copies(self, model: nn.Module, initial: str, is_placed_soon: bool) -> Copies:
+        """The copies of a model's tensors: ``initial`` says whether they start from the first rank's values.
+
+        Values are sent at once, to whole copies. If some rank has tensors on meta, or if they are about to be placed,
+        they are sent when tensors are placed, each rank's part alone. Until then other ranks have copies on meta; the
+        first rank has copies, or the model's own memory if they are about to be placed.
+        """
+        tensors, values = model_tensors(model), self.initial_values
+        waits = values.check(tensors, initial) or is_placed_soon
+        sends = initial == "broadcast" and self.agreement is not None
+        copies, sent, awaited = dict[int, Tensor](), list[Tensor](), set[tuple[str, str]]()
+        for (kind, name), tensor in tensors.items():
+            is_stored = kind != "attribute"
+            if not sends or not is_sent(tensor):
+                copies |= {id(tensor): self.copy(tensor)} if is_stored else {}
+            elif is_stored and waits:
+                awaited.add((kind, name))
+                copies[id(tensor)] = self._awaiting(tensor, is_placed_soon)
+            elif is_stored:
+                copies[id(tensor)] = self.copy(tensor)
+                sent.append(local(copies[id(tensor)]))
+            else:
+                device = self.torch_comm.device if tensor.is_meta else tensor.device
+                memory = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+                sent.append(memory if tensor.is_meta else memory.copy_(tensor.detach()))
+                copies[id(tensor)] = memory.detach().requires_grad_(tensor.requires_grad)
+        values.broadcast(sent)
+        return Copies(copies, frozenset(awaited))
+
+    def _awaiting(self, tensor: Tensor, is_placed_soon: bool) -> Tensor:
+        """A replicated DTensor for a tensor whose values are sent later; on meta but on the first rank.
+
+        There it stays on its own device.
+        """
+        waiting = self._replicated(tensor.detach().to("meta"))
+        if self.job.position != 0:
+            return waiting
+        return new_dtensor(tensor.detach() if is_placed_soon else _clone(tensor, tensor.device), waiting._spec)
+
+    def receive(self, arrivals: Sequence[Arrival]) -> Iterator[Tensor]:
+        """For each arrival a DTensor with this rank's shard of the first rank's tensor; on meta where none is stored.
+
+        They are sent in batches, so that memory is needed for the shards and one batch. A batch is sent when the first
+        of it is asked for.
+        """
+        for batch in batches([each.tensor.nbytes for each in arrivals]):
+            own = [arrivals[i] for i in batch]
+            placed, parts = list[Tensor](), list[Part]()
+            for each in own:
+                placed.append(self._awaited(each))
+                parts += self._parts(each, local(placed[-1]))
+            self.initial_values.scatter(parts)
+            yield from placed
+
+    def _awaited(self, arrival: Arrival) -> Tensor:
+        """A DTensor with memory for this rank's shard."""
+        sharding, shape = arrival.sharding.on(self.torch_comm.mesh), tuple(arrival.tensor.shape)
+        whole = torch.empty(shape, dtype=arrival.tensor.dtype, device="meta")
+        piece = shard(whole, sharding, self.torch_comm.position)
+        if self._stores(self.job.position, arrival):
+            piece = self._empty(arrival.tensor, piece.shape)
+        return to_dtensor(piece, sharding, shape, self.device_mesh, arrival.name)
+
+    def _parts(self, arrival: Arrival, own: Tensor) -> Iterator[Part]:
+        """The distinct parts of a tensor that ranks store."""
+        sharding, shape = arrival.sharding.on(self.torch_comm.mesh), tuple(arrival.tensor.shape)
+        holders: dict[Any, list[int]] = {}
+        for position in range(self.job.mesh.size):
+            if self._stores(position, arrival):
+                holders.setdefault(region(sharding, shape, self._position(position)), []).append(position)
+        for where, positions in holders.items():
+            nbytes = math.prod(length for _, length in where) * arrival.tensor.dtype.itemsize
+            read = partial(shard, local(arrival.tensor), sharding, self._position(positions[0]))
+            yield Part(tuple(positions), nbytes, read, own if self.job.position in positions else None)
+
+    def _position(self, position: int) -> int:
+        """The position in the mesh of DTensors of a position in the mesh of all ranks."""
+        return position
+
+    def _stores(self, position: int, arrival: Arrival) -> bool:
+        """Whether the rank at a position stores a part of a tensor."""
+        return True
+
+    def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for a shard of a tensor of the model."""
+        return torch.empty(shape, dtype=tensor.dtype, device=self.torch_comm.device)
+
+    def _replicated(self, whole: Tensor) -> DTensor:
+        sharding = Sharding.replicated(self.torch_comm.mesh, whole.ndim)
+        return to_dtensor(whole, sharding, tuple(whole.shape), self.device_mesh)
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's shard."""
@@ -248,6 +375,11 @@ class DistributedConverter:
 
     def _whole(self, shards: Sequence[Tensor]) -> Tensor:
         return gather_whole(self.comm, shards[0], self.sharding, self.shape, self.name)
+
+
+def _clone(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy on a device."""
+    return tensor.detach().to(device).clone(memory_format=torch.contiguous_format)
 
 
 def _replicated(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..comm.comm import Comm
 from ..execute.executor import Executor, Runner
 from .accumulation import Accumulation
 from .compiled_call import Compilation, CompiledCall, ModelTensors
-from .conversion import Conversion, GatheredParameters
+from .conversion import Arrival, Conversion, DistributedConversion, GatheredParameters
 
 MAX_PROGRAMS = 16
 SHARED = {"training"}  # attributes that are the parallel module's and the model's
@@ -52,7 +52,8 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
-                 make_runner: Callable[[Program, Comm], Runner] = Executor) -> None:  # fmt: skip
+                 make_runner: Callable[[Program, Comm], Runner] = Executor, initial: str = "trust",
+                 is_compiled_soon: bool = False) -> None:  # fmt: skip
         super().__init__()
         self._conversion, self._compile, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
@@ -61,11 +62,11 @@ class ParallelModule(nn.Module):
         self._variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self.seed, self.step = 0, 0
-        memo = computed_tensors(model)  # with the copy of each parameter and buffer, tied ones once
+        copies = conversion.copies(model, initial, is_compiled_soon)
+        self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
+        memo = computed_tensors(model) | copies.by_id  # with the copy of each parameter and buffer, tied ones once
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(conversion.copy(parameter), requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = conversion.copy(buffer)
+            memo[id(parameter)] = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
         self._adopt(copy.deepcopy(model, memo))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +156,7 @@ class ParallelModule(nn.Module):
         twin = type(self)(nn.Module(), self._conversion, self._compile, self._make_runner)
         twin._adopt(copy.deepcopy(self._model, memo))
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
+        twin._awaited = self._awaited
         twin.seed, twin.step = self.seed, self.step
         memo[id(self)] = twin
         return twin
@@ -195,9 +197,9 @@ class ParallelModule(nn.Module):
             compilation = self._compile(self._model, args=args, kwargs=kwargs, train=train, fixed=fixed)
             program = compilation.program
             self._conversion.check_agreement(program)
-            self._place(program)
-            self._set_gradient_dtypes(program)
             runner = self._make_runner(program, self._conversion.comm)
+            self._place(program, runner)
+            self._set_gradient_dtypes(program)
             return CompiledCall(compilation, self._conversion, runner, self._gathered, self._accumulation)
 
     def _forget_oldest(self) -> None:
@@ -222,9 +224,9 @@ class ParallelModule(nn.Module):
             if sharding is not None and name in present[kind]
         )
 
-    def _place(self, program: Program) -> None:
+    def _place(self, program: Program, runner: Runner) -> None:
         """Give parameters and buffers the shardings that a program reads them in, the first time."""
-        tensors = dict(tensors_of(self._model))
+        tensors, arrivals = dict(tensors_of(self._model)), dict[tuple[str, str], Arrival]()
         for put, node in zip(program.inputs, program.placeholders, strict=True):
             tensor = tensors.get((put.kind, put.name))
             if tensor is None:
@@ -233,9 +235,34 @@ class ParallelModule(nn.Module):
             if put.kind == "parameter" and put.name in program.computed:
                 self._computed_shardings[put.kind, put.name] = program.computed[put.name]
             if self._shardings.setdefault((put.kind, put.name), sharding) is sharding:
-                placed = self._conversion.place(tensor, sharding, f"{put.kind} {put.name!r}")
+                label = f"{put.kind} {put.name!r}"
+                if (put.kind, put.name) in self._awaited:
+                    homes = self._homes_of(put.name, runner)
+                    arrivals[put.kind, put.name] = Arrival(tensor, sharding, label, homes)
+                    continue
+                placed = self._conversion.place(tensor, sharding, label)
                 if placed is not tensor:
                     become(tensor, placed)
+        if self._awaited:
+            self._receive(arrivals, tensors)
+
+    def _receive(self, arrivals: Mapping[tuple[str, str], Arrival], tensors: ModelTensors) -> None:
+        """Give awaited tensors their values: those that a program reads in its shardings, others whole."""
+        conversion = self._conversion
+        assert isinstance(conversion, DistributedConversion), conversion
+        mesh = conversion.torch_comm.mesh
+        whole = {
+            key: Arrival(tensors[key], Sharding.replicated(mesh, tensors[key].ndim), f"{key[0]} {key[1]!r}")
+            for key in sorted(self._awaited - arrivals.keys())
+        }
+        every = [*arrivals.values(), *whole.values()]
+        for each, placed in zip(every, conversion.receive(every), strict=True):
+            become(each.tensor, placed)
+        self._awaited = frozenset()
+
+    def _homes_of(self, name: str, runner: Runner) -> Sequence[int] | None:
+        """The ranks of a pipeline that hold a parameter; None without a pipeline."""
+        return None
 
     def _set_gradient_dtypes(self, program: Program) -> None:
         """Let gradients have the dtype that a program computes them in, where it is not their parameter's."""

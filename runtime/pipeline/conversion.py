@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,14 @@ from shardc.program.program import Program
 from ..comm.comm import Comm
 from ..comm.dtensor import local, new_dtensor
 from ..comm.simulated import SimulatedComm
-from ..module.conversion import Conversion, Converter, DistributedConversion, DistributedConverter, VirtualConversion
+from ..module.conversion import (
+    Arrival,
+    Conversion,
+    Converter,
+    DistributedConversion,
+    DistributedConverter,
+    VirtualConversion,
+)
 from ..module.optimizer import share_overflows
 from .channel import RankChannel
 from .microbatches import MicrobatchComm, MicrobatchConverter
@@ -68,6 +75,19 @@ class PipelineConversion(DistributedConversion):
             return copy
         assert isinstance(copy, DTensor)
         return new_dtensor(stored_on_host(local(copy)), copy._spec)
+
+    def _position(self, position: int) -> int:
+        mesh = self.job.mesh
+        return mesh.index(position, tuple(mesh.axis(name) for name in mesh.axis_names if name != self.pipeline.axis))
+
+    def _stores(self, position: int, arrival: Arrival) -> bool:
+        coordinate = self.job.mesh.coordinate(position, self.job.mesh.axis(self.pipeline.axis))
+        return arrival.homes is None or coordinate in arrival.homes
+
+    def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        is_offloaded = self.pipeline.offload and isinstance(tensor, nn.Parameter)
+        piece = super()._empty(tensor, shape)
+        return stored_on_host(piece) if is_offloaded else piece
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's shard, on the tensor's device; in host memory it is pinned."""

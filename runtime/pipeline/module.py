@@ -19,6 +19,7 @@ from shardc.language.errors import OrderError, ShardingError, raise_all
 from shardc.program.program import Pin
 
 from ..comm.dtensor import local
+from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
 from ..module.module import ParallelModule, become
 from .conversion import PipelineConversion
@@ -95,6 +96,10 @@ class PipelineModule(ParallelModule):
             on_meta = DTensor.from_local(piece, mesh, each.placements, run_check=False, shape=shape, stride=stride)
             become(each, on_meta)
         return call
+
+    def _homes_of(self, name: str, runner: Runner) -> Sequence[int] | None:
+        assert isinstance(runner, PipelineRunner)
+        return self._homes.get(name) or runner.readers.get(name)
 
     def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
         """Parameters stay in their stages too, whichever stages would be even for a call of other shapes."""

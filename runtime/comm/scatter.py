@@ -1,0 +1,109 @@
+"""Sends parts of tensors that one rank has to the ranks that store them: each rank receives what it stores, once.
+
+A part that several ranks store travels along a tree of these ranks, so that none sends it more than twice. Small parts
+for the same ranks go in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checksum import raw_bytes
+from .process_group import Group, in_range
+
+BUCKET = 25 * 2**20  # bytes that are packed together, as many as DDP's
+TAG = (1 << 20) + 1  # distinguishes these messages from a user's own
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor of the group's first rank.
+
+    ``holders``: the ranks that store it, as indices of the group, ascending. ``nbytes``: its size. ``read``: the part,
+    on the first rank. ``into``: this rank's memory for it, contiguous; None if this rank does not store it.
+    """
+
+    holders: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], Tensor]
+    into: Tensor | None
+
+
+def scatter(parts: Sequence[Part], group: Group, device: torch.device) -> None:
+    """Fill the memory of every part on every rank that stores it; ``parts`` are the same list on all ranks.
+
+    Messages are on ``device``, whichever memory parts are in. The first rank has at most the bytes of all parts in
+    messages at a time, any other rank those of one message and of those that it passes on.
+    """
+    works: list[tuple[object, Tensor]] = []
+    for message in _messages(parts):
+        ranks = [0, *(i for i in message[0].holders if i != 0)]
+        if group.index not in ranks:
+            continue
+        own = ranks.index(group.index)
+        children = [ranks[i] for i in (2 * own + 1, 2 * own + 2) if i < len(ranks)]
+        if own == 0:
+            for part in message if message[0].holders[0] == 0 else ():
+                if part.into is not (whole := part.read()):
+                    _memory(part).copy_(whole)
+            data = _packed(message, device) if children else None
+        else:
+            data = _received(message, ranks[(own - 1) // 2], group, device)
+        if data is not None:
+            works += [(_send(data, child, group), data) for child in children]
+    for work, _ in works:
+        work.wait()  # type: ignore[attr-defined]
+
+
+def batches(sizes: Sequence[int]) -> Iterator[range]:
+    """Runs of indices of things of these sizes, each of at most ``BUCKET`` bytes unless it is one thing."""
+    start = 0
+    while start < len(sizes):
+        stop, total = start + 1, sizes[start]
+        while stop < len(sizes) and total + sizes[stop] <= BUCKET:
+            total, stop = total + sizes[stop], stop + 1
+        yield range(start, stop)
+        start = stop
+
+
+def _messages(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts that go together: those of the same ranks, up to ``BUCKET`` bytes, in an order that all ranks agree on."""
+    by_holders: dict[tuple[int, ...], list[Part]] = {}
+    for part in parts:
+        if part.nbytes and part.holders:
+            by_holders.setdefault(part.holders, []).append(part)
+    groups = [(each, batch) for each in by_holders.values() for batch in batches([part.nbytes for part in each])]
+    return [[each[i] for i in batch] for each, batch in groups]
+
+
+def _packed(message: Sequence[Part], device: torch.device) -> Tensor:
+    """The bytes of a message; of a single part that is contiguous they are its own memory."""
+    own = [raw_bytes(part.read()) for part in message]
+    return (own[0] if len(own) == 1 else torch.cat(own)).to(device)
+
+
+def _received(message: Sequence[Part], source: int, group: Group, device: torch.device) -> Tensor:
+    """Receive a message and fill its parts; a single part is received in its own memory if that is on the device."""
+    own = [raw_bytes(_memory(part)) for part in message]
+    is_direct = len(own) == 1 and own[0].device == device
+    data = own[0] if is_direct else torch.empty(sum(part.nbytes for part in message), dtype=torch.uint8, device=device)
+    with in_range("shardc::scatter"):
+        group.process.recv([data], group.order[source], TAG).wait()
+    if not is_direct:
+        for each, piece in zip(own, data.split([part.nbytes for part in message]), strict=True):
+            each.copy_(piece)
+    return data
+
+
+def _send(data: Tensor, target: int, group: Group) -> object:
+    with in_range("shardc::scatter"):
+        return group.process.send([data], group.order[target], TAG)
+
+
+def _memory(part: Part) -> Tensor:
+    assert part.into is not None and part.into.is_contiguous(), part.holders
+    return part.into

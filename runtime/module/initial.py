@@ -1,0 +1,143 @@
+"""Initial values on the ranks of a job: the models of all ranks are compared, and the first rank's values are sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.capture.model import plain_tensors, state_names
+from shardc.language.errors import ShardingError
+from shardc.language.sharding import TensorType
+
+from ..agreement.agreement import Agreement
+from ..comm.checksum import checksum
+from ..comm.distributed import TorchComm
+from ..comm.scatter import Part, batches, scatter
+
+Initial = Literal["broadcast", "check", "trust"]
+INITIAL: tuple[str, ...] = get_args(Initial)
+ModelTensors = dict[tuple[str, str], Tensor]
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """The tensors of a model that a program may read, by kind and name: a tied one once, computed ones not at all.
+
+    Kinds are ``parameter``, ``buffer`` and ``attribute``: a tensor that a module holds as a plain attribute. The order
+    is that of names, which is the same on all ranks.
+    """
+    parameters, buffers, _ = state_names(model)
+    own = {id(each) for each in (*parameters.values(), *buffers.values())}
+    others = plain_tensors(model).items()
+    attributes = {name: each for name, each in others if id(each) not in own and not each.grad_fn}
+    tables: dict[str, Mapping[str, Tensor]] = {"parameter": parameters, "buffer": buffers, "attribute": attributes}
+    return {(kind, name): table[name] for kind, table in tables.items() for name in sorted(table)}
+
+
+def is_sent(tensor: Tensor) -> bool:
+    """Whether a tensor's values are compared or sent: DTensors and sparse tensors are kept as they are."""
+    return not isinstance(tensor, DTensor) and tensor.layout == torch.strided
+
+
+class InitialValues:
+    """Compares the models that all ranks of a mesh come with, and sends the first rank's values to the others."""
+
+    def __init__(self, comm: TorchComm, agreement: Agreement | None) -> None:
+        self.comm, self.agreement = comm, agreement
+        self.ranks = [comm.mesh.rank(position) for position in range(comm.mesh.size)]
+
+    def check(self, tensors: ModelTensors, initial: str) -> bool:
+        """Compare the models of all ranks; returns whether some rank has tensors on meta, which the first has not.
+
+        Names, shapes and dtypes are compared, and with ``"check"`` values. If they differ every rank raises a
+        ShardingError that names the first tensor that does, and two ranks. ``"trust"`` looks at this rank alone.
+        """
+        if initial == "trust":
+            if names := _on_meta(tensors):
+                _raise_on_meta(names, "", "initial='trust' sends no values from other ranks")
+            return False
+        position = self._compare(tensors)
+        if position is not None and (position == 0 or initial == "check"):
+            names = self._from_all("\n".join(_on_meta(tensors)).encode())[position].decode().splitlines()
+            problem = "all ranks start from the values of the first rank of the mesh"
+            if initial == "check":
+                problem = "initial='check' compares the values of all ranks"
+            _raise_on_meta(names, f"on rank {self.ranks[position]} ", problem)
+        if initial == "check":
+            self._compare_values(tensors)
+        return position is not None
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Write the first rank's values to contiguous tensors of all ranks, in place."""
+        everyone = tuple(range(len(self.ranks)))
+        for batch in batches([each.nbytes for each in tensors]):
+            own = [tensors[i] for i in batch]
+            self.scatter([Part(everyone, each.nbytes, partial(_same, each), each) for each in own])
+
+    @torch.no_grad()
+    def scatter(self, parts: Sequence[Part]) -> None:
+        """Fill parts of the first rank's tensors on the ranks that store them."""
+        mesh = self.comm.mesh
+        scatter(parts, self.comm.group(tuple(map(mesh.axis, mesh.axis_names))), self.comm.device)
+
+    def _compare(self, tensors: ModelTensors) -> int | None:
+        """Compare names, shapes and dtypes; returns the first position that has tensors on meta, if there is one."""
+        text = "\n".join(_line(key, each) for key, each in tensors.items()).encode()
+        rows = self._from_all(hashlib.sha256(text).digest() + bytes([bool(_on_meta(tensors))]))
+        if len({row[:-1] for row in rows}) > 1:
+            self._raise_difference(text)
+        return next((position for position, row in enumerate(rows) if row[-1]), None)
+
+    def _compare_values(self, tensors: ModelTensors) -> None:
+        values = {key: each for key, each in tensors.items() if is_sent(each)}
+        numbers = [int(checksum(each)).to_bytes(8, "big", signed=True) for each in values.values()]
+        first, *others = self._from_all(b"".join(numbers))
+        for i, (kind, name) in enumerate(values):
+            number = slice(8 * i, 8 * i + 8)
+            if differing := [rank for rank, other in enumerate(others, 1) if other[number] != first[number]]:
+                one, two = self.ranks[0], self.ranks[differing[0]]
+                raise ShardingError(
+                    f"{kind} {name!r}", f"its values on rank {one} and rank {two} differ",
+                    "initial='check': all ranks must come with one model",
+                    f"seed all ranks alike before they make it, or leave initial out to start from rank {one}'s",
+                )  # fmt: skip
+
+    def _raise_difference(self, text: bytes) -> None:
+        one, *others = (dict(line.split(": ", 1) for line in row.decode().splitlines()) for row in self._from_all(text))
+        position = next(i for i, other in enumerate(others) if other != one)
+        other = others[position]
+        who = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+        what = f"{one.get(who, 'nothing')} on rank {self.ranks[0]}, {other.get(who, 'nothing')} on rank "
+        problem, remedy = "all ranks must come with one model", "make the model alike on every rank"
+        raise ShardingError(who, what + str(self.ranks[position + 1]), problem, remedy)
+
+    def _from_all(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, by position."""
+        if self.agreement is None:
+            return [data]
+        by_rank = dict(zip(self.agreement.ranks, self.agreement.exchange(data), strict=True))
+        return [by_rank[rank] for rank in self.ranks]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _on_meta(tensors: ModelTensors) -> list[str]:
+    return [f"{kind} {name!r}" for (kind, name), each in tensors.items() if is_sent(each) and each.is_meta]
+
+
+def _raise_on_meta(names: Sequence[str], where: str, problem: str) -> NoReturn:
+    others = f", as are {len(names) - 1} others" if len(names) > 1 else ""
+    remedy = "write shardc.init_parameters(model, mesh), or model.to_empty(device='cpu') and its initialisers"
+    raise ShardingError(names[0], f"{where}it is on meta{others}", problem, remedy)
+
+
+def _line(key: tuple[str, str], tensor: Tensor) -> str:
+    kind, name = key
+    return f"{kind} {name!r}: {TensorType.of(tensor)}{' as a DTensor' if isinstance(tensor, DTensor) else ''}"
