@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardc.api import Compiled, compile, init_parameters, parallelize
     from shardc.capture.annotations import annotate
     from shardc.capture.microbatches import stage_boundary
-    from shardc.language.errors import CaptureError, ShardingError
+    from shardc.language.errors import CaptureError, CommunicationError, ShardingError
     from shardc.language.mesh import Mesh
     from shardc.language.partition import P, blocks
     from shardc.language.sharding import Sharding
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from shardc.schedules.simulate import Costs, StageCost
 
 __all__ = [
-    "CaptureError", "Collective", "Compiled", "Costs", "Edge", "Mesh", "P", "Pipeline", "Precision", "Remat",
-    "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate", "balance", "blocks", "check_rule",
-    "compile", "init_parameters", "parallelize", "register_rule", "reshard_plan", "schedule", "shard_batch",
-    "stage_boundary",
+    "CaptureError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P", "Pipeline",
+    "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate", "balance", "blocks",
+    "check_rule", "compile", "init_parameters", "parallelize", "register_rule", "reshard_plan", "schedule",
+    "shard_batch", "stage_boundary",
 ]  # fmt: skip
 
 _MODULES = {
     "api": "Compiled compile init_parameters parallelize",
     "capture.annotations": "annotate",
     "capture.microbatches": "stage_boundary",
-    "language.errors": "CaptureError ShardingError",
+    "language.errors": "CaptureError CommunicationError ShardingError",
     "language.mesh": "Mesh",
     "language.partition": "P blocks",
     "language.sharding": "Sharding",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +12,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.failure import announce, job_timeout, meet, waiting
+
+AGREEMENT = "the agreement of all ranks on what they run"
 FRAME = 256  # bytes of a message that goes in one round, four of them its length
 
 
@@ -26,17 +28,25 @@ class Agreement:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self._frames = _Frames(FRAME, len(self.ranks))
+        announce(self)
+
+    @property
+    def process_groups(self) -> list[Any]:
+        """The one that this process may wait on, once it is made."""
+        return [self._group] if "_group" in self.__dict__ else []
 
     @cached_property
     def _group(self) -> Any:
         """The process group, which all ranks make together when the first message is exchanged."""
+        meet(self.ranks, AGREEMENT)
         store = PrefixStore(f"shardc/agreement/{'-'.join(map(str, self.ranks))}", default_store())
         return ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), job_timeout())
 
     def exchange(self, data: bytes) -> list[bytes]:
         """The bytes that every rank passes to this call, in the order of ``ranks``.
 
-        One round for up to 252 bytes, else two. Raises a RuntimeError if a rank is gone, or after the job's timeout.
+        One round for up to 252 bytes, else two. Raises a CommunicationError if a rank is gone, or after the job's
+        timeout.
         """
         frames = self._gather(self._frames, len(data).to_bytes(4, "big") + data[: FRAME - 4])
         sizes = [int.from_bytes(frame[:4], "big") for frame in frames]
@@ -48,7 +58,8 @@ class Agreement:
     def _gather(self, frames: _Frames, data: bytes) -> list[bytes]:
         """The frames of all ranks; every wait of an agreement is here."""
         frames.sent[: len(data)] = data
-        self._group._allgather_base(frames.receiver, frames.sender).wait()
+        with waiting(lambda: AGREEMENT, self.ranks):
+            self._group._allgather_base(frames.receiver, frames.sender).wait()
         received, size = bytes(frames.received), len(frames.sent)
         return [received[start : start + size] for start in range(0, len(received), size)]
 
@@ -79,14 +90,6 @@ def agreement_on(device_mesh: DeviceMesh) -> Agreement | None:
     if ranks not in known:
         known[ranks] = Agreement(ranks)
     return known[ranks]
-
-
-def job_timeout() -> timedelta:
-    """The timeout of the job's default process group."""
-    job = dist.group.WORLD
-    assert job is not None
-    timeout: timedelta = next(job._get_backend(device).options._timeout for device in job._device_types)
-    return timeout
 
 
 def default_store() -> Any:

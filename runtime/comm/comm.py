@@ -50,6 +50,9 @@ class Comm(Protocol):
     def gathers_in_place(self) -> bool:
         """Whether results are written to the tensors of ``into``."""
 
+    def ranks(self, axes: PartNames) -> tuple[int, ...]:
+        """The ranks of the job that exchange values along axes with the first rank of this process."""
+
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Start the collective ``kind``, with the arguments of its function in shardc/program/collective.py.
 
@@ -83,6 +86,11 @@ class LocalCollectives:
 
     mesh: Mesh
     positions: tuple[int, ...]
+
+    def ranks(self, axes: PartNames) -> tuple[int, ...]:
+        """The ranks of the job that exchange values along axes with the first rank of this process."""
+        groups = self.mesh.groups(parse_parts(axes, self.mesh))
+        return tuple(self.mesh.rank(each) for each in next(group for group in groups if self.positions[0] in group))
 
     def shard_slice(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Each rank keeps a copy of its piece, so that the rest can be freed."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.language.errors import ShardingError
@@ -21,8 +22,9 @@ from shardc.program.collective import source_position, wire_bytes
 from . import messages, process_group
 from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Rows, Tensors, Traffic, start_packed
 from .dtensor import unshard
+from .failure import announce, waiting
 from .halo import HALO_KINDS, exchange_of
-from .process_group import Group, is_traced
+from .process_group import Group, is_traced, limit_timeout, new_process_group, timeout_of
 
 
 class TorchComm(LocalCollectives):
@@ -45,6 +47,9 @@ class TorchComm(LocalCollectives):
         self._groups_by_name: dict[PartNames, Group | None] = {}
         own = [dist.group.WORLD, *(device_mesh.get_group(name) for name in self.mesh.axis_names)]
         self._process_groups = {tuple(dist.get_process_group_ranks(each)): each for each in own if each is not None}
+        for each in self._process_groups.values():
+            limit_timeout(each)
+        announce(self)
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Start a collective; local work and exchanges with neighbours are done at once."""
@@ -76,6 +81,11 @@ class TorchComm(LocalCollectives):
         finish = _messages(layout.kind, xs, [part.args[1:] for part in layout.parts], group, *into)
         return lambda: [finish()]
 
+    @property
+    def process_groups(self) -> Sequence[ProcessGroup]:
+        """Those that this process may wait on."""
+        return list(self._process_groups.values())
+
     def group(self, axes: Axes) -> Group:
         """This rank's group along axes; its process group is made if there is none yet."""
         if axes not in self._groups:
@@ -83,10 +93,10 @@ class TorchComm(LocalCollectives):
             ranks = [self.mesh.rank(position) for position in members]
             ordered = tuple(sorted(ranks))
             if ordered not in self._process_groups:
-                self._process_groups[ordered] = dist.new_group(list(ordered), use_local_synchronization=True)
+                self._process_groups[ordered] = new_process_group(ordered)
             order, index = tuple(map(ordered.index, ranks)), members.index(self.position)
-            is_gloo = self.device.type == "cpu"
-            self._groups[axes] = Group(self._process_groups[ordered], len(members), index, order, adds_locally=is_gloo)
+            is_gloo, process = self.device.type == "cpu", self._process_groups[ordered]
+            self._groups[axes] = Group(process, len(members), index, order, is_gloo, timeout_of(process, self.device))
         return self._groups[axes]
 
     def _group_along(self, axes: PartNames) -> Group | None:
@@ -183,6 +193,8 @@ def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tupl
     axes = sharding.cut_axes
     if num_shards(axes) == 1:
         return piece
-    gathered = process_group.all_gather(piece.unsqueeze(0), comm.group(axes), 0)().unbind()
+    names = tuple(map(comm.mesh.print_part, axes))
+    with waiting(lambda: f"the gather of {name} over {', '.join(names)}", comm.ranks(names)):
+        gathered = process_group.all_gather(piece.unsqueeze(0), comm.group(axes), 0)().unbind()
     pieces = [gathered[comm.mesh.index(position, axes)] for position in range(comm.mesh.size)]
     return unshard(pieces, sharding, shape, name)

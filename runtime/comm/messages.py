@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def all_gather(gathers: Sequence[Gather], group: Group) -> Callable[[], list[Ten
         works = _exchange([own] * group.size, [row.unbind() for row in rows], group)
 
     def finish() -> list[Tensor]:
-        _wait(works)
+        _wait(works, group.timeout)
         results = {i: _joined(row, *gathers[i]) for i, row in zip(alone, rows, strict=False)}
         if small:  # one copy of each, two if its dim is not the first
             sizes = [gathers[i][0].numel() for i in small]
@@ -76,7 +77,7 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
         works = _exchange([[each[i] for each in sent] for i in indices], received, group)
 
     def finish() -> list[Tensor]:
-        _wait(works)
+        _wait(works, group.timeout)
         reduced = [_reduced(each, op, group.index) for each in received]
         results = dict(zip(alone, reduced, strict=False))
         if small:
@@ -103,9 +104,9 @@ def _exchange(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tens
     return works
 
 
-def _wait(works: Works) -> None:
+def _wait(works: Works, timeout: timedelta) -> None:
     for work in works:
-        work.wait()
+        work.wait(timeout)
     works.clear()
 
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceScatterOptions, Work
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .failure import job_timeout, meet
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective, and returns its result
@@ -31,7 +36,7 @@ class Group:
 
     ``index``: this rank's, major axis first. ``order``: for each index the rank within the process group, which may
     have another order. ``adds_locally``: the backend (gloo) has no reduce_scatter that sends less than an all_reduce,
-    so that reduce_scatter is an all_to_all and a local reduction.
+    so that reduce_scatter is an all_to_all and a local reduction. ``timeout``: how long a rank waits for a message.
     """
 
     process: ProcessGroup
@@ -39,11 +44,32 @@ class Group:
     index: int
     order: tuple[int, ...]
     adds_locally: bool
+    timeout: timedelta = default_pg_timeout
 
     @property
     def inverse(self) -> tuple[int, ...]:
         """For each rank within the process group, its index."""
         return tuple(self.order.index(rank) for rank in range(self.size))
+
+
+def new_process_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A process group with the timeout of the job, made by its own ranks; an error once one of them is gone."""
+    meet(ranks, "making a process group")
+    return dist.new_group(list(ranks), timeout=job_timeout(), use_local_synchronization=True)
+
+
+def limit_timeout(process: ProcessGroup) -> None:
+    """Give a group that has torch's own timeout that of the job, which torch gives to the default group alone."""
+    for device in process._device_types if dist.get_backend() != "fake" else ():
+        backend: Any = process._get_backend(device)
+        if backend.options._timeout in (default_pg_timeout, default_pg_nccl_timeout):
+            backend._set_default_timeout(job_timeout())
+
+
+def timeout_of(process: ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of a group may take."""
+    timeout: timedelta = process._get_backend(device).options._timeout
+    return timeout
 
 
 REDUCE_STACKED: dict[str, Callable[[Tensor], Tensor]] = {

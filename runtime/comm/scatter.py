@@ -56,7 +56,7 @@ def scatter(parts: Sequence[Part], group: Group, device: torch.device) -> None:
         if data is not None:
             works += [(_send(data, child, group), data) for child in children]
     for work, _ in works:
-        work.wait()  # type: ignore[attr-defined]
+        work.wait(group.timeout)  # type: ignore[attr-defined]
 
 
 def batches(sizes: Sequence[int]) -> Iterator[range]:
@@ -92,7 +92,7 @@ def _received(message: Sequence[Part], source: int, group: Group, device: torch.
     is_direct = len(own) == 1 and own[0].device == device
     data = own[0] if is_direct else torch.empty(sum(part.nbytes for part in message), dtype=torch.uint8, device=device)
     with in_range("shardc::scatter"):
-        group.process.recv([data], group.order[source], TAG).wait()
+        group.process.recv([data], group.order[source], TAG).wait(group.timeout)
     if not is_direct:
         for each, piece in zip(own, data.split([part.nbytes for part in message]), strict=True):
             each.copy_(piece)

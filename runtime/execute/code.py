@@ -83,12 +83,11 @@ class Code:
         self._part(env, start)
 
     def instruction_of(self, error: BaseException) -> Instruction | None:
-        """The instruction that raised an error; None for a collective."""
+        """The instruction that raised an error: of a collective, where it was started or waited for."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not self._part.__code__:
             trace = trace.tb_next
-        each = None if trace is None else self._lines[trace.tb_lineno - 1]
-        return None if each is None or each.collective else each
+        return None if trace is None else self._lines[trace.tb_lineno - 1]
 
     def _text(self, instructions: Sequence[Instruction]) -> Iterator[tuple[Instruction | None, str]]:
         """The lines of the function, each with its instruction.

@@ -65,6 +65,11 @@ class Instruction:
     dead: tuple[int, ...] = ()
     line: str = ""
 
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The printed axes that a collective names: two for a permutation."""
+        return self.args[1 : 3 if self.collective == "collective_permute" else 2]
+
 
 def instructions(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.device, program: Program,
                  is_eager: bool, before: Sequence[fx.Node] = ()) -> list[Instruction]:  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from shardc.language.errors import CaptureError, ShardingError, note_place_in_mo
 from shardc.ops.contraction import BoundDot
 
 from ..comm.comm import Comm, start_packed
+from ..comm.failure import explained, is_communication
 from ..comm.process_group import WAIT, in_range, is_profiled
 from .code import RepeatedInstructions
 from .instruction import Env, Instruction, Slot, plain_call, with_deaths, with_waits
@@ -36,24 +37,27 @@ def run(instructions: Iterable[Instruction], envs: Sequence[Env], comm: Comm | N
                 code.run(envs[0], lambda each, rows, buffer: _start(each, rows, comm, places or {}, into, buffer))
             except Exception as error:
                 if (failed := code.instruction_of(error)) is not None:
-                    _add_location(error, failed)
+                    _raise_located(error, failed, comm)
                 raise
             return
     started: dict[int, tuple[Instruction, Wait]] = {}
     for each in instructions:
         for slot in each.waits:
             if slot in started:
-                _finish(*started.pop(slot), envs)
+                _finish(*started.pop(slot), envs, comm)
         if each.collective:
             rows = [[env[slot] for slot in each.reads] for env in envs]
-            with in_range(each.name):
-                started[each.result] = each, _start(each, rows, comm, places or {}, into)
+            try:
+                with in_range(each.name):
+                    started[each.result] = each, _start(each, rows, comm, places or {}, into)
+            except Exception as error:
+                _raise_located(error, each, comm)
         else:
             _call(each, envs)
         for slot, env in product(each.dead, envs):
             env[slot] = None
     for each, wait in started.values():
-        _finish(each, wait, envs)
+        _finish(each, wait, envs, comm)
 
 
 def _call(each: Instruction, envs: Sequence[Env]) -> None:
@@ -67,8 +71,28 @@ def _call(each: Instruction, envs: Sequence[Env]) -> None:
             else:
                 env[result] = call(env)
     except Exception as error:
-        _add_location(error, each)
-        raise
+        _raise_located(error, each, None)
+
+
+def _raise_located(error: Exception, each: Instruction, comm: Comm | None) -> NoReturn:
+    """Raise the error of an instruction with its place in the model; of a collective, with the rank that is gone."""
+    if each.collective and comm is not None and is_communication(error):
+        axes = tuple(dict.fromkeys(part for parts in each.axes for part in parts))
+        raise explained(_collective_text(each, axes), comm.ranks(axes)) from error
+    _add_location(error, each)
+    raise error
+
+
+def _collective_text(each: Instruction, axes: tuple[str, ...]) -> str:
+    """``all_reduce_tp (down, model.py:14) over tp``; of a bucket the first value and the number of the others."""
+    phase, _, rest = each.name.partition("/")
+    module, _, name = rest.rpartition("/")
+    module = "" if module == "(model)" else module
+    place = [module if phase == "forward" else f"{phase} of {module}" if module else phase, each.line]
+    if each.layout is not None:
+        first, *others = each.layout.parts
+        place.append(f"with {first.operand.name}" + (f" and {len(others)} more" if others else ""))
+    return f"{name} ({', '.join(filter(None, place))}) over {', '.join(axes)}"
 
 
 def _add_location(error: Exception, each: Instruction) -> None:
@@ -94,10 +118,13 @@ def _start(each: Instruction, rows: Sequence[Sequence[Any]], comm: Comm | None, 
     return comm.start(each.collective, xs, *each.args[1:], is_own=each.is_own, into=own)
 
 
-def _finish(each: Instruction, wait: Wait, envs: Sequence[Env]) -> None:
+def _finish(each: Instruction, wait: Wait, envs: Sequence[Env], comm: Comm | None) -> None:
     """Wait for the results of a collective, and store them in its slot."""
-    with in_range(each.name + WAIT):
-        results = wait()
+    try:
+        with in_range(each.name + WAIT):
+            results = wait()
+    except Exception as error:
+        _raise_located(error, each, comm)
     for env, result in zip(envs, results, strict=True):
         env[each.result] = result
 

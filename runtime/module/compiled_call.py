@@ -21,6 +21,7 @@ from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of
 
 from ..comm.dtensor import local
+from ..comm.failure import telling_others
 from ..execute.executor import Runner, SavedEnvs
 from ..execute.interpreter import Sums, Values
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
@@ -195,7 +196,7 @@ class CompiledCall:
     def _reduce(self, sums: Sums) -> dict[int, Tensor]:
         """Run the deferred reductions: this rank's shards of gradients by index of the program's outputs."""
         self.accumulation.note_read()
-        with torch.no_grad(), self._without_autocast():
+        with torch.no_grad(), telling_others(), self._without_autocast():
             rows = separate_rows(self.runner.close(sums), [()] * len(sums))
         return self._reduced(list(zip(*rows, strict=True)))
 
@@ -243,7 +244,7 @@ class ProgramFunction(torch.autograd.Function):
         """The gradients of all inputs, which autograd adds to ``.grad``."""
         call, values, creates_graph = ctx.call, ctx.tensors.values, torch.is_grad_enabled()
         nodes = [node for node, _ in ctx.next_functions][-len(values) :]
-        with torch.no_grad():
+        with torch.no_grad(), telling_others():
             ctx.tensors.check(values)
             if call.gather is not None:
                 at_end_of_backward(call.gather.cache.note_backward)

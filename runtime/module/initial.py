@@ -18,6 +18,7 @@ from shardc.language.sharding import TensorType
 from ..agreement.agreement import Agreement
 from ..comm.checksum import checksum
 from ..comm.distributed import TorchComm
+from ..comm.failure import waiting
 from ..comm.scatter import Part, batches, scatter
 
 Initial = Literal["broadcast", "check", "trust"]
@@ -83,7 +84,8 @@ class InitialValues:
     def scatter(self, parts: Sequence[Part]) -> None:
         """Fill parts of the first rank's tensors on the ranks that store them."""
         mesh = self.comm.mesh
-        scatter(parts, self.comm.group(tuple(map(mesh.axis, mesh.axis_names))), self.comm.device)
+        with waiting(lambda: "the first rank's values for all others", self.comm.ranks(mesh.axis_names)):
+            scatter(parts, self.comm.group(tuple(map(mesh.axis, mesh.axis_names))), self.comm.device)
 
     def _compare(self, tensors: ModelTensors) -> int | None:
         """Compare names, shapes and dtypes; returns the first position that has tensors on meta, if there is one."""

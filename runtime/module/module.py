@@ -21,6 +21,7 @@ from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
 from ..comm.comm import Comm
+from ..comm.failure import telling_others
 from ..execute.executor import Executor, Runner
 from .accumulation import Accumulation
 from .compiled_call import Compilation, CompiledCall, ModelTensors
@@ -75,18 +76,20 @@ class ParallelModule(nn.Module):
         0-dim outputs are plain. On a DeviceMesh other outputs are DTensors unless an annotation ``output:NAME`` is
         ``P()``.
         """
-        variants, tensors, arguments = self._compiled(args, kwargs)
-        random_key = self.seed, self.step
-        self.step += self.training
+        with telling_others():
+            variants, tensors, arguments = self._compiled(args, kwargs)
+            random_key = self.seed, self.step
+            self.step += self.training
 
-        train = variants.latest.compilation.convention.signature.train
-        return variants.run(
-            lambda call: call(tensors, arguments, random_key), lambda: self._new_call(args, kwargs, train)
-        )
+            train = variants.latest.compilation.convention.signature.train
+            return variants.run(
+                lambda call: call(tensors, arguments, random_key), lambda: self._new_call(args, kwargs, train)
+            )
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call without running it; parameters get their shardings."""
-        self._compiled(args, kwargs)
+        with telling_others():
+            self._compiled(args, kwargs)
 
     @property
     def program(self) -> Any:

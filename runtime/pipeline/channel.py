@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from shardc.language.sharding import TensorType
 from shardc.program.stages import Crossing
+from shardc.schedules.schedule import ALL
 
+from ..comm.failure import announce, job_timeout, meet, waiting
 from ..comm.messages import SMALL
 
 Message = list[list[Tensor]]  # for each of a stage's ranks in this process, the values of a crossing
@@ -54,15 +56,18 @@ class RankChannel:
     index of its rank. ``sent_bytes``: bytes sent to other ranks so far.
     """
 
-    def __init__(self, lines: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.device, rank = device, dist.get_rank()
+    def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, axis: str) -> None:
+        self.device, self.axis, self.timeout, rank = device, axis, job_timeout(), dist.get_rank()
+        meet([each for line in lines for each in line], f"making the process groups of {axis}")
         # Every rank makes the groups of all lines, in one order: torch.distributed demands it.
-        pairs = [(line, [dist.new_group(list(line)) for _ in ("earlier", "later")]) for line in lines]
-        self.line, self.groups = next((line, groups) for line, groups in pairs if rank in line)
+        pairs = [(line, [dist.new_group(list(line), self.timeout) for _ in ("earlier", "later")]) for line in lines]
+        self.line, self.process_groups = next((line, groups) for line, groups in pairs if rank in line)
+        announce(self)
         self.at = self.line.index(rank)
         self.place: tuple[int, ...] = ()
         self.sent_bytes = 0
-        self.local, self.sent, self.posted = LocalChannel(), list[tuple[Any, Tensor]](), dict[MessageId, Any]()
+        self.local, self.posted = LocalChannel(), dict[MessageId, Any]()
+        self.sent = list[tuple[Any, Tensor, MessageId]]()
 
     def send(self, key: MessageId, message: Message) -> None:
         """Send to the rank of the target stage; within this rank the message is handed over."""
@@ -70,11 +75,14 @@ class RankChannel:
         if target == self.at:
             self.local.send(key, message)
             return
-        self.sent = [(work, value) for work, value in self.sent if not work.is_completed()]
-        group = self.groups[target > self.at]
-        for flat in _packed([_bytes_of(value.contiguous()) for value in message[0]]):
-            self.sent_bytes += flat.nbytes
-            self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat))
+        self.sent = [each for each in self.sent if not each[0].is_completed()]
+        group = self.process_groups[target > self.at]
+        try:
+            for flat in _packed([_bytes_of(value.contiguous()) for value in message[0]]):
+                self.sent_bytes += flat.nbytes
+                self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat, key))
+        except RuntimeError as error:
+            self._raise_explained(error, key)
 
     def post(self, key: MessageId, types: Types) -> None:
         """Receive into new tensors; within this rank there is nothing to do."""
@@ -82,9 +90,12 @@ class RankChannel:
         if source == self.at:
             return
         values = [torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in types]
-        group, rank, own = self.groups[self.at > source], self.line[source], list(map(_bytes_of, values))
+        group, rank, own = self.process_groups[self.at > source], self.line[source], list(map(_bytes_of, values))
         flats = _packed(own)
-        works = [dist.irecv(flat, rank, group=group, tag=_tag(key)) for flat in flats]
+        try:
+            works = [dist.irecv(flat, rank, group=group, tag=_tag(key)) for flat in flats]
+        except RuntimeError as error:
+            self._raise_explained(error, key)
         self.posted[key] = works, values, own, flats
 
     def is_there(self, key: MessageId) -> bool:
@@ -95,8 +106,11 @@ class RankChannel:
         if key not in self.posted:
             return self.local.take(key)
         works, values, own, flats = self.posted.pop(key)
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._raise_explained(error, key)
         small = _small(own)  # large values were received in place
         if len(small) > 1:
             torch.split_with_sizes_copy(flats[-1], [value.nbytes for value in small], out=small)
@@ -104,9 +118,21 @@ class RankChannel:
 
     def close(self) -> None:
         """Wait until every message has been sent."""
-        for work, _ in self.sent:
-            work.wait()
+        for work, _, key in self.sent:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._raise_explained(error, key)
         self.sent.clear()
+
+    def _raise_explained(self, error: RuntimeError, key: MessageId) -> NoReturn:
+        """Raise an error that says which message it was, and which rank is gone."""
+        crossing, microbatch = key
+        ranks = [self.line[self.place[stage]] for stage in (crossing.source, crossing.target)]
+        when = "after the last microbatch" if microbatch == ALL else f"{crossing.part}, microbatch {microbatch}"
+        text = f"the message from stage {crossing.source} to stage {crossing.target} ({when}) over {self.axis}"
+        with waiting(lambda: text, ranks):
+            raise error
 
 
 Channel = LocalChannel | RankChannel

@@ -18,7 +18,7 @@ from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
 from shardc.program.stages import is_cut_in_time
 
-from ..comm.comm import BucketLayout, Comm, LocalCollectives, Places, Results, Rows, Tensors
+from ..comm.comm import BucketLayout, Comm, LocalCollectives, PartNames, Places, Results, Rows, Tensors
 from ..comm.dtensor import pad, region, shard, unpad, unshard
 from ..module.conversion import DistributedConverter
 
@@ -30,6 +30,9 @@ class MicrobatchComm(LocalCollectives):
         self.comm, self.mesh = comm, mesh
         self.positions = tuple(i * comm.mesh.size + position for i in microbatches for position in comm.positions)
         self.device, self.traffic, self.gathers_in_place = comm.device, comm.traffic, comm.gathers_in_place
+
+    def ranks(self, axes: PartNames) -> tuple[int, ...]:
+        return self.comm.ranks(axes)
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Run local kinds here, which depend on the microbatch; start all others among the stage's ranks."""

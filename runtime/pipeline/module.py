@@ -75,7 +75,7 @@ class PipelineModule(ParallelModule):
         channel = self._conversion.channel
         own = [each.grad for name, each in self.named_parameters() if self._homes.get(name, (0,))[0] == channel.at]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
-        total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.groups[0])
+        total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.process_groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))

@@ -63,6 +63,14 @@ class OrderError(RuntimeError):
         super().__init__(error_text(who, what, problem, remedy))
 
 
+class CommunicationError(RuntimeError):
+    """A collective that did not end: ``who`` is the collective with its ranks, ``problem`` which of them is gone."""
+
+    def __init__(self, who: str, problem: str) -> None:
+        self.who, self.problem = who, problem
+        super().__init__(f"{who}: {problem}")
+
+
 def second_backward() -> OrderError:
     """The error for a second backward through one forward; like torch's, it is a RuntimeError."""
     what, problem = "a second one through one forward", "what the forward saved is freed by the first"

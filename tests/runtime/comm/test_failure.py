@@ -1,0 +1,93 @@
+"""A rank fails: the others end at once, and say which collective they waited in and which rank is gone."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from failing_job import KINDS, PHASES, PLANS, VICTIM, Failure, Report, run_job
+
+from shardc import Mesh
+
+SECONDS = 3.0  # from the failure to the last error
+TIMEOUT = 4.0  # of the jobs whose rank is stopped
+ENDINGS = {
+    "killed": "is gone",
+    "terminated": "is gone",
+    "stopped": "is stopped",
+    "raises": "failed: ValueError: this rank has a problem",
+    "exits": "is gone",
+    "out of memory": "failed: MemoryError",
+}
+
+
+def check(failure: Failure, reports: list[Report]) -> None:
+    """All other ranks have named the collective, its axis, its ranks and the rank that failed, in time."""
+    names = PLANS[failure.plan][0]
+    others = [rank for rank in range(Mesh(**names).size) if rank != VICTIM]
+    assert [each.rank for each in reports] == others, (failure, reports)
+    ending = ENDINGS[failure.kind]
+    if failure.phase == "optimizer" and ending.startswith("failed"):
+        ending = "is gone"  # its error was raised outside of shardc, and did not end the interpreter
+    what = rf"[\w ]+ \(.*\) over ({'|'.join(names)})"
+    if failure.phase == "compile":
+        what = "the agreement of all ranks on what they run"
+    for each in reports:
+        assert each.kind == "CommunicationError", (failure, each)
+        assert re.fullmatch(rf"{what}, ranks [\d, ]+: rank {VICTIM} {ending}", each.text), (failure, each)
+        assert failure.phase == "compile" or "/gloo/" in each.cause or "pair closure" in each.cause, (failure, each)
+        assert each.seconds < SECONDS + TIMEOUT * (failure.kind == "stopped"), (failure, each)
+
+
+def check_job(failure: Failure) -> list[Report]:
+    reports = run_job(failure, TIMEOUT if failure.kind == "stopped" else 60)
+    check(failure, reports)
+    return reports
+
+
+QUICK = [
+    Failure("dp and tp", "killed", "forward"),
+    Failure("zero 3", "raises", "first collective"),
+    Failure("pipeline", "terminated", "backward"),
+    Failure("dp", "out of memory", "compile"),
+    Failure("tp", "stopped", "optimizer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("failure", QUICK, ids=str)
+def test_the_other_ranks_name_the_collective_and_the_rank_that_fails(failure: Failure) -> None:
+    texts = [each.text for each in check_job(failure)]
+    if failure.plan == "dp and tp":
+        one, *others = (re.sub(r"failing_job.py:\d+", "failing_job.py:7", text) for text in texts)
+        assert one == "all_reduce_tp_1 (layers.1.down, failing_job.py:7) over tp, ranks 0, 1: rank 1 is gone"
+        assert others == [
+            "all_reduce_dp (failing_job.py:7) over dp, ranks 0, 2: rank 1 is gone",  # a rank that never met rank 1
+            "all_reduce_dp (failing_job.py:7) over dp, ranks 1, 3: rank 1 is gone",
+        ]
+    if failure.plan == "zero 3":
+        assert re.match(
+            r"all_gather_dp_bucket \(layers.0.up, failing_job.py:\d+, with layers_0_up_weight and", texts[0]
+        )
+    if failure.plan == "pipeline":
+        assert texts[0].startswith("the message from stage 1 to stage 0 (input_gradient, microbatch 0) over pp")
+
+
+@pytest.mark.sweep
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stopped"])
+def test_every_kind_of_failure_at_every_phase_is_named(plan: str, kind: str) -> None:
+    for phase in PHASES:
+        check_job(Failure(plan, kind, phase))
+
+
+@pytest.mark.sweep
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_stopped_rank_is_named_at_the_timeout_of_the_job(plan: str) -> None:
+    failures = [Failure(plan, "stopped", phase) for phase in PHASES]
+    with ThreadPoolExecutor(len(failures)) as pool:
+        list(pool.map(check_job, failures))
