@@ -193,8 +193,10 @@ def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tupl
     axes = sharding.cut_axes
     if num_shards(axes) == 1:
         return piece
-    names = tuple(map(comm.mesh.print_part, axes))
-    with waiting(lambda: f"the gather of {name} over {', '.join(names)}", comm.ranks(names)):
+    with waiting(
+        lambda: f"the gather of {name} over {', '.join(map(comm.mesh.print_part, axes))}",
+        lambda: comm.ranks(tuple(map(comm.mesh.print_part, axes))),
+    ):
         gathered = process_group.all_gather(piece.unsqueeze(0), comm.group(axes), 0)().unbind()
     pieces = [gathered[comm.mesh.index(position, axes)] for position in range(comm.mesh.size)]
     return unshard(pieces, sharding, shape, name)

@@ -28,6 +28,8 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPSt
 
 from shardc.language.errors import CommunicationError, error_line
 
+from .interrupt import interruptible
+
 SECONDS = 1.0  # to find the cause; all ranks do it at once
 PAUSE = 0.02  # between two looks at the store
 CLOSING = (1 << 20) - 1  # the tag of a message that nobody sends
@@ -66,14 +68,14 @@ def is_communication(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def waiting(who: Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
+def waiting(who: Callable[[], str], ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Explain errors of the communication in the block: ``who`` waited, and which rank is gone; see ``explained``."""
     try:
         yield
     except RuntimeError as error:
         if not is_communication(error):
             raise
-        raise explained(who(), ranks) from error
+        raise explained(who(), ranks()) from error
 
 
 def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
@@ -85,8 +87,7 @@ def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
     who, found = f"{who}, {ranks_text(ranks)}", list[str]()
     search = threading.Thread(target=lambda: found.append(_search(who, ranks)), daemon=True)  # the store may hang
     search.start()
-    for group in {each for holder in _JOB.holders for each in holder.process_groups}:
-        _close(group)
+    _close_all()
     search.join(2 * SECONDS)
     return CommunicationError(who, found[0] if found else _silent_store("does not answer"))
 
@@ -117,11 +118,15 @@ def announce(holder: HoldsGroups) -> None:
 
 @contextlib.contextmanager
 def telling_others() -> Iterator[None]:
-    """Post an error that leaves the block, so that ranks that wait for this one can name it."""
+    """Post an error that leaves the block, so that ranks that wait for this one can name it; Ctrl-C ends its waits."""
+    if _JOB.default is None:
+        yield
+        return
     if _JOB.is_marked:
         withdraw()
     try:
-        yield
+        with interruptible(_close_all):
+            yield
     except BaseException as error:
         note_failure(error)
         raise
@@ -155,7 +160,7 @@ def meet(ranks: Sequence[int], what: str) -> None:
     ordered, end, pause = tuple(sorted(ranks)), time.monotonic() + job_timeout().total_seconds(), 0.001
     _JOB.meetings[ordered] += 1
     key = f"meeting/{'-'.join(map(str, ordered))}/{_JOB.meetings[ordered]}"
-    with waiting(lambda: what, ranks):
+    with waiting(lambda: what, lambda: ranks):
         store = _store()
         if store.add(key, 1) >= len(ordered):
             store.set(f"{key}/all", "")
@@ -177,6 +182,12 @@ def job_timeout() -> timedelta:
 
 def _store() -> Any:
     return PrefixStore("shardc/failure", dist.distributed_c10d._get_default_store())
+
+
+def _close_all() -> None:
+    """Let every wait of this rank fail, and those of other ranks for this one."""
+    for group in {each for holder in [*_JOB.holders] for each in holder.process_groups}:
+        _close(group)
 
 
 def _close(group: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from shardc.language.errors import error_text
+from shardc.language.errors import CommunicationError, error_text
 
+from .failure import SECONDS, is_communication, note_failure
 from .messages import loopback, private_loopback
 
 
@@ -28,9 +30,9 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on every rank of a new job of ``nprocs`` local processes; returns the results by rank.
 
-    ``fn`` and ``args`` must be picklable. Raises RuntimeError with the traceback of the rank that failed first, and
-    TimeoutError after ``timeout`` seconds. No process outlives the call. ``private_network``: the job has a loopback
-    interface of its own if the system allows it.
+    ``fn`` and ``args`` must be picklable. Raises RuntimeError with the traceback of the rank that failed first, not of
+    those that waited for it, and TimeoutError after ``timeout`` seconds. No process outlives the call.
+    ``private_network``: the job has a loopback interface of its own if the system allows it.
     """
     with Workers(nprocs, private_network) as workers:
         return workers.run(fn, *args, timeout=timeout)
@@ -97,31 +99,53 @@ class Workers:
         self.close()
 
     def _replies(self, timeout: float | None) -> list[Any]:
-        results: dict[int, Any] = {}
+        """The results by rank, or the error of the rank that failed first.
+
+        Ranks that waited for that one fail too, sometimes before it is seen to have ended: ``later`` has their errors.
+        """
+        results, later, died = dict[int, Any](), dict[int, str](), dict[int, str]()
         while len(results) < len(self._connections):
-            ready = wait([c for rank, c in enumerate(self._connections) if rank not in results], timeout)
+            is_over = bool(later or died)
+            waited_for = [c for rank, c in enumerate(self._connections) if not {rank} & {*results, *later, *died}]
+            ready = wait(waited_for, 2 * SECONDS if is_over else timeout) if waited_for else []
+            if not ready and is_over:
+                raise RuntimeError(_failure(later, died))
             if not ready:
+                what = f"not done after {timeout} s"
+                problem = "one may wait for a collective that another does not make"
                 missing = sorted(set(range(len(self._connections))) - set(results))
-                what, problem = (
-                    f"not done after {timeout} s",
-                    "one may wait for a collective that another does not make",
-                )
                 raise TimeoutError(error_text(f"ranks {missing}", what, problem, "say a longer timeout="))
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:
-                    is_good, results[rank] = pickle.loads(self._connections[rank].recv_bytes())
+                    kind, reply = pickle.loads(self._connections[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join()
-                    code = self._processes[rank].exitcode
-                    raise RuntimeError(f"rank {rank} died with exit code {code}") from None
-                if not is_good:
-                    raise RuntimeError(f"rank {rank} failed:\n{results[rank]}")
+                    died[rank] = self._ending(rank)
+                    continue
+                if kind == "error":
+                    raise RuntimeError(f"rank {rank} failed:\n{reply}")
+                (results if kind == "result" else later)[rank] = reply
         return [results[rank] for rank in range(len(self._connections))]
+
+    def _ending(self, rank: int) -> str:
+        self._processes[rank].join()
+        code = self._processes[rank].exitcode or 0
+        name = f", {signal.Signals(-code).name}" if code < 0 else ""
+        return f"rank {rank} died with exit code {code}{name}"
+
+
+def _failure(later: Mapping[int, str], died: Mapping[int, str]) -> str:
+    """The error of a job of which ranks died, or whose ranks all say that another one has failed."""
+    others = [f"rank {rank} failed:\n{text}" for rank, text in later.items()]
+    if not died:
+        return others[0]
+    waits = [f"rank {rank} was in {text.strip().splitlines()[-1].partition(': ')[2]}" for rank, text in later.items()]
+    return "\n".join([*died.values(), *waits[:1]])
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
     """The main function of a worker: join the job, run functions until one fails or the parent says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops all
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     store = FileStore(f"{directory}/store", nprocs)
@@ -135,11 +159,13 @@ def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> No
             leave()
         fn, args = request
         try:
-            reply = True, fn(*args)
-        except Exception:
-            reply = False, traceback.format_exc()
+            reply = "result", fn(*args)
+        except Exception as error:
+            note_failure(error)
+            is_later = isinstance(error, CommunicationError) or is_communication(error)
+            reply = "later" if is_later else "error", traceback.format_exc()
         connection.send_bytes(pickle.dumps(reply))
-        if not reply[0]:
+        if reply[0] != "result":
             leave(1)
 
 

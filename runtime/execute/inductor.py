@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc.program.program import Program
 
 from ..comm.comm import Comm, Traffic
+from ..comm.failure import waiting
 from ..comm.process_group import in_range
 from .executor import Executor, Rows, Runner, SavedEnvs
 from .interpreter import Values
@@ -64,7 +66,7 @@ class InductorRunner(Runner):
         tables = [_contiguous(inputs), computed or ()]
         if self._fwd is None:
             self._fwd = CompiledPart(run, tables, self._comm)
-        with in_range("forward/(model)/inductor"):
+        with in_range("forward/(model)/inductor"), self._waiting("forward"):
             outputs, envs = self._fwd(tables)
         return outputs, SavedEnvs(tuple(envs))
 
@@ -76,9 +78,17 @@ class InductorRunner(Runner):
         tables = [saved.take(keep), _contiguous(tangents)]
         if self._bwd is None:
             self._bwd = CompiledPart(run, tables, self._comm)
-        with in_range("backward/(model)/inductor"):
+        with in_range("backward/(model)/inductor"), self._waiting("backward"):
             (gradients,) = self._bwd(tables)
         return gradients
+
+    def _waiting(self, part: str) -> AbstractContextManager[None]:
+        """Let an error of a collective say which rank is gone; compiled code does not know which collective it was."""
+        axes = self._comm.mesh.axis_names
+        return waiting(
+            lambda: f"a collective of {part}, compiled by Inductor, over {', '.join(axes)}",
+            lambda: self._comm.ranks(axes),
+        )
 
 
 class CompiledPart:

@@ -41,6 +41,7 @@ from ..comm.dtensor import (
     unpad,
     unshard,
 )
+from ..comm.failure import waiting
 from ..comm.scatter import Part, batches
 from ..comm.simulated import SimulatedComm
 from ..execute.executor import Rows, Runner
@@ -384,7 +385,8 @@ def _clone(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _replicated(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor), type(tensor)
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    with waiting(lambda: "the gather of a DTensor", tensor.device_mesh.mesh.flatten().tolist):
+        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 Shards = list[Tensor]  # one for each rank that lives in this process

@@ -21,7 +21,7 @@ from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
 from ..comm.comm import Comm
-from ..comm.failure import telling_others
+from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
 from .accumulation import Accumulation
 from .compiled_call import Compilation, CompiledCall, ModelTensors
@@ -104,7 +104,9 @@ class ParallelModule(nn.Module):
 
         Returns the norm before.
         """
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        comm = self._conversion.comm
+        with waiting(lambda: "clip_grad_norm_", lambda: comm.ranks(comm.mesh.axis_names)):
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as for every module."""

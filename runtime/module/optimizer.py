@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..comm.failure import waiting
+
 
 class StepWatcher:
     """Is told of the steps of optimizers that hold one of the parameters that it watches."""
@@ -77,8 +79,9 @@ def _unscale_on_all_ranks(
         columns = zip(*(each.placements for each in parameters if each.device_mesh == mesh), strict=True)
         is_whole = [all(each.is_replicate() for each in column) for column in columns]
         cut: list[Placement] = [Replicate() if whole else Partial("max") for whole in is_whole]
-        overflow = DTensor.from_local(overflow, mesh, cut, run_check=False).full_tensor()
-        if pipeline is not None:
-            dist.all_reduce(overflow, dist.ReduceOp.MAX, pipeline)
+        with waiting(lambda: "GradScaler's search for an overflow", mesh.mesh.flatten().tolist):
+            overflow = DTensor.from_local(overflow, mesh, cut, run_check=False).full_tensor()
+            if pipeline is not None:
+                dist.all_reduce(overflow, dist.ReduceOp.MAX, pipeline)
         by_device = {device: overflow.to(device) for device in by_device or (overflow.device,)}
     return by_device

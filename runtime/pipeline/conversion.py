@@ -57,6 +57,7 @@ class PipelineConversion(DistributedConversion):
             ranks, axes = device_mesh.mesh.reshape(-1, 1), ("stages", pipeline.axis)
             stage_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=axes)[pipeline.axis]
         super().__init__(stage_mesh, device_mesh)
+        self.ranks: list[int] = device_mesh.mesh.flatten().tolist()
         self.pipeline = pipeline
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
         self.timed = self.comm = MicrobatchComm(self.torch_comm, self.compute_mesh, range(pipeline.microbatches))

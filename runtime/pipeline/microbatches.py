@@ -20,6 +20,7 @@ from shardc.program.stages import is_cut_in_time
 
 from ..comm.comm import BucketLayout, Comm, LocalCollectives, PartNames, Places, Results, Rows, Tensors
 from ..comm.dtensor import pad, region, shard, unpad, unshard
+from ..comm.failure import waiting
 from ..module.conversion import DistributedConverter
 
 
@@ -93,4 +94,5 @@ class MicrobatchConverter:
             rows = unpad(piece, self.sharding, self.shape, position)
             whole[tuple(slice(start, start + length) for start, length in where)] = rows
         axes = tuple(map(self.comm.mesh.print_part, self.inner.sharding.cut_axes))
-        return self.comm.comm.start("all_reduce", [whole], axes, "sum")()[0] if axes else whole
+        with waiting(lambda: f"the gather of {self.inner.name} over {', '.join(axes)}", lambda: self.comm.ranks(axes)):
+            return self.comm.comm.start("all_reduce", [whole], axes, "sum")()[0] if axes else whole

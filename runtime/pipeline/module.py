@@ -19,6 +19,7 @@ from shardc.language.errors import OrderError, ShardingError, raise_all
 from shardc.program.program import Pin
 
 from ..comm.dtensor import local
+from ..comm.failure import waiting
 from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
 from ..module.module import ParallelModule, become
@@ -75,7 +76,8 @@ class PipelineModule(ParallelModule):
         channel = self._conversion.channel
         own = [each.grad for name, each in self.named_parameters() if self._homes.get(name, (0,))[0] == channel.at]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
-        total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.process_groups[0])
+        with waiting(lambda: f"clip_grad_norm_ over {channel.axis} and each stage", lambda: self._conversion.ranks):
+            total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.process_groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))

@@ -83,8 +83,10 @@ class Report:
 
 
 def fail(kind: str, connection: Connection) -> None:
-    """Fail in one of ``KINDS``."""
+    """Fail in one of ``KINDS``; ``sleeps`` lets the others wait."""
     connection.send(time.time())
+    if kind == "sleeps":
+        time.sleep(60)
     if kind == "raises":
         raise ValueError("this rank has a problem")
     if kind == "out of memory":
@@ -128,7 +130,7 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
             optimizer.step()
             optimizer.zero_grad()
         connection.send(Report(rank, "nothing", "", "", time.time()))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if not is_victim:
             kind, cause = type(error).__name__, str(error.__cause__)
             connection.send(Report(rank, kind, str(error), cause, time.time()))
@@ -172,8 +174,13 @@ def forking() -> Any:
     return context
 
 
-def run_job(failure: Failure, seconds: float = 60.0, patience: float = 60.0) -> list[Report]:
-    """The reports of all ranks but the victim, with seconds since it failed; none of them is left running."""
+def run_job(
+    failure: Failure, seconds: float = 60.0, patience: float = 60.0, interrupted: int | None = None
+) -> list[Report]:
+    """The reports of all ranks but the victim, with seconds since it failed; none of them is left running.
+
+    ``seconds``: the job's timeout. ``interrupted``: the rank that gets a Ctrl-C half a second after the failure.
+    """
     context, count = forking(), Mesh(**PLANS[failure.plan][0]).size
     with tempfile.TemporaryDirectory() as directory:
         pairs = [context.Pipe(duplex=False) for _ in range(count)]
@@ -196,6 +203,9 @@ def run_job(failure: Failure, seconds: float = 60.0, patience: float = 60.0) -> 
                         reports.append(message)
                     else:
                         failed_at = message
+                        if interrupted is not None:
+                            time.sleep(0.5)
+                            os.kill(processes[interrupted].pid, signal.SIGINT)
                 if all(ours.closed for ours, _ in pairs):
                     break
         finally:

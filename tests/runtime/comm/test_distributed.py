@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import signal
 import socket
 import subprocess
 from dataclasses import replace
@@ -295,5 +296,23 @@ def fail_on_one_rank():
 @pytest.mark.slow
 def test_a_launched_job_returns_results_and_names_the_rank_that_fails():
     assert launch(os.getpid, 1) != [os.getpid()]
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*this rank has a problem"):
+    with pytest.raises(RuntimeError, match=r"(?s)\Arank 1 failed:.*ValueError: this rank has a problem\s*\Z") as failed:
         launch(fail_on_one_rank, 2)
+    assert "rank 0" not in str(failed.value)  # which waited for rank 1
+
+
+def die_on_one_rank():
+    comm = comm_of(Mesh(dp=2))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gather_whole(comm, torch.zeros(2), P("dp").sharding(comm.mesh, (4,), "x"), (4,), "output 'logits'")
+
+
+@pytest.mark.sweep
+def test_a_launched_job_says_how_a_rank_died_and_where_another_waited_for_it():
+    with pytest.raises(RuntimeError) as failed:
+        launch(die_on_one_rank, 2)
+    assert str(failed.value).splitlines() == [
+        "rank 1 died with exit code -9, SIGKILL",
+        "rank 0 was in the gather of output 'logits' over dp, ranks 0, 1: rank 1 is gone",
+    ]

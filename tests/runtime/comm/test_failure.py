@@ -75,6 +75,14 @@ def test_the_other_ranks_name_the_collective_and_the_rank_that_fails(failure: Fa
         assert texts[0].startswith("the message from stage 1 to stage 0 (input_gradient, microbatch 0) over pp")
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("plan", ["dp", "zero 3", "pipeline"])
+def test_ctrl_c_ends_a_rank_that_waits_for_another(plan: str) -> None:
+    (report,) = run_job(Failure(plan, "sleeps", "forward"), interrupted=0)
+    assert report.kind == "KeyboardInterrupt" and report.seconds < SECONDS, report
+
+
 @pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,0 +1,69 @@
+"""Ctrl-C on a rank that waits: gloo's waits do not return to Python, where a signal raises KeyboardInterrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+PATIENCE = 0.3  # seconds for the main thread to come back to Python by itself
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Wakes a thread when a signal arrives.
+
+    ``fd``: where Python writes the signal's number. ``run``: the number of the block that the main thread is in, or 0.
+    """
+
+    fd: int
+    run: int = 0
+    runs: int = 0
+
+
+@contextlib.contextmanager
+def interruptible(end_waits: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C end the block also where it waits for other ranks; ``end_waits`` lets such a wait fail.
+
+    Python tells one reader of signals: where an event loop is that reader already, nothing is changed. Nor is it where
+    the program handles Ctrl-C itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watch = _watch(end_waits)
+    before = signal.set_wakeup_fd(watch.fd, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        yield
+        return
+    watch.runs += 1
+    watch.run = watch.runs
+    try:
+        yield
+    finally:
+        watch.run = 0
+        signal.set_wakeup_fd(-1)
+
+
+@functools.cache
+def _watch(end_waits: Callable[[], None]) -> _Watch:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    watch = _Watch(writer)
+    threading.Thread(target=_listen, args=(reader, watch, end_waits), name="shardc Ctrl-C", daemon=True).start()
+    return watch
+
+
+def _listen(reader: int, watch: _Watch, end_waits: Callable[[], None]) -> None:
+    while numbers := os.read(reader, 64):
+        run = watch.run
+        if signal.SIGINT in numbers and run and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            time.sleep(PATIENCE)
+            if watch.run == run:
+                end_waits()
