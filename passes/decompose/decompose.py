@@ -33,7 +33,7 @@ from shardc.program.program import Program, Value
 
 from ..emitter import NEVER, Decomposition, Emitter, Form
 from ..propagate.cut_blocks import cut_blocks
-from ..propagate.propagate import propagate
+from ..propagate.propagate import propagate, set_shardings
 from ..reshard.choose_cuts import Arrivals, Cuts, assign, claims_on, current_shardings, num_pieces
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
@@ -60,7 +60,7 @@ def _decomposed(program: Program) -> Program:
             with program.graph.inserting_before(node):
                 program.replace(node, forms[node.name](Emitter(program, node)))
         program.remove_dead()
-        program = propagate(cut_blocks(program))
+        program = set_shardings(cut_blocks(program))
     return program
 
 
@@ -84,7 +84,7 @@ def _forms_behind(program: Program, forms: dict[str, Form]) -> dict[str, Form]:
     for node in program.calls:
         if node.target in kinds and node.target in DECOMPOSITIONS:
             program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
-    program = propagate(cut_blocks(program))
+    program = set_shardings(cut_blocks(program))
     for node in program.calls:
         if node.target in kinds:
             program.forget_rule(node)

@@ -36,7 +36,7 @@ def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program
         for pin, new in changes.items()
     )
     new_pins = tuple(changes.get(pin, pin) for pin in program.pins)
-    return replace(program.copy(), pins=new_pins, notes=program.notes + notes)
+    return replace(program, pins=new_pins, notes=program.notes + notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ Invariants: pinned dims never change; an axis cuts a value once.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,12 +38,16 @@ from shardc.program.provenance import DATA, PARAMETER, PARAMETER_FIRST, YIELDING
 
 def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with a sharding on every value. For the axes named in ``first``, parameters come before inputs."""
-    program = program.copy(level="annotated")
+    return set_shardings(program.copy(), first)
+
+
+def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Program:
+    """``propagate`` without a copy: the nodes of the program itself get their shardings."""
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
     tensors = _tensors(program)
     for pin in pins:
         tensor = tensors[pinned_value(program, pin)]
-        tensor.closed, tensor.reserved = set(range(len(tensor.shape))) - pin.open, pin.sharding.cut_axes
+        tensor.closed, tensor.reserved = frozenset(range(len(tensor.shape))) - pin.open, pin.sharding.cut_axes
     worklist, precedence = _Worklist([*_ops(program), *_ties(program)]), Precedence(pins, first)
     for priority, rank in sorted({(pin.priority, rank) for pin in pins for rank in precedence.of(pin)}):
         for pin in pins:
@@ -55,13 +60,14 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
                 for value in _step(op, tensors):
                     worklist.add_around(value)
     assert program.mesh is not None
+    sharding_of = functools.cache(functools.partial(Sharding, program.mesh))  # equal shardings are one object
     for node in program.graph.nodes:
         own = [tensors.get((node, index)) for index in range(len(program.types(node)))]
-        shardings = tuple(Sharding(program.mesh, tuple(tensor.dims)) if tensor else None for tensor in own)
+        shardings = tuple(sharding_of(tuple(tensor.dims)) if tensor else None for tensor in own)
         if any(shardings) or (own and program.has_many(node)):
             program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
             program.set_origins(node, tuple(tensor.origins if tensor else {} for tensor in own))
-    return replace(program, pins=pins)
+    return replace(program, level="annotated", pins=pins)
 
 
 @dataclass(slots=True)
@@ -69,14 +75,15 @@ class _Tensor:
     """A value while cuts flow: how each dim is cut by now, and where each axis came from.
 
     ``closed``: dims that the user fixed. ``reserved``: axes that are kept for those. ``mesh``: of a parameter or a
-    buffer alone, which is cut only so that a DTensor on it can hold the shards.
+    buffer alone, which is cut only so that a DTensor on it can hold the shards. ``local_numel``: elements on one rank.
     """
 
     value: Value
     shape: tuple[int, ...]
     mesh: Mesh | None
     dims: list[DimSharding]
-    closed: set[int] = field(default_factory=set)
+    local_numel: int
+    closed: frozenset[int] = frozenset()
     reserved: Axes = ()
     origins: dict[str, Origin] = field(default_factory=dict)
 
@@ -85,10 +92,10 @@ class _Tensor:
         """The value as origins name it."""
         return self.value[0].name, self.value[1]
 
-    @property
-    def local_numel(self) -> int:
-        """Elements on one rank."""
-        return math.prod(dim.local_size(size) for dim, size in zip(self.dims, self.shape, strict=True))
+    def set_cut(self, dim: int, cut: DimSharding) -> None:
+        """Cut a dim."""
+        self.dims[dim] = cut
+        self.local_numel = math.prod(cut.local_size(size) for cut, size in zip(self.dims, self.shape, strict=True))
 
     def free_part(self, cut: DimSharding, before: DimSharding) -> DimSharding:
         """The leading axes of a cut that are in ``before`` already, or that cut nothing of the value yet."""
@@ -110,9 +117,9 @@ class _Tensor:
 
 def _tensors(program: Program) -> dict[Value, _Tensor]:
     """One for each value of the program, uncut."""
-    stored = {node for (kind, _), node in program.named_inputs.items() if kind in PARAMETER_KINDS}
+    meshes = {node: program.mesh for (kind, _), node in program.named_inputs.items() if kind in PARAMETER_KINDS}
     return {
-        (node, i): _Tensor((node, i), type_.shape, program.mesh if node in stored else None, [WHOLE] * len(type_.shape))
+        (node, i): _Tensor((node, i), type_.shape, meshes.get(node), [WHOLE] * len(type_.shape), type_.numel)
         for node in program.graph.nodes
         if node.op != "output" and not is_getitem(node)
         for i, type_ in enumerate(program.types(node))
@@ -125,7 +132,7 @@ def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, precedence: Prec
     pipeline = program.options.pipeline
     for dim, cut in enumerate(pin.sharding.dims):
         if dim not in pin.open and precedence.of_dim(pin, dim) == rank:
-            tensor.dims[dim] = cut
+            tensor.set_cut(dim, cut)
             for part in cut.all_axes:
                 text = pipeline.text if pipeline and part.name == MICROBATCH else pin.text
                 tensor.origins[part.name] = Origin(text, rank, tensor.name)
@@ -257,7 +264,7 @@ def _extend(op: Op, side: _Side, factor: str, cut: DimSharding, origins: Mapping
     new = dims_sharding((side.dims[dim],), side.cuts, rule.sizes)[0]
     if not tensor.is_storable(dim, new):
         return False
-    tensor.dims[dim] = new
+    tensor.set_cut(dim, new)
     for part in new_parts:
         tensor.origins.setdefault(part.name, origins[part.name].through(op.name, tensor.name))
     return True

@@ -17,9 +17,12 @@ def factor_cuts(
     """How the cuts of a tensor's dims cut their factors; only factors that are cut appear."""
     cuts: dict[str, DimSharding] = {}
     for factors, dim, size in zip(dims, shardings, shape, strict=True):
-        if factors and (dim.axes or dim.minor):
-            is_alone = len(factors) == 1
-            split = (dim,) if is_alone else split_dim(dim, size, [sizes[factor] for factor in factors])
+        if not factors or not (dim.axes or dim.minor):
+            continue
+        if len(factors) == 1:
+            cuts[factors[0]] = dim
+        else:
+            split = split_dim(dim, size, [sizes[factor] for factor in factors])
             cuts.update({factor: cut for factor, cut in zip(factors, split, strict=True) if cut != WHOLE})
     return cuts
 

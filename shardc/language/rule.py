@@ -244,6 +244,7 @@ def _present_groups(linear: str | Groups, call: OpCall) -> Groups:
     return tuple(group for group in groups if all(call.operands[i] is not None for i in group))
 
 
+@lru_cache(maxsize=1024)
 def parse_groups(linear: str) -> Groups:
     """``"0 12"`` as groups of operands."""
     return tuple(frozenset(int(digit) for digit in group) for group in linear.split())
