@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
     from shardc.runtime.module.conversion import shard_batch
+    from shardc.runtime.module.loader import shard_loader
     from shardc.schedules.balance import balance
     from shardc.schedules.named import Schedule, schedule
     from shardc.schedules.schedule import Edge
@@ -30,7 +31,7 @@ __all__ = [
     "CaptureError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P", "Pipeline",
     "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate", "balance", "blocks",
     "check_rule", "compile", "init_parameters", "parallelize", "register_rule", "reshard_plan", "schedule",
-    "shard_batch", "stage_boundary",
+    "shard_batch", "shard_loader", "stage_boundary",
 ]  # fmt: skip
 
 _MODULES = {
@@ -46,6 +47,7 @@ _MODULES = {
     "program.collective": "Collective",
     "program.user_rules": "check_rule register_rule",
     "runtime.module.conversion": "shard_batch",
+    "runtime.module.loader": "shard_loader",
     "schedules.balance": "balance",
     "schedules.simulate": "Costs StageCost",
     "schedules.named": "Schedule schedule",
