@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardc.api import Compiled, compile, init_parameters, parallelize
     from shardc.capture.annotations import annotate
     from shardc.capture.microbatches import stage_boundary
-    from shardc.language.errors import CaptureError, CommunicationError, ShardingError
+    from shardc.language.errors import CaptureError, CheckpointError, CommunicationError, ShardingError
     from shardc.language.mesh import Mesh
     from shardc.language.partition import P, blocks
     from shardc.language.sharding import Sharding
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shardc.passes.reshard.plan_reshard import reshard_plan
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
+    from shardc.runtime.checkpoint.export import export
+    from shardc.runtime.checkpoint.load import load
+    from shardc.runtime.checkpoint.save import save
     from shardc.runtime.module.conversion import shard_batch
     from shardc.runtime.module.loader import shard_loader
     from shardc.schedules.balance import balance
@@ -28,17 +31,17 @@ if TYPE_CHECKING:
     from shardc.schedules.simulate import Costs, StageCost
 
 __all__ = [
-    "CaptureError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P", "Pipeline",
-    "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate", "balance", "blocks",
-    "check_rule", "compile", "init_parameters", "parallelize", "register_rule", "reshard_plan", "schedule",
-    "shard_batch", "shard_loader", "stage_boundary",
+    "CaptureError", "CheckpointError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P",
+    "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate",
+    "balance", "blocks", "check_rule", "compile", "export", "init_parameters", "load", "parallelize",
+    "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader", "stage_boundary",
 ]  # fmt: skip
 
 _MODULES = {
     "api": "Compiled compile init_parameters parallelize",
     "capture.annotations": "annotate",
     "capture.microbatches": "stage_boundary",
-    "language.errors": "CaptureError CommunicationError ShardingError",
+    "language.errors": "CaptureError CheckpointError CommunicationError ShardingError",
     "language.mesh": "Mesh",
     "language.partition": "P blocks",
     "language.sharding": "Sharding",
@@ -46,6 +49,9 @@ _MODULES = {
     "passes.reshard.plan_reshard": "reshard_plan",
     "program.collective": "Collective",
     "program.user_rules": "check_rule register_rule",
+    "runtime.checkpoint.export": "export",
+    "runtime.checkpoint.load": "load",
+    "runtime.checkpoint.save": "save",
     "runtime.module.conversion": "shard_batch",
     "runtime.module.loader": "shard_loader",
     "schedules.balance": "balance",

@@ -74,13 +74,17 @@ class PipelineModule(ParallelModule):
         Every rank of the pipeline calls it; torch's own function sees one rank's stages alone. Returns the norm before.
         """
         channel = self._conversion.channel
-        own = [each.grad for name, each in self.named_parameters() if self._homes.get(name, (0,))[0] == channel.at]
+        own = [each.grad for name, each in self.named_parameters() if self.is_first_home(name)]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
         with waiting(lambda: f"clip_grad_norm_ over {channel.axis} and each stage", lambda: self._conversion.ranks):
             total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.process_groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+    def is_first_home(self, name: str) -> bool:
+        """Whether this rank is on the first rank of the pipeline that holds a parameter; before a call all hold it."""
+        return self._homes.get(name, (0,))[0] == self._conversion.channel.at
 
     def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> CompiledCall:
         call = super()._new_call(args, kwargs, train)

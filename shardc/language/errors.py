@@ -71,6 +71,14 @@ class CommunicationError(RuntimeError):
         super().__init__(f"{who}: {problem}")
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read, in the parts of a ``ShardingError``; ``who``: the file or tensor."""
+
+    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
+        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
+        super().__init__(error_text(who, what, problem, remedy))
+
+
 def second_backward() -> OrderError:
     """The error for a second backward through one forward; like torch's, it is a RuntimeError."""
     what, problem = "a second one through one forward", "what the forward saved is freed by the first"

@@ -1,0 +1,180 @@
+"""``shardc.export``: the whole model as one folder of Hugging Face's format, written by the first rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.language.errors import CheckpointError
+
+from ..module.module import ParallelModule
+from .file import CODES, DTYPES, Header, bytes_of, named_errors, write_file
+from .ranks import Ranks, ranks_of
+from .region import Block
+from .save import Share, check_request, finish_save, shares_of
+from .state import block_of, state_to_save, unwrapped
+
+FILE = "model.safetensors"
+
+
+def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int = 5 * 10**9) -> Path:
+    """Write a module's parameters and buffers as a folder that ``from_pretrained`` of transformers loads.
+
+    ``model.safetensors``, or several files and ``model.safetensors.index.json`` above ``file_bytes``, and the model's
+    ``config.json`` if it has a config. Every rank of the job calls it, the first one writes: it has one whole tensor in
+    memory at a time. Of tied parameters one is written, as transformers does.
+    """
+    check_request(path, module, None, None, None)
+    folder, module = Path(path), unwrapped(module)
+    ranks = ranks_of(module)
+    finish_save(ranks)
+    model: nn.Module = module.__dict__["_model"] if isinstance(module, ParallelModule) else module
+    tensors, error = None, None
+    try:
+        tensors = WholeTensors(module, model, ranks)
+    except Exception as caught:
+        error = caught
+    ranks.agree(error)
+    assert tensors is not None
+    tensors.agree()
+    if ranks.is_first:
+        try:
+            _write(folder, tensors, file_bytes)
+            _write_config(folder, model, tensors)
+        except Exception as caught:
+            error = caught
+    for _ in tensors.values:
+        pass  # a rank that does not write sends its blocks; after an error nobody may wait for another
+    ranks.agree(error)
+    return folder
+
+
+class WholeTensors:
+    """The tensors of a module, whole on the first rank, one after the other.
+
+    ``headers``: their types, by name, in the order of ``values``. State: ``_blocks``, for each name the rank's index
+    and the block of every part, as the first rank knows them.
+    """
+
+    def __init__(self, module: nn.Module, model: nn.Module, ranks: Ranks) -> None:
+        state = state_to_save(module, None, {}, ranks)
+        if "extra_state" in state.values:
+            what, problem = f"extra state of {', '.join(state.values['extra_state'])}", "the format holds tensors alone"
+            raise CheckpointError("shardc.export", what, problem, "use shardc.save, or take it out of the model")
+        self.ranks, self.headers, self._blocks = ranks, dict[str, Header](), dict[str, list[Any]]()
+        self._names = names_to_export(model, [key.partition("/")[2] for key in state.tensors], state.aliases)
+        self._shares: dict[str, list[Share]] = {}
+        for share in shares_of(state):
+            self._shares.setdefault(share.tensor.partition("/")[2], []).append(share)
+        self._types = {
+            key.partition("/")[2]: [CODES[each.value.dtype], each.shape] for key, each in state.tensors.items()
+        }
+
+    def agree(self) -> None:
+        """Let the first rank know all blocks, and all ranks the order."""
+        own = {
+            name: [[each.block.offsets, each.block.sizes] for each in shares] for name, shares in self._shares.items()
+        }
+        types: dict[str, Any] = {}
+        for index, text in enumerate(self.ranks.collect(json.dumps([self._types, own, self._names]))):
+            others, blocks, names = json.loads(text)
+            types |= {names[name]: each for name, each in others.items()}
+            for name, each in blocks.items():
+                self._blocks.setdefault(names[name], []).extend((index, *block) for block in each)
+        types = json.loads(self.ranks.share(json.dumps(types)))
+        wide_first = sorted(types.items(), key=lambda each: -Header(each[1][0], (1,)).num_bytes)
+        self.headers = {name: Header(code, tuple(shape)) for name, (code, shape) in wide_first}
+        self.values = self._values()
+
+    def _values(self) -> Iterator[Tensor]:
+        """The tensors on the first rank; on others nothing, once their blocks are sent."""
+        own = {self._names[name]: shares for name, shares in self._shares.items()}
+        for name, header in self.headers.items():
+            shares = iter(own.get(name, ()))
+            if not self.ranks.is_first:
+                for share in shares:
+                    data = share.value.detach().cpu().contiguous()
+                    self.ranks.group.send([torch.frombuffer(bytes_of(data), dtype=torch.uint8)], 0, 1).wait()
+                continue
+            whole: Tensor | None = None
+            for index, offsets, sizes in self._blocks.get(name, ()):
+                block, value = Block(tuple(offsets), tuple(sizes)), next(shares).value if index == 0 else None
+                if value is None:
+                    value = torch.empty(block.sizes, dtype=DTYPES[header.code])
+                    self.ranks.group.recv([torch.frombuffer(bytes_of(value), dtype=torch.uint8)], index, 1).wait()
+                whole = torch.empty(header.shape, dtype=value.dtype) if whole is None else whole
+                block_of(whole, block.offsets, block.sizes).copy_(value)
+            yield torch.empty(header.shape, dtype=DTYPES[header.code]) if whole is None else whole
+
+
+def names_to_export(model: nn.Module, names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """For each tensor the name that is written: of tied ones that which transformers does not tie on loading."""
+    tied = [*(getattr(model, "_tied_weights_keys", None) or ())]
+
+    def is_tied(name: str) -> bool:
+        return any(name == each or re.search(each, name) for each in tied)
+
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    return {name: min((name, *others.get(name, ())), key=is_tied) for name in names}
+
+
+def _write(folder: Path, tensors: WholeTensors, file_bytes: int) -> None:
+    """Write the tensors to one file or several; each gets its name once it is on disk."""
+    batches: list[dict[str, Header]] = [{}]
+    for name, header in tensors.headers.items():
+        if batches[-1] and sum(each.num_bytes for each in batches[-1].values()) + header.num_bytes > file_bytes:
+            batches.append({})
+        batches[-1][name] = header
+    files = [FILE]
+    if len(batches) > 1:
+        files = [f"model-{i + 1:05}-of-{len(batches):05}.safetensors" for i in range(len(batches))]
+    with named_errors(folder, "cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for file, batch in zip(files, batches, strict=True):
+        with _replacing(folder / file) as path:
+            write_file(path, batch, (next(tensors.values) for _ in batch), {"format": "pt"})
+    with named_errors(folder, "cannot be written"):
+        (folder / f"{FILE}.index.json" if len(batches) == 1 else folder / FILE).unlink(missing_ok=True)
+    if len(batches) > 1:
+        places = {name: file for file, batch in zip(files, batches, strict=True) for name in batch}
+        total = sum(each.num_bytes for each in tensors.headers.values())
+        with _replacing(folder / f"{FILE}.index.json") as path:
+            path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Another path to write a file to, which then gets its name."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with named_errors(path, "cannot be written"):
+            yield temporary
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_config(folder: Path, model: nn.Module, tensors: WholeTensors) -> None:
+    """Write ``config.json`` and ``generation_config.json`` through transformers, where the model has them."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(config, "save_pretrained"):
+        codes = [each.code for each in tensors.headers.values() if DTYPES[each.code].is_floating_point]
+        if codes:
+            config.dtype = DTYPES[max(codes, key=codes.count)]
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

@@ -1,0 +1,204 @@
+"""One safetensors file: written tensor by tensor with its SHA-256, and read through a memory map.
+
+The library writes a file from tensors that are all in memory, and hashes none; here a rank needs one at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.language.errors import CheckpointError
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+CHUNK = 2**20  # bytes that are written, or hashed, at a time: they stay in the processor's cache
+MOST_HEADER = 10**8  # bytes, as in the library
+
+
+class FormatError(ValueError):
+    """What is wrong with the content of a file; who reads the file raises a CheckpointError that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor of a file: its dtype in the format's code, its shape, and its bytes after the file's header."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that dtype and shape make."""
+        return math.prod(self.shape) * DTYPES[self.code].itemsize
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Header], values: Iterable[Tensor], notes: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Write a new file and sync it to disk; returns its size and its SHA-256.
+
+    ``values`` are those of ``tensors``, in order, and are taken one at a time. ``notes`` are free text. A
+    CheckpointError names the file if the disk is full.
+    """
+    assert sys.byteorder == "little", sys.byteorder  # of the format
+    header, begin = dict[str, Any]({"__metadata__": dict(notes)} if notes else {}), 0
+    for key, each in tensors.items():
+        end = begin + each.num_bytes
+        header[key] = {"dtype": each.code, "shape": each.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-len(text) % 8 + len(text))
+    size, digest = 0, hashlib.sha256()
+    with named_errors(path, "cannot be written"), open(path, "xb", buffering=0) as file:
+        size += _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
+        for value in values:
+            value = value.detach().cpu().contiguous()
+            size += _write(file, bytes_of(value), digest)
+        os.fsync(file.fileno())
+    assert size == 8 + len(text) + begin, (path, size, begin)
+    return size, digest.hexdigest()
+
+
+def _write(file: Any, data: memoryview, digest: Any) -> int:
+    done = 0
+    while done < len(data):
+        count = file.write(data[done : done + CHUNK])
+        digest.update(data[done : done + count])
+        done += count
+    return done
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; without numpy, which need not be installed."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class OpenFile:
+    """A file that is read: its tensors are views of a memory map, and nothing is read before they are."""
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        """Open a regular file; a CheckpointError names it if it is missing, no file, or not ``size`` bytes long."""
+        self.path, self._headers = path, dict[str, Header]()
+        with named_errors(path, "cannot be read"), open(regular_file(path), "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if size is not None and found != size:
+                what, problem = f"{found} bytes", f"the index says {size}"
+                raise CheckpointError(str(path), what, problem, "it was cut short or changed: load another checkpoint")
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if found else None
+
+    def sha256(self) -> str:
+        """The SHA-256 of all its bytes."""
+        digest = hashlib.sha256()
+        for begin in range(0, 0 if self.map is None else len(self.map), CHUNK):
+            with memoryview(self.map) as data, data[begin : begin + CHUNK] as part:  # type: ignore[arg-type]
+                digest.update(part)
+        return digest.hexdigest()
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """The tensors in it by key; a CheckpointError if its header is none."""
+        if not self._headers:
+            try:
+                self._headers = dict(self._read_header())
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                what, problem = "its header is not that of a safetensors file", f"{type(error).__name__}: {error}"
+                raise CheckpointError(str(self.path), what, problem, "load another checkpoint") from error
+        return self._headers
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor in the file's memory map."""
+        header = self.headers[key]
+        if not header.num_bytes:
+            return torch.empty(header.shape, dtype=DTYPES[header.code])
+        count, dtype = math.prod(header.shape), DTYPES[header.code]
+        assert self.map is not None
+        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=header.begin).view(header.shape)
+
+    def _read_header(self) -> Iterator[tuple[str, Header]]:
+        data = self.map or b""
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > min(MOST_HEADER, len(data) - 8):
+            raise FormatError(f"it is said to be {length} bytes long, the file is {len(data)}")
+        place = 0
+        for key, each in strict_json(data[8 : 8 + length]).items():
+            if key == "__metadata__":
+                continue
+            code, shape, (begin, end) = each["dtype"], tuple(each["shape"]), each["data_offsets"]
+            header = Header(code, shape, 8 + length + begin, 8 + length + end)
+            are_counts = all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+            if code not in DTYPES or not are_counts or begin != place or end - begin != header.num_bytes:
+                raise FormatError(f"tensor {key!r}: {code} {shape} is not at bytes {begin} to {end}")
+            place = end
+            yield key, header
+        if 8 + length + place != len(data):
+            raise FormatError(f"its tensors are {place} bytes, the file has {len(data) - 8 - length}")
+
+
+def strict_json(text: bytes | str) -> Any:
+    """A JSON value; FormatError for what the standard does not have: NaN, a name twice in one object."""
+
+    def refuse(constant: str) -> Any:
+        raise FormatError(f"{constant} is no JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise FormatError("a name stands twice in one object")
+        return found
+
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+
+
+def regular_file(path: Path) -> int:
+    """A descriptor to read a file; a CheckpointError if it is a link, a folder, a pipe or a device."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        what, problem = "a symbolic link", "a checkpoint holds plain files, so that nothing outside of it is read"
+        raise CheckpointError(str(path), what, problem, "copy the file itself into the folder") from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    what, problem = "a folder, a pipe or a device", "a checkpoint holds plain files"
+    raise CheckpointError(str(path), what, problem, "load another checkpoint")
+
+
+@contextmanager
+def named_errors(path: Path, problem: str) -> Iterator[None]:
+    """Errors of the operating system as a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        what = (error.strerror or type(error).__name__).lower()
+        remedy = "see that the disk has room and the folder can be written"
+        if problem == "cannot be read":
+            remedy = "the checkpoint is not whole: load another one, or restore the file"
+        raise CheckpointError(str(path), what, f"it {problem}", remedy) from error
