@@ -15,6 +15,7 @@ from shardc.cli.arguments import DTYPES
 from shardc.language.errors import ShardingError, UsageError
 from shardc.language.machine import machine_of
 from shardc.language.partition import P
+from shardc.language.text import printable
 from shardc.options import Precision
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def write(text: str, path: str | None) -> None:
         if sys.stdout is None:
             raise UsageError("stdout", "it is closed", problem, remedy)
         try:
-            sys.stdout.write(text)
+            sys.stdout.write(printable(text, keep="\n"))
             sys.stdout.flush()
         except BrokenPipeError:
             raise
@@ -126,17 +127,17 @@ def write(text: str, path: str | None) -> None:
             raise UsageError("stdout", f"{error.strerror}", problem, remedy) from None
         return
     try:
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        Path(path).write_text(printable(text, keep="\n"), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         remedy = "name a file in a folder that exists and may be written"
         raise UsageError(f"-o {path}", f"{error.strerror}", "it cannot be written", remedy) from None
-    print(f"shardc: wrote {path}", file=sys.stderr)
+    print(f"shardc: wrote {printable(path)}", file=sys.stderr)
 
 
 @contextmanager
 def progress(step: str) -> Iterator[None]:
     """Print on stderr what runs now and how long it took. What the user's code prints meanwhile goes to stderr too."""
-    print(f"shardc: {step} ...", end="", flush=True, file=sys.stderr)
+    print(printable(f"shardc: {step} ..."), end="", flush=True, file=sys.stderr)
     start = time.perf_counter()
     try:
         with redirect_stdout(sys.stderr):

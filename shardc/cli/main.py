@@ -27,6 +27,7 @@ from shardc.cli import (
 )
 from shardc.cli.arguments import EXIT_CODES, Parser
 from shardc.language.errors import CaptureError, OptionError, ShardingError, error_line, place_in_model
+from shardc.language.text import printable
 
 COMMANDS = {
     "dump": dump, "explain": explain, "check": check, "diff": diff, "cost": cost, "verify": verify, "stages": stages,
@@ -76,5 +77,5 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(error: Exception, code: int) -> int:
-    print(f"shardc: {error}", file=sys.stderr)
+    print(printable(f"shardc: {error}", keep="\n"), file=sys.stderr)
     return code

@@ -96,9 +96,10 @@ def _import(place: str) -> ModuleType:
     """Import a file or module. As when python runs it, it can import what stands beside it."""
     path, is_file = Path(place), place.endswith(".py")
     if is_file and not os.path.isfile(path):
-        near = did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*.py")))
-        remedy = near or "write the path of a Python file from this folder on, path.py:function"
-        raise UsageError(f"TARGET {place}", "a file", "there is no such file", remedy)
+        others = (other.name for other in path.parent.glob("*.py") if other.is_file())
+        remedy = did_you_mean(path.name, sorted(others)) or FORMS
+        problem = "it is a pipe or a device, not a file" if path.exists() else "there is no such file"
+        raise UsageError(f"TARGET {place}", "a file", problem, remedy)
     sys.path.insert(0, str(path.parent.resolve()) if is_file else os.getcwd())
     try:
         if not is_file:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.partition import parse_part
-from shardc.language.text import table
+from shardc.language.text import read_file, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
 def load(path: str | Path) -> Machine:
     """The machine of a file that ``shardc bench-links`` wrote."""
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(read_file(path))
         assert record["version"] == VERSION, record["version"]
         return Machine({axis: _link_of(**each) for axis, each in record["links"].items()}, Device(**record["device"]))
     except OSError as error:

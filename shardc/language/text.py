@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _IS_ORIGIN = re.compile(r"\S+ from ").match
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters and marks of writing direction as escapes, all but those to ``keep``.
+
+    Names come from models, files and dumps of others: none may move the cursor of a terminal, or forge a line.
+    """
+    return _UNPRINTABLE.sub(lambda at: at[0] if at[0] in keep else at[0].encode("unicode_escape").decode(), text)
+
+
+def read_file(path: str | Path) -> str:
+    """The text of a regular file. An OSError for a pipe, a device or a socket, from which one may read forever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "It is a pipe or a device, not a file")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -15,7 +38,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
     Columns of numbers are aligned to the right. Columns whose cells are all empty are left out.
     """
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
     if len(cells) == 1:
         return ""
     columns = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]

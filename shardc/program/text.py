@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shardc.language.mesh import MICROBATCH
-from shardc.language.text import table
+from shardc.language.text import printable, table
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
@@ -30,7 +30,7 @@ def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str
     parts = [
         f"program ({program.level}){_mesh_text(program)}\n",
         _lines("inputs", inputs),
-        "\n".join([*_body_lines(program, names, nodes), ""])[1:],
+        "\n".join([*map(printable, _body_lines(program, names, nodes)), ""])[1:],
         _lines("results", results),
         notes_text(program) if only is None else "",
     ]
@@ -43,7 +43,7 @@ def notes_text(program: Program) -> str:
 
 
 def _lines(title: str, lines: Iterable[str]) -> str:
-    listed = list(lines)
+    listed = list(map(printable, lines))
     return "\n".join([title, *listed, ""]) if listed else ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from typing import Any
 
-from shardc.language.text import shortened, table
+from shardc.language.text import printable, shortened, table
 
 Record = Mapping[str, Any]
 Pairs = list[tuple[Record, Record]]
@@ -220,7 +220,7 @@ def _parts(difference: Record) -> Iterator[str]:
     for key in ("level", "mesh"):
         if key in difference:
             old, new = (_mesh_text(each) if key == "mesh" else each for each in difference[key])
-            yield f"{key}: {old} -> {new}\n"
+            yield printable(f"{key}: {old} -> {new}") + "\n"
     if "collectives" in difference:
         yield from _collective_tables(difference["collectives"])
     for key in STORED:

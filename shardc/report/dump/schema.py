@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from shardc.language.errors import UsageError
+from shardc.language.text import read_file
 
 FORMATS = ("text", "json", "dot", "html")
 TABLES = (
@@ -78,7 +78,7 @@ def read_dump(path: str) -> dict[str, Any]:
     """Read a dump that ``shardc dump --format json`` wrote. Raises a UsageError where the file is none."""
     remedy = "write one with shardc dump TARGET --format json -o FILE.json"
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(read_file(path))
     except OSError as error:
         raise UsageError(path, f"{error.strerror}", "it cannot be read", remedy) from None
     except (ValueError, RecursionError) as error:

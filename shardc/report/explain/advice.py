@@ -16,7 +16,7 @@ from typing import Any
 
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError, did_you_mean
-from shardc.language.text import bytes_text
+from shardc.language.text import bytes_text, printable
 from shardc.program.collective import Collective
 from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
@@ -72,7 +72,7 @@ class Advice:
 
     def text(self, replaces: bool = False) -> str:
         """The text form; ``replaces``: ``--annotate`` replaces the target's annotations."""
-        return "\n".join(self._lines(replaces)) + "\n"
+        return "\n".join(map(printable, self._lines(replaces))) + "\n"
 
     def record(self) -> dict[str, Any]:
         """The JSON form."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from shardc.language.text import table
+from shardc.language.text import printable, table
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
@@ -135,7 +135,7 @@ class Explanation:
 
     def text(self, most: int | None = 10) -> str:
         """The text form. Chains of more than ``most`` steps are shortened in the middle; None prints them whole."""
-        return "\n".join(_lines(self, most)) + "\n"
+        return "\n".join(map(printable, _lines(self, most))) + "\n"
 
     def record(self) -> dict[str, Any]:
         """The JSON form."""
