@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .compiled_call import Compilation, CompiledCall, ModelTensors
 from .conversion import Arrival, Conversion, DistributedConversion, GatheredParameters
 
 MAX_PROGRAMS = 16
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
 SHARED = {"training"}  # attributes that are the parallel module's and the model's
 Key = tuple[Hashable, ...]
 
@@ -67,7 +68,7 @@ class ParallelModule(nn.Module):
         self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
         memo = computed_tensors(model) | copies.by_id  # with the copy of each parameter and buffer, tied ones once
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
         self._adopt(copy.deepcopy(model, memo))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +166,17 @@ class ParallelModule(nn.Module):
         twin.seed, twin.step = self.seed, self.step
         memo[id(self)] = twin
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        problem = "its programs and process groups belong to this process"
+        remedy = "save it with shardc.save(path, module), or pickle its state_dict() and call parallelize again"
+        raise ShardingError("pickle", f"a parallel {type(self._model).__name__}", problem, remedy)
+
+    def share_memory(self) -> NoReturn:
+        """Refused: each rank computes on tensors of its own."""
+        problem = "each rank of a mesh computes on tensors of its own"
+        remedy = "start the ranks with torchrun, or call share_memory() on the model and parallelize it in each process"
+        raise ShardingError("share_memory", f"a parallel {type(self._model).__name__}", problem, remedy)
 
     def _adopt(self, model: nn.Module) -> None:
         """Share a model's dicts of children, parameters and buffers."""
@@ -288,6 +300,16 @@ def become(tensor: Tensor, other: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, other)
+    for kind in HOOKS if isinstance(tensor, nn.Parameter) else ():
+        setattr(tensor, kind, getattr(tensor, kind))  # which tells autograd's side of the tensor, that was swapped
+
+
+def _new_parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter that requires a gradient where ``like`` does, with the hooks that ``like`` has now."""
+    parameter = nn.Parameter(value, requires_grad=like.requires_grad)
+    for kind in HOOKS:
+        setattr(parameter, kind, copy.copy(getattr(like, kind)))
+    return parameter
 
 
 MAX_VARIANTS = 8

@@ -46,6 +46,7 @@ from shardc.capture.model import (
     borrow,
     current_tensor,
     follow_modules,
+    idle_hooks,
     no_checkpoints,
     override_attribute,
     plain_tensors,
@@ -184,6 +185,7 @@ class _Joint:
             annotating(),
             counting_marks(),
             python_effects(self.model),
+            idle_hooks(self.model),
             override_attribute(fake_log, "disabled", True),  # our error says it
             no_seeds(),
             _use_lazy_graph_module(True),  # the graph module never runs, so no code is generated for it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CellType, FunctionType, SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+
+from shardc.language.errors import error_text
 
 
 @contextmanager
@@ -149,6 +152,53 @@ def computed_tensors(model: nn.Module) -> dict[int, Any]:
     ``torch.nn.utils.weight_norm`` leaves such a weight behind, and computes it anew in each forward.
     """
     return {id(value): value.detach() for value in plain_tensors(model).values() if value.grad_fn}
+
+
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "shardc")  # whose hooks are part of their models
+
+
+@contextmanager
+def idle_hooks(model: nn.Module) -> Iterator[None]:
+    """Warn of hooks that a user has set on modules and that only look: no step after capture runs them.
+
+    A hook that returns a value, or sets an attribute of its module, is part of what is captured. Inside of ``borrow``.
+    """
+    idle = dict[str, None]()
+    for path, module in model.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            hooks: dict[int, Any] = getattr(module, kind)
+            for key, hook in hooks.items():
+                if _library_of(hook) not in LIBRARIES:
+                    hooks[key] = _watched(hook, module, path or "(model)", idle)
+    yield
+    if idle:
+        who, names = f"hooks of {type(model).__name__}", list(idle)
+        more = f" and {len(names) - 8} more modules" if len(names) > 8 else ""
+        what = f"those of {', '.join(names[:8])}{more} return nothing"
+        problem = "they run while the model is captured, and in no step after"
+        remedy = "return what they look at as an output, or set a hook on the module that parallelize returns"
+        warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)
+
+
+def _library_of(hook: Any) -> str:
+    """The first name of the package that a hook is defined in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0]
+
+
+def _watched(hook: Any, module: nn.Module, path: str, idle: dict[str, None]) -> Any:
+    """A hook that enters the path of its module in ``idle`` where it does nothing to what is captured."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(module))
+        result, after = hook(*args, **kwargs), vars(module)
+        if result is None and before.keys() == after.keys() and all(after[key] is before[key] for key in before):
+            idle[path] = None
+        return result
+
+    return call
 
 
 def follow_modules(model: nn.Module, stack: list[str]) -> None:
