@@ -58,7 +58,7 @@ class Agreement:
     def _gather(self, frames: _Frames, data: bytes) -> list[bytes]:
         """The frames of all ranks; every wait of an agreement is here."""
         frames.sent[: len(data)] = data
-        with waiting(lambda: AGREEMENT, lambda: self.ranks):
+        with waiting(lambda: AGREEMENT, self.ranks):
             self._group._allgather_base(frames.receiver, frames.sender).wait()
         received, size = bytes(frames.received), len(frames.sent)
         return [received[start : start + size] for start in range(0, len(received), size)]

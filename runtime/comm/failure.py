@@ -68,14 +68,14 @@ def is_communication(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def waiting(who: Callable[[], str], ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
+def waiting(who: Callable[[], str], ranks: Sequence[int] | Callable[[], Sequence[int]]) -> Iterator[None]:
     """Explain errors of the communication in the block: ``who`` waited, and which rank is gone; see ``explained``."""
     try:
         yield
     except RuntimeError as error:
         if not is_communication(error):
             raise
-        raise explained(who(), ranks()) from error
+        raise explained(who(), ranks() if callable(ranks) else ranks) from error
 
 
 def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
@@ -160,7 +160,7 @@ def meet(ranks: Sequence[int], what: str) -> None:
     ordered, end, pause = tuple(sorted(ranks)), time.monotonic() + job_timeout().total_seconds(), 0.001
     _JOB.meetings[ordered] += 1
     key = f"meeting/{'-'.join(map(str, ordered))}/{_JOB.meetings[ordered]}"
-    with waiting(lambda: what, lambda: ranks):
+    with waiting(lambda: what, ranks):
         store = _store()
         if store.add(key, 1) >= len(ordered):
             store.set(f"{key}/all", "")

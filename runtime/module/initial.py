@@ -84,7 +84,7 @@ class InitialValues:
     def scatter(self, parts: Sequence[Part]) -> None:
         """Fill parts of the first rank's tensors on the ranks that store them."""
         mesh = self.comm.mesh
-        with waiting(lambda: "the first rank's values for all others", lambda: self.ranks):
+        with waiting(lambda: "the first rank's values for all others", self.ranks):
             scatter(parts, self.comm.group(tuple(map(mesh.axis, mesh.axis_names))), self.comm.device)
 
     def _compare(self, tensors: ModelTensors) -> int | None:

@@ -131,7 +131,7 @@ class RankChannel:
         ranks = [self.line[self.place[stage]] for stage in (crossing.source, crossing.target)]
         when = "after the last microbatch" if microbatch == ALL else f"{crossing.part}, microbatch {microbatch}"
         text = f"the message from stage {crossing.source} to stage {crossing.target} ({when}) over {self.axis}"
-        with waiting(lambda: text, lambda: ranks):
+        with waiting(lambda: text, ranks):
             raise error
 
 
