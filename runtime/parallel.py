@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from shardc.language.mesh import Mesh
 from shardc.options import Options, Pipeline
 from shardc.program.program import Program
 
+from .agreement.gate import Gate
+from .agreement.meeting import Meeting, making, ranks_of
+from .agreement.request import making_lines
 from .comm.comm import Comm
-from .comm.distributed import make_device_mesh
+from .comm.distributed import make_device_mesh, start_job
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorRunner
 from .module.conversion import Conversion, conversion_on
@@ -27,32 +31,54 @@ RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
 
 
+def making_together(
+    mesh: Any, runtime: str, model: Any, asked: Mapping[str, Any]
+) -> AbstractContextManager[Meeting | None]:
+    """Make a module in the block with all other ranks of the mesh, which were asked the same; alone on virtual ranks.
+
+    Starts the job's process group if torchrun has started this process.
+    """
+    if runtime == "distributed" and isinstance(mesh, Mesh) and isinstance(model, nn.Module):
+        start_job(_device_of(model).type)
+    return making(ranks_of(mesh, runtime), asked)
+
+
 def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto", backend: str = "eager",
-                    pipeline: Pipeline | None = None, initial: str = "broadcast",
-                    is_compiled_soon: bool = False) -> ParallelModule:  # fmt: skip
+                    pipeline: Pipeline | None = None, initial: str = "broadcast", is_compiled_soon: bool = False,
+                    meeting: Meeting | None = None) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
     ``backend`` runs the program: ``eager`` or ``inductor``. ``initial``: whose values the ranks of a job start from.
-    ``is_compiled_soon``: a call is about to be compiled, which places the parameters.
+    ``is_compiled_soon``: a call is about to be compiled, which places the parameters. ``meeting``: of the ranks that
+    make the module together.
     """
     options = ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL)
     for option, value, known in options:
         if value not in list(known):
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    device = _device_of(model)
+    Options(pipeline=pipeline).check_kinds()
+    if pipeline is not None and backend != "eager":
+        what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
+        raise ShardingError("parallelize", what, "stages run eagerly", remedy)
+    gate: Gate | None = None
+    if meeting is not None:
+        further = {"compile": backend, "initial": initial, "device": device.type}
+        lines = making_lines(mesh, {**meeting.asked, **further})
+        gate = meeting.meet(type(model).__name__, "\n".join(lines))
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
-    Options(pipeline=pipeline).check_kinds()
     if pipeline is None:
         conversion: Conversion = conversion_on(mesh, device)
-        return ParallelModule(model, conversion, compile_fn, RUNNERS[backend], initial, is_compiled_soon)
-    if backend != "eager":
-        what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
-        raise ShardingError("parallelize", what, "stages run eagerly", remedy)
+        return ParallelModule(model, conversion, compile_fn, RUNNERS[backend], initial, is_compiled_soon, gate)
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
     kind = PipelineModule if isinstance(conversion, PipelineConversion) else ParallelModule
-    return kind(model, conversion, compile_fn, make_runner, initial, is_compiled_soon)
+    return kind(model, conversion, compile_fn, make_runner, initial, is_compiled_soon, gate)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))

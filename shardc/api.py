@@ -236,19 +236,22 @@ def parallelize(
     sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a ShardingError
     for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept as they are.
     """
-    from shardc.runtime.parallel import parallel_module
+    from shardc.runtime.parallel import making_together, parallel_module
 
-    check_model(model)
-    check_annotations(annotations or {})
-    compile_fn = partial(
-        _compile, mesh=mesh, annotations=annotations, differentiable=differentiable, zero=zero, pipeline=pipeline,
-        precision=precision, remat=remat, bucket=bucket, links=links, strict=strict,
-    )  # fmt: skip
     has_call = args is not None or kwargs is not None
-    module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call)
+    args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
+    asked: dict[str, Any] = {
+        "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
+        "precision": precision, "remat": remat, "bucket": bucket, "links": links, "strict": strict,
+    }  # fmt: skip
+    with making_together(mesh, runtime, model, asked) as meeting:
+        check_model(model)
+        check_annotations(annotations or {})
+        if has_call:
+            check_call(args, kwargs, True, differentiable, strict)
+        compile_fn = partial(_compile, mesh=mesh, **asked)
+        module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call, meeting)
     if has_call:
-        args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
-        check_call(args, kwargs, True, differentiable, strict)
         module.compile_for(args, kwargs)
     return module
 

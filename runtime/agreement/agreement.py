@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,56 +15,111 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardc.language.errors import RankError, error_line
+
 from ..comm.failure import announce, job_timeout, meet, waiting
 
-AGREEMENT = "the agreement of all ranks on what they run"
-FRAME = 256  # bytes of a message that goes in one round, four of them its length
+AGREEMENT = "the agreement of all ranks"
+HEAD = 4  # bytes of the length of a message
+FRAME = 256  # bytes of a message that goes in one round, with its length
+FAILED = 2**32 - 1  # in place of a length: the rank has failed, and its message follows
+PAGE = 4096  # bytes of the message of a rank that has failed
+Doing = Callable[[], str] | None  # what a rank is about to do, as ``calls forward of GPT``
+PATIENCE = 3.0  # seconds that it waits for the other ranks
 
 
 class Agreement:
     """Lets all ranks of a mesh exchange messages. ``ranks``: theirs in the job, in order.
 
     The group is gloo's, on every device: no message can pair with a collective of a program or of the user, and none
-    waits for an accelerator. It has the timeout of the job.
+    waits for an accelerator. It has the timeout of the job. ``num_modules``: modules made on these ranks so far, and
+    copies by the number of a module. ``num_meetings``: how often a module was to be made.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
+        self.index = self.ranks.index(dist.get_rank())
+        self.num_modules = Counter[str]()
+        self.num_meetings = 0
         self._frames = _Frames(FRAME, len(self.ranks))
+        self._told: list[Any] = []  # works of ``tell`` that may not have ended, with their memory
         announce(self)
 
     @property
     def process_groups(self) -> list[Any]:
         """The one that this process may wait on, once it is made."""
-        return [self._group] if "_group" in self.__dict__ else []
+        return [self._group] if self.is_connected else []
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a process group."""
+        return "_group" in self.__dict__
+
+    def connect(self) -> None:
+        """Make the process group, with all other ranks."""
+        _ = self._group
 
     @cached_property
     def _group(self) -> Any:
         """The process group, which all ranks make together when the first message is exchanged."""
         meet(self.ranks, AGREEMENT)
         store = PrefixStore(f"shardc/agreement/{'-'.join(map(str, self.ranks))}", default_store())
-        return ProcessGroupGloo(store, self.ranks.index(dist.get_rank()), len(self.ranks), job_timeout())
+        return ProcessGroupGloo(store, self.index, len(self.ranks), job_timeout())
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def exchange(self, data: bytes, doing: Doing = None) -> list[bytes]:
         """The bytes that every rank passes to this call, in the order of ``ranks``.
 
-        One round for up to 252 bytes, else two. Raises a CommunicationError if a rank is gone, or after the job's
-        timeout.
+        One round for up to 252 bytes, else two. Raises a RankError if another rank has failed on its way here, and a
+        CommunicationError if one is gone, or after the job's timeout. ``doing``: what this rank is about to do.
         """
-        frames = self._gather(self._frames, len(data).to_bytes(4, "big") + data[: FRAME - 4])
-        sizes = [int.from_bytes(frame[:4], "big") for frame in frames]
+        frames = self._gather(self._frames, len(data).to_bytes(HEAD, "big") + data[: FRAME - HEAD], doing)
+        sizes = [int.from_bytes(frame[:HEAD], "big") for frame in frames]
         longest = max(sizes)
-        if longest > FRAME - 4:
-            frames = [b"    " + frame for frame in self._gather(_Frames(longest, len(self.ranks)), data)]
-        return [frame[4 : 4 + size] for frame, size in zip(frames, sizes, strict=True)]
+        if longest == FAILED:
+            raise self._failure(sizes.index(FAILED), doing)
+        if longest <= FRAME - HEAD:
+            return [frame[HEAD : HEAD + size] for frame, size in zip(frames, sizes, strict=True)]
+        frames = self._gather(_Frames(longest, len(self.ranks)), data)
+        return [frame[:size] for frame, size in zip(frames, sizes, strict=True)]
 
-    def _gather(self, frames: _Frames, data: bytes) -> list[bytes]:
+    def tell(self, error: Exception) -> None:
+        """Let the other ranks know that this one has failed: their next exchange raises a RankError.
+
+        Waits for them some seconds at most. If they are gone there is nobody to tell.
+        """
+        message = error_line(error).encode()
+        page = (message if len(message) <= PAGE else message[: PAGE - 3] + b"...").ljust(PAGE, b"\0")
+        with contextlib.suppress(RuntimeError):
+            for size, sent in ((FRAME, FAILED.to_bytes(HEAD, "big")), (PAGE, page)):
+                frames = _Frames(size, len(self.ranks))
+                frames.sent[: len(sent)] = sent
+                self._told.append((self._group._allgather_base(frames.receiver, frames.sender), frames))
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end and not all(work.is_completed() for work, _ in self._told):
+                time.sleep(0.001)
+        self._told = [(work, frames) for work, frames in self._told if not work.is_completed()]
+
+    def _failure(self, index: int, doing: Doing) -> RankError:
+        """The error for a rank that has failed, with the message that it sends."""
+        page = self._gather(_Frames(PAGE, len(self.ranks)), b"")[index]
+        message = page.rstrip(b"\0").decode(errors="replace")
+        return failure(self.ranks[index], message, doing() if doing else "")
+
+    def _gather(self, frames: _Frames, data: bytes, doing: Doing = None) -> list[bytes]:
         """The frames of all ranks; every wait of an agreement is here."""
         frames.sent[: len(data)] = data
-        with waiting(lambda: AGREEMENT, self.ranks):
+        with waiting(lambda: f"{AGREEMENT} before this rank {doing()}" if doing else AGREEMENT, self.ranks):
+            while self._told:
+                self._told.pop(0)[0].wait()
             self._group._allgather_base(frames.receiver, frames.sender).wait()
         received, size = bytes(frames.received), len(frames.sent)
         return [received[start : start + size] for start in range(0, len(received), size)]
+
+
+def failure(rank: int, message: str, doing: str) -> RankError:
+    """The error for a rank that has failed, on a rank that is doing something."""
+    problem = f"this rank {doing}{', and' * bool(doing)} cannot go on alone".replace("  ", " ")
+    return RankError(f"rank {rank} failed", message.replace("\n", "\n  "), problem, f"mend what rank {rank} reports")
 
 
 class _Frames:
@@ -77,19 +135,23 @@ _agreements: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Agreement]] =
 
 
 def agreement_on(device_mesh: DeviceMesh) -> Agreement | None:
-    """The agreement of the ranks of a mesh; None for a single rank, and for a job of fake processes.
+    """The agreement of the ranks of a mesh; None for a single rank, and for a job of fake processes."""
+    return agreement_of(device_mesh.mesh.flatten().tolist())
+
+
+def agreement_of(ranks: Sequence[int]) -> Agreement | None:
+    """The agreement of these ranks; None for a single rank, and for a job of fake processes.
 
     All modules on the same ranks share one, so that calls in another order on one rank meet, and are seen to differ. It
     lives as long as the job's default process group.
     """
-    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     job = dist.group.WORLD
     if len(ranks) == 1 or job is None or dist.get_backend() == "fake":
         return None
-    known = _agreements.setdefault(job, {})
-    if ranks not in known:
-        known[ranks] = Agreement(ranks)
-    return known[ranks]
+    known, key = _agreements.setdefault(job, {}), tuple(sorted(ranks))
+    if key not in known:
+        known[key] = Agreement(key)
+    return known[key]
 
 
 def default_store() -> Any:

@@ -1,43 +1,109 @@
-"""Compares the program that a rank is about to run with those of the others."""
+"""A compiled program as lines of text, all of which must be equal on every rank."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import platform
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
-from shardc.language.errors import ShardingError
-from shardc.program.collective import EXCHANGES
-from shardc.program.communication import members
+from shardc.capture.refusals import Guard
+from shardc.costs.stage_schedule import schedule_of
+from shardc.program.opaque import Opaque
 from shardc.program.program import Program
+from shardc.program.text import call_text, op_names, value_names
 
-from .agreement import Agreement
+from .gate import COMMENT
+from .request import text_of
 
 
-def check_agreement(agreement: Agreement, program: Program) -> None:
-    """Compare a hash of what must be equal on all ranks: versions, the mesh, and every collective in order.
+@dataclass(frozen=True)
+class ProgramText:
+    """All of a program that must be equal on every rank. ``constants``: values of inputs that are not the model's."""
 
-    If it differs, every rank raises a ShardingError that names two ranks and the first line in which they differ.
-    """
-    lines = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"mesh {program.mesh}"]
-    for node in program.calls:
-        if members(node) or node.target in EXCHANGES:
-            kind, args = getattr(node.target, "__name__", ""), fx.map_arg(node.args, str)
-            lines.append(f"{node.name} = {kind}{args}: {', '.join(map(str, program.types(node)))}")
-    text = "\n".join(lines).encode()
-    hashes = agreement.exchange(hashlib.sha256(text).digest())
-    if len(set(hashes)) == 1:
-        return
-    texts = [each.decode() for each in agreement.exchange(text)]
-    index = next(i for i, other in enumerate(texts) if other != texts[0])
-    pairs = zip_longest(*(texts[i].splitlines() for i in (0, index)), fillvalue="nothing")
-    one, other = next((a, b) for a, b in pairs if a != b)
-    ranks = agreement.ranks[0], agreement.ranks[index]
-    raise ShardingError(
-        f"ranks {ranks[0]} and {ranks[1]}", f"{program.mesh}, about to run different programs",
-        f"rank {ranks[0]} has\n    {one}\n  where rank {ranks[1]} has\n    {other}",
-        "give every rank the same model, annotations, options and input shapes, and install the same versions",
-    )  # fmt: skip
+    program: Program
+    constants: Mapping[str, Tensor]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The SHA-256 of all lines, without their comments."""
+        lines = (line.partition(COMMENT)[0] for line in self.lines())
+        return hashlib.sha256("\n".join(lines).encode()).digest()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Mesh, options, inputs, ops, outputs, fixed shardings, the schedule; in comments modules and source lines."""
+        program = self.program
+        yield f"mesh {program.mesh}, {program.num_stages} stages"
+        for name in ("zero", "precision", "remat", "bucket"):
+            yield f"option {name}={getattr(program.options, name)}"
+        if (pipeline := program.options.pipeline) is not None:
+            chosen = {each.name: getattr(pipeline, each.name) for each in fields(pipeline) if each.name != "loss_scale"}
+            yield f"Pipeline({', '.join(f'{name}={text_of(value)}' for name, value in chosen.items())})"
+        for put, node in zip(program.inputs, program.placeholders, strict=True):
+            constant = self.constants.get(put.name) if put.kind == "buffer" else None
+            checksum = "" if constant is None else f", values {checksum_of(constant)}"
+            gradient = ", with a gradient" if put.requires_grad else ""
+            comment = "; ".join(pin.text for pin in program.pins if (pin.kind, pin.name) == (put.kind, put.name))
+            yield f"{put.kind} {put.name}: {self._types(node)}{gradient}{checksum}{COMMENT}{comment}"
+        yield from self._calls()
+        names = value_names(program)
+        for output, result in zip(program.outputs, program.results, strict=True):
+            value = "None" if result is None else f"{self._types(result)} = {names[result]}"
+            yield f"{output.kind} {output.name}: {value}"
+        for pin in program.pins:
+            stages = f", stages {sorted(pin.stages)}" if pin.stages else ""
+            yield f"{pin.kind} {pin.name!r} is {pin.sharding.text()}{stages}{COMMENT}{pin.text}"
+        if pipeline is not None:
+            schedule = schedule_of(program)
+            yield f"stages are on ranks {list(schedule.place)} of {pipeline.axis!r}"
+            for rank, actions in enumerate(schedule.actions):
+                yield f"rank {rank} of {pipeline.axis!r} runs {' '.join(map(str, actions))}"
+
+    def _calls(self) -> Iterator[str]:
+        program, names, called = self.program, value_names(self.program), op_names(self.program)
+        is_cut = program.options.pipeline is not None
+        for node in program.graph.nodes:
+            if node.op != "call_function":
+                continue
+            source = program.source(node)
+            place = ", ".join(filter(None, [source.module, source.location]))
+            stage = f", stage {source.stage}" if is_cut else ""
+            run = node.target.run if isinstance(node.target, Opaque) else None
+            guard = f", gives {run.expected}" if isinstance(run, Guard) else ""
+            call = f"{names[node]} = {call_text(node, names, called)}"
+            yield f"{call}: {self._types(node)}, {source.phase}{stage}{guard}{COMMENT}{place}"
+
+    def _types(self, node: fx.Node) -> str:
+        """The global types of a node's results with their shardings."""
+        program = self.program
+        producer, index = program.value(node)
+        shardings = program.shardings(producer) or (None,) * len(program.types(producer))
+        indices = range(len(shardings)) if producer is node else [index]
+        return ", ".join(self._type(producer, i) for i in indices)
+
+    def _type(self, node: fx.Node, index: int) -> str:
+        shardings = self.program.shardings(node)
+        type_, sharding = self.program.global_type(node, index), shardings[index] if shardings else None
+        return str(type_) if type_ is None or sharding is None else sharding.text(type_)
+
+
+def guards_of(program: Program) -> list[Guard]:
+    """The guards that a program runs, if all ranks of a job run all of them."""
+    if program.options.pipeline is not None:
+        return []
+    opaque = (node.target.run for node in program.calls if isinstance(node.target, Opaque))
+    return [run for run in opaque if isinstance(run, Guard)]
+
+
+def checksum_of(tensor: Tensor) -> str:
+    """Some digits of a SHA-256 of a tensor's bytes."""
+    if tensor.is_meta:
+        return "on meta"
+    data = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(ctypes.string_at(data.data_ptr(), data.nbytes)).hexdigest()[:16]

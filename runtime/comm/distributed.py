@@ -176,8 +176,7 @@ def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
     ShardingError if the mesh is larger than the job.
     """
-    if not dist.is_initialized() and "RANK" in os.environ:
-        dist.init_process_group("gloo" if device_type == "cpu" else None)
+    start_job(device_type)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size > world:
         remedy = f"start it with torchrun --nproc-per-node {mesh.size}, or make the mesh smaller"
@@ -186,6 +185,12 @@ def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
         return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.axis_names)
     ids = torch.tensor([mesh.rank(position) for position in range(mesh.size)]).reshape(mesh.shape)
     return DeviceMesh(device_type, ids, mesh_dim_names=mesh.axis_names)
+
+
+def start_job(device_type: str) -> None:
+    """Start the default process group from torchrun's environment, unless there is one."""
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group("gloo" if device_type == "cpu" else None)
 
 
 def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tuple[int, ...], name: str) -> Tensor:

@@ -166,10 +166,16 @@ def meet(ranks: Sequence[int], what: str) -> None:
             store.set(f"{key}/all", "")
         while not store.check([f"{key}/all"]):
             is_late = time.monotonic() > end
-            if is_late or any(_state(store, rank) == "gone" for rank in ordered):
+            if is_late or is_one_gone(ordered):
                 raise explained(what, ranks)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE)
+
+
+def is_one_gone(ranks: Sequence[int]) -> bool:
+    """Whether the process of one of these ranks is seen to be gone."""
+    store = _store()
+    return any(_state(store, rank) == "gone" for rank in ranks)
 
 
 def job_timeout() -> timedelta:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -178,6 +178,13 @@ def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> Defer
     is_one = len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
     is_open = is_one and bool(deferred[0]._sums) and deferred[0]._reduce == reduce  # no gradient was read yet
     return deferred[0] if is_open else None
+
+
+def reduce_now(parameters: Iterable[Tensor]) -> None:
+    """Run the reductions of gradients that are deferred."""
+    for gradient in (parameter.grad for parameter in parameters):
+        if isinstance(gradient, DTensor) and isinstance(piece := gradient._local_tensor, DeferredGradient):
+            piece.deferred.result(piece.output)
 
 
 def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -20,6 +21,9 @@ from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of
 
+from ..agreement.entry import Entry, Flag, Kind
+from ..agreement.gate import Gate, digest
+from ..agreement.program import ProgramText
 from ..comm.dtensor import local
 from ..comm.failure import telling_others
 from ..execute.executor import Runner, SavedEnvs
@@ -43,14 +47,18 @@ class Compilation(Protocol):
 class CompiledCall:
     """A program that runs for every call of one signature. ``gather`` gathers parameters that are stored cut.
 
+    ``gate``: of the module, which all ranks pass before collectives; ``text``: what they compare of the program.
+
     Inputs and outputs of the program are known by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
     backward reads; ``_copied_inputs``: buffers among them, which forward writes. ``_own_gradients``: gradients that
     share no memory with others.
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
-                 gathered: GatheredParameters | None, accumulation: Accumulation) -> None:  # fmt: skip
+                 gathered: GatheredParameters | None, accumulation: Accumulation,
+                 gate: Gate | None, text: ProgramText) -> None:  # fmt: skip
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
+        self.gate, self.text = gate, text
         self.accumulation, self.program = accumulation, compilation.program
         self._indices = indices = ProgramIndices.of(self.program)
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
@@ -87,6 +95,10 @@ class CompiledCall:
             with torch.no_grad():
                 outputs, _ = self.forward(values)
         return self.compilation.convention.unflatten(outputs)
+
+    def gathers(self, tensors: ModelTensors) -> bool:
+        """Whether the next call gathers stored parameters."""
+        return self.gather is not None and self.gather.is_due(tensors)
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], SavedEnvs]:
         """Run the forward part: the outputs, and the values that are saved for backward."""
@@ -162,16 +174,35 @@ class CompiledCall:
                 values[i] = torch.zeros(type_.shape, dtype=type_.dtype, device=self.conversion.comm.device)
         return values
 
-    def deferrable(self, values: Values, nodes: Sequence[Any]) -> Mapping[int, Tensor]:
-        """The parameters whose gradients may be reduced later, by index of the program's outputs: all, or none.
+    def enter_backward(self, number: int, gradients: Values, values: Values, mode: str) -> None:
+        """Come to the backward of call ``number`` with all other ranks. ``gradients``: those of the outputs."""
+        if self.gate is None:
+            return
+        pairs = zip(self._indices.outputs, gradients, strict=True)
+        names = [self.program.outputs[i].name for i, gradient in pairs if gradient is not None]
+        text, results = f"backward of {', '.join(names)}, {mode}", self.program.results
+        own = [values[i] for i, output in self._indices.gradients.items() if results[output] is not None]
+        trained = [each for each in own if isinstance(each, DTensor)]
+        has_gradients = Flag(any(each.grad is not None for each in trained)) if trained else Flag.UNKNOWN
+        entry = Entry(Kind.BACKWARD, self.gate.digest, number, digest(text), is_changed=has_gradients)
+        has = "adds to gradients" if has_gradients == Flag.YES else "has no gradients yet"
+        self.gate.enter(entry, {"request": lambda: text, "is_changed": lambda: has})
 
-        ``values`` and ``nodes``, the autograd nodes that their gradients go to, are parallel to the program's inputs.
+    def accumulated(self, values: Values, nodes: Sequence[Any]) -> Mapping[int, Tensor]:
+        """The parameters whose gradients are added to ``.grad`` and may be reduced later: all, or none.
+
+        They are by index of the program's outputs. ``values`` and ``nodes``, the autograd nodes that their gradients go
+        to, are parallel to the program's inputs.
         """
         outputs = {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
         parameters = {output: each for i, output in outputs.items() if isinstance(each := values[i], DTensor)}
-        if not outputs or len(parameters) < len(outputs) or not all(_is_accumulated(nodes[i]) for i in outputs):
-            return {}
-        return parameters if self.accumulation.begin_backward(list(parameters.values())) else {}
+        is_all = len(parameters) == len(outputs) and all(_is_accumulated(nodes[i]) for i in outputs)
+        return parameters if is_all else {}
+
+    def deferrable(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Those of ``accumulated`` whose reduction should wait: all, or none."""
+        waits = bool(parameters) and self.accumulation.begin_backward(list(parameters.values()))
+        return parameters if waits else {}
 
     def _accumulate(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
@@ -195,6 +226,8 @@ class CompiledCall:
 
     def _reduce(self, sums: Sums) -> dict[int, Tensor]:
         """Run the deferred reductions: this rank's shards of gradients by index of the program's outputs."""
+        if self.gate is not None:
+            self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
         self.accumulation.note_read()
         with torch.no_grad(), telling_others(), self._without_autocast():
             rows = separate_rows(self.runner.close(sums), [()] * len(sums))
@@ -237,6 +270,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs, ctx.saved = call.forward(values)
         ctx.call, ctx.tensors = call, call.tensors_for_backward(values, outputs)
+        ctx.number = 0 if call.gate is None else call.gate.calls
         return outputs
 
     @staticmethod
@@ -245,10 +279,14 @@ class ProgramFunction(torch.autograd.Function):
         call, values, creates_graph = ctx.call, ctx.tensors.values, torch.is_grad_enabled()
         nodes = [node for node, _ in ctx.next_functions][-len(values) :]
         with torch.no_grad(), telling_others():
-            ctx.tensors.check(values)
+            with nullcontext() if call.gate is None else call.gate.telling():
+                ctx.tensors.check(values)
+            accumulated = {} if creates_graph else call.accumulated(values, nodes)
+            mode = "with create_graph" if creates_graph else "accumulated" if accumulated else "as they are"
+            call.enter_backward(ctx.number, gradients, values, mode)
             if call.gather is not None:
                 at_end_of_backward(call.gather.cache.note_backward)
-            deferred = {} if creates_graph else call.deferrable(values, nodes)
+            deferred = call.deferrable(accumulated)
             results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred)
         if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
             message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"

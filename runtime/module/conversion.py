@@ -24,7 +24,6 @@ from shardc.program.lifetime import is_row_of_kept
 from shardc.program.program import Program
 
 from ..agreement.agreement import Agreement, agreement_on
-from ..agreement.program import check_agreement
 from ..comm.comm import Comm
 from ..comm.distributed import TorchComm, gather_whole
 from ..comm.dtensor import (
@@ -120,9 +119,6 @@ class VirtualConversion:
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
         """Nothing to check: every tensor may be plain."""
-
-    def check_agreement(self, program: Program) -> None:
-        """Nothing to check: there is one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +315,6 @@ class DistributedConversion:
         remedy = "put it into the model and call parallelize again: an optimizer needs the DTensor that is made of it"
         raise_all([ShardingError(f"parameter {name!r}", what, problem, remedy) for name in plain])
 
-    def check_agreement(self, program: Program) -> None:
-        """ShardingError if another rank is about to run another program."""
-        if self.agreement is not None:
-            check_agreement(self.agreement, program)
-
 
 Conversion = VirtualConversion | DistributedConversion
 
@@ -447,6 +438,10 @@ class ParameterGather:
                  cache: GatheredParameters) -> None:  # fmt: skip
         self.program, self.runner, self.comm, self.outputs, self.cache = program, runner, comm, outputs, cache
         self._first_rows = dict(self._find_first_rows())
+
+    def is_due(self, tensors: Mapping[tuple[str, str], Tensor]) -> bool:
+        """Whether the next call gathers, given the model's tensors by kind and name."""
+        return not self.cache.is_current({name: tensors["parameter", name] for name in self.outputs})
 
     def __call__(self, values: Values, inputs: Sequence[Values]) -> Rows:
         """For each rank the gathered parameters, parallel to the program's outputs.

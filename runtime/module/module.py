@@ -6,6 +6,9 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,10 +23,15 @@ from shardc.language.errors import CaptureError, OrderError, ShardingError, erro
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
+from ..agreement.entry import Entry, Flag, Kind
+from ..agreement.gate import Gate, digest
+from ..agreement.program import ProgramText, guards_of
+from ..agreement.request import request_lines, text_of
+from ..agreement.writes import Writes
 from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
-from .accumulation import Accumulation
+from .accumulation import Accumulation, reduce_now
 from .compiled_call import Compilation, CompiledCall, ModelTensors
 from .conversion import Arrival, Conversion, DistributedConversion, GatheredParameters
 
@@ -38,6 +46,33 @@ class CompileFn(Protocol):
 
     def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
                  fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
+
+
+@dataclass(slots=True)
+class CallRequest:
+    """What a call asks for. ``tensors``: the model's, by kind and name; ``arguments``: those among its arguments.
+
+    ``key``: its signature, and what a program depends on besides. ``digest``: of ``text``, where ranks agree on it.
+    """
+
+    kind: Kind
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    key: tuple[Signature, *Key]
+    tensors: ModelTensors
+    arguments: Sequence[tuple[str, Tensor]]
+    digest: bytes = b""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters."""
+        return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]
+
+    def text(self, model: nn.Module) -> str:
+        """All that must be equal on every rank."""
+        return "\n".join(
+            request_lines(self.key[0], model, self.arguments, [f"autocast of the mesh {list(self.key)[3:]}"])
+        )
 
 
 class ParallelModule(nn.Module):
@@ -55,8 +90,9 @@ class ParallelModule(nn.Module):
 
     def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
                  make_runner: Callable[[Program, Comm], Runner] = Executor, initial: str = "trust",
-                 is_compiled_soon: bool = False) -> None:  # fmt: skip
+                 is_compiled_soon: bool = False, gate: Gate | None = None) -> None:  # fmt: skip
         super().__init__()
+        self._gate, self._writes = gate, Writes()
         self._conversion, self._compile, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
         self._shardings: dict[tuple[str, str], Sharding] = {}  # of parameters and buffers, by kind and name
@@ -78,19 +114,22 @@ class ParallelModule(nn.Module):
         ``P()``.
         """
         with telling_others():
-            variants, tensors, arguments = self._compiled(args, kwargs)
-            random_key = self.seed, self.step
+            request = self._request(args, kwargs, Kind.FORWARD)
+            random_key, parameters = (self.seed, self.step), request.parameters
+            variants = self._compiled(request)
             self.step += self.training
-
-            train = variants.latest.compilation.convention.signature.train
-            return variants.run(
-                lambda call: call(tensors, arguments, random_key), lambda: self._new_call(args, kwargs, train)
+            result = variants.run(
+                lambda call: call(request.tensors, [each for _, each in request.arguments], random_key),
+                partial(self._agreed, request),
             )
+            if self._gate is not None:
+                self._writes.note(parameters)
+            return result
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call without running it; parameters get their shardings."""
         with telling_others():
-            self._compiled(args, kwargs)
+            self._compiled(self._request(args, kwargs, Kind.COMPILE))
 
     @property
     def program(self) -> Any:
@@ -105,9 +144,19 @@ class ParallelModule(nn.Module):
 
         Returns the norm before.
         """
+        self._enter_clip(max_norm, norm_type)
         comm = self._conversion.comm
         with waiting(lambda: "clip_grad_norm_", lambda: comm.ranks(comm.mesh.axis_names)):
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def _enter_clip(self, max_norm: float, norm_type: float) -> None:
+        """Come to clipping with all other ranks, once gradients are reduced."""
+        if self._gate is None:
+            return
+        reduce_now(self.parameters())
+        text = f"max_norm={text_of(max_norm)}, norm_type={text_of(norm_type)}"
+        entry = Entry(Kind.CLIP, self._gate.digest, request=digest(text))
+        self._gate.enter(entry, {"request": lambda: text})
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as for every module."""
@@ -159,7 +208,8 @@ class ParallelModule(nn.Module):
         return "_own" not in self.__dict__ or name in self._own or hasattr(type(self), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        twin = type(self)(nn.Module(), self._conversion, self._compile, self._make_runner)
+        gate = None if self._gate is None else self._gate.of_copy()
+        twin = type(self)(nn.Module(), self._conversion, self._compile, self._make_runner, gate=gate)
         twin._adopt(copy.deepcopy(self._model, memo))
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited = self._awaited
@@ -186,38 +236,95 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self.__dict__.setdefault("_own", frozenset(vars(self)))
 
-    def _compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variants, ModelTensors, list[Tensor]]:
-        """The programs for a call, the model's tensors, and those of the call; a new signature is compiled."""
-        tensors = dict(tensors_of(self._model))
-        self._conversion.check(tensors)
-        leaves, tree = call_leaves(self._model.forward, args, kwargs)
-        arguments = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        train = torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors.values(), *arguments))
-        signature = signature_of(leaves, tree, train, model_state(self._model))
-        placements = tuple(each.placements for each in arguments if isinstance(each, DTensor))
-        dtypes = tuple(each.dtype for each in tensors.values())
-        device = self._conversion.comm.device.type
-        key = signature, placements, dtypes, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        if key not in self._variants:
-            self._variants[key] = Variants(self._new_call(args, kwargs, train))
+    def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> CallRequest:
+        """What a call asks for."""
+        with self._telling():
+            tensors = dict(tensors_of(self._model))
+            self._conversion.check(tensors)
+            leaves, tree = call_leaves(self._model.forward, args, kwargs)
+            arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+            train = torch.is_grad_enabled() and any(
+                each.requires_grad for each in (*tensors.values(), *(leaf for _, leaf in arguments))
+            )
+            signature = signature_of(leaves, tree, train, model_state(self._model))
+            placements = tuple(each.placements for _, each in arguments if isinstance(each, DTensor))
+            dtypes = tuple(each.dtype for each in tensors.values())
+            device = self._conversion.comm.device.type
+            key = signature, placements, dtypes, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            return CallRequest(kind, args, kwargs, key, tensors, arguments)
+
+    def _compiled(self, request: CallRequest) -> Variants:
+        """The programs for a call, of which all ranks run the latest first; a new signature is compiled."""
+        variants = self._variants.get(request.key)
+        request.digest = b"" if variants is None else variants.request
+        call = self._agreed(request, None if variants is None else variants.latest)
+        if variants is None:
+            variants = self._variants[request.key] = Variants(call, request.digest)
             if len(self._variants) > MAX_PROGRAMS:
                 self._forget_oldest()
-        self._variants.move_to_end(key)
-        self._latest = self._variants[key]
-        return self._latest, tensors, arguments
+        variants.calls[0] = call
+        self._variants.move_to_end(request.key)
+        self._latest = variants
+        return variants
 
-    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> CompiledCall:
+    def _agreed(self, request: CallRequest, call: CompiledCall | None) -> CompiledCall:
+        """The compiled call that all ranks run; all of them compile if one of them has none."""
+        gate = self._gate
+        if gate is None:
+            return call or self._new_call(request)
+        is_forward = request.kind == Kind.FORWARD
+        changed = self._writes.since(request.parameters) if is_forward else Flag.UNKNOWN
+        request.digest = request.digest or digest(request.text(self._model))
+        texts = {"request": lambda: request.text(self._model), "is_changed": lambda: self._writes_text(changed)}
+        texts["draw"] = lambda: f"seed {self.seed}, step {self.step}"
+        while True:
+            gathers = call is not None and call.gathers(request.tensors)
+            program = b"" if call is None else call.text.digest
+            entry = Entry(
+                request.kind, gate.digest, gate.calls + is_forward, request.digest, program, seed=self.seed,
+                step=self.step, is_changed=changed, gathers=gathers,
+            )  # fmt: skip
+            passed = gate.enter(entry, texts if call is None else {**texts, "program": call.text.__str__})
+            if call is not None and not passed.compiles:
+                break
+            call = self._new_call(request)
+        gate.calls += is_forward
+        if passed.gathers and not gathers and self._gathered is not None:
+            self._gathered.forget()
+        return call
+
+    def _writes_text(self, changed: Flag) -> str:
+        assert self._gate is not None
+        since = f"since call {self._gate.calls}" if self._gate.calls else "before its first call"
+        return f"{'has' if changed == Flag.YES else 'has not'} written its parameters {since}"
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an error in the block."""
+        return nullcontext() if self._gate is None else self._gate.telling()
+
+    def _new_call(self, request: CallRequest) -> CompiledCall:
         """Compile a call; its tensors are made outside of inference mode, since later calls may be outside of it."""
         has_grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-            fixed = self._fixed(args, kwargs)
-            compilation = self._compile(self._model, args=args, kwargs=kwargs, train=train, fixed=fixed)
-            program = compilation.program
-            self._conversion.check_agreement(program)
-            runner = self._make_runner(program, self._conversion.comm)
-            self._place(program, runner)
-            self._set_gradient_dtypes(program)
-            return CompiledCall(compilation, self._conversion, runner, self._gathered, self._accumulation)
+            with self._telling():
+                fixed, train = self._fixed(request.args, request.kwargs), request.key[0].train
+                compilation = self._compile(
+                    self._model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed
+                )
+                program = compilation.program
+                text = ProgramText(program, compilation.convention.constants)
+                runner = self._make_runner(program, self._conversion.comm)
+            if self._gate is not None:
+                entry = Entry(Kind.COMPILED, self._gate.digest, program=text.digest)
+                self._gate.enter(entry, {"program": text.__str__})
+                for guard in guards_of(program):
+                    guard.on_result = self._gate.compare_result
+            with self._telling():
+                self._place(program, runner)
+                self._set_gradient_dtypes(program)
+                return CompiledCall(
+                    compilation, self._conversion, runner, self._gathered, self._accumulation, self._gate, text
+                )
 
     def _forget_oldest(self) -> None:
         one, other = (signature for signature, *_ in list(self._variants)[-2:])
@@ -320,23 +427,28 @@ REMEDY = (
 
 
 class Variants:
-    """Compiled calls that differ in what their guards check, the latest used first; without guards there is one."""
+    """Compiled calls that differ in what their guards check, the latest used first; without guards there is one.
 
-    def __init__(self, call: CompiledCall) -> None:
-        self.calls = [call]
+    ``request``: the digest of what a call asks for, where ranks agree on it.
+    """
+
+    def __init__(self, call: CompiledCall, request: bytes = b"") -> None:
+        self.calls, self.request = [call], request
 
     @property
     def latest(self) -> CompiledCall:
         """The compiled call that ran last."""
         return self.calls[0]
 
-    def run(self, run: Callable[[CompiledCall], Any], compile: Callable[[], CompiledCall]) -> Any:
+    def run(self, run: Callable[[CompiledCall], Any], agreed: Callable[[CompiledCall | None], CompiledCall]) -> Any:
         """The result of the first compiled call whose guards all hold; a new one is compiled if there is none.
 
-        A program whose guard does not hold ends there, on every rank alike, and has changed nothing. CaptureError if
-        too many were compiled already; GuardError if even a new program finds other values than it was captured with.
+        ``agreed``: the call that all ranks run in place of one, or of none; they have agreed on the first already. A
+        program whose guard does not hold ends there, on every rank alike, and has changed nothing. CaptureError if too
+        many were compiled already; GuardError if even a new program finds other values than it was captured with.
         """
-        for i, call in enumerate(self.calls):
+        for i in range(len(self.calls)):
+            call = self.calls[i] = agreed(self.calls[i]) if i else self.calls[i]
             try:
                 result = run(call)
             except GuardError as error:
@@ -347,5 +459,5 @@ class Variants:
         if len(self.calls) == MAX_VARIANTS:
             what = f"its program depends on values, and {MAX_VARIANTS} programs were compiled already"
             raise CaptureError(latest.who, f"{what}; now {latest.finding}", REMEDY) from latest
-        self.calls.insert(0, compile())
+        self.calls.insert(0, agreed(None))
         return run(self.calls[0])

@@ -22,7 +22,7 @@ from ..comm.dtensor import local
 from ..comm.failure import waiting
 from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
-from ..module.module import ParallelModule, become
+from ..module.module import CallRequest, ParallelModule, become
 from .conversion import PipelineConversion
 from .runner import PipelineRunner
 
@@ -37,10 +37,10 @@ class PipelineModule(ParallelModule):
 
     _conversion: PipelineConversion
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
         self._stages: dict[str, frozenset[int]] = {}
-        super().__init__(*args)  # attributes that are set later are the model's
+        super().__init__(*args, **kwargs)  # attributes that are set later are the model's
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -73,6 +73,7 @@ class PipelineModule(ParallelModule):
 
         Every rank of the pipeline calls it; torch's own function sees one rank's stages alone. Returns the norm before.
         """
+        self._enter_clip(max_norm, norm_type)
         channel = self._conversion.channel
         own = [each.grad for name, each in self.named_parameters() if self.is_first_home(name)]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
@@ -86,8 +87,8 @@ class PipelineModule(ParallelModule):
         """Whether this rank is on the first rank of the pipeline that holds a parameter; before a call all hold it."""
         return self._homes.get(name, (0,))[0] == self._conversion.channel.at
 
-    def _new_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool) -> CompiledCall:
-        call = super()._new_call(args, kwargs, train)
+    def _new_call(self, request: CallRequest) -> CompiledCall:
+        call = super()._new_call(request)
         assert isinstance(call.runner, PipelineRunner)
         readers = call.runner.readers
         raise_all(list(self._misplaced(readers, call.runner.trained)))

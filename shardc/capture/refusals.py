@@ -331,7 +331,7 @@ class Guards:
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
-        guard = _Guard(op_name(func), call, result_text(value), where)
+        guard = Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
         types = (results,) if isinstance(results, TensorType) else results or ()
         opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(func.tags))  # type: ignore[arg-type]
@@ -365,14 +365,21 @@ class Guards:
             return fx.Interpreter(module).run(*(value.detach() for value in whole))
 
 
-class _Guard:
-    """An op on flat tensors whose result must be the expected one; it returns the tensors of the result and a flag."""
+class Guard:
+    """An op on flat tensors whose result must be the expected one; it returns the tensors of the result and a flag.
+
+    ``on_result`` is told of each result in words before it is judged.
+    """
 
     def __init__(self, name: str, call: Callable[..., Any], expected: str, where: str) -> None:
         self.name, self.call, self.expected, self.where = name, call, expected, where
+        self.on_result: Callable[[str], None] | None = None
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
+        """Run the op; a GuardError if it finds something else than at capture."""
         result = self.call(*operands)
+        if self.on_result is not None:
+            self.on_result(f"{self.name} gives {result_text(result)} at {self.where}")
         if result_text(result) != self.expected:
             raise GuardError(self.where, f"{self.name} gives {result_text(result)}", self.expected)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -79,6 +79,14 @@ class CheckpointError(RuntimeError):
         super().__init__(error_text(who, what, problem, remedy))
 
 
+class RankError(RuntimeError):
+    """Another rank of the job has failed: the four parts of a ``ShardingError``, with that rank's own message."""
+
+    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
+        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
+        super().__init__(error_text(who, what, problem, remedy))
+
+
 def second_backward() -> OrderError:
     """The error for a second backward through one forward; like torch's, it is a RuntimeError."""
     what, problem = "a second one through one forward", "what the forward saved is freed by the first"

@@ -18,8 +18,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P, blocks, parse_parts
-from shardc.runtime.agreement.agreement import agreement_on
-from shardc.runtime.agreement.program import check_agreement
 from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device_mesh
 from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of, to_dtensor
 from shardc.runtime.comm.launch import launch
@@ -178,7 +176,6 @@ def test_a_placement_that_torch_would_gather_wrongly_is_refused():
 
 def run_program(program, values):
     comm = comm_of(program.mesh)
-    check_agreement(agreement_on(comm.device_mesh), program)
     pieces = [cut_inputs(program, values)[comm.position]]
     executor = Executor(program, comm)
     outputs, saved = executor.forward(pieces)
@@ -200,30 +197,6 @@ def run_row_parallel():
 
 def test_one_program_runs_the_same_on_both_runtimes(gloo):
     assert len(set(gloo.run(run_row_parallel))) == 1
-
-
-def run_disagreement():
-    program = row_parallel(MESH)
-    if dist.get_rank() == 2:
-        node = next(node for node in program.calls if node.name == "all_reduce_1")
-        node.args = (*node.args[:2], "max")
-    try:
-        check_agreement(agreement_on(comm_of(MESH).device_mesh), program)
-    except ShardingError as error:
-        return str(error)
-
-
-def test_ranks_with_different_programs_are_told_so_before_the_first_step(gloo):
-    messages = gloo.run(run_disagreement)
-    assert len(set(messages)) == 1
-    assert messages[0].splitlines() == [
-        "ranks 0 and 2: Mesh(dp=2, tp=2), about to run different programs",
-        "  rank 0 has",
-        "    all_reduce_1 = all_reduce('sum_default', ('dp',), 'sum'): f32[]",
-        "  where rank 2 has",
-        "    all_reduce_1 = all_reduce('sum_default', ('dp',), 'max'): f32[]",
-        "  give every rank the same model, annotations, options and input shapes, and install the same versions",
-    ]
 
 
 def run_large_mesh():

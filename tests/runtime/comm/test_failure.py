@@ -31,9 +31,13 @@ def check(failure: Failure, reports: list[Report]) -> None:
     if failure.phase == "optimizer" and ending.startswith("failed"):
         ending = "is gone"  # its error was raised outside of shardc, and did not end the interpreter
     what = rf"[\w ]+ \(.*\) over ({'|'.join(names)})"
-    if failure.phase == "compile":
-        what = "the agreement of all ranks on what they run"
+    if failure.phase in ("compile", "optimizer"):  # they come to the next call, or read gradients
+        what = r"the agreement of all ranks before this rank (compares|calls|reads).* of Model.*"
     for each in reports:
+        if failure.phase == "compile" and ending.startswith("failed"):  # it has told them
+            assert each.kind == "RankError" and each.text.startswith(f"rank {VICTIM} {ending}\n"), (failure, each)
+            assert each.seconds < SECONDS, (failure, each)
+            continue
         assert each.kind == "CommunicationError", (failure, each)
         assert re.fullmatch(rf"{what}, ranks [\d, ]+: rank {VICTIM} {ending}", each.text), (failure, each)
         assert failure.phase == "compile" or "/gloo/" in each.cause or "pair closure" in each.cause, (failure, each)

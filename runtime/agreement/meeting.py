@@ -1,0 +1,229 @@
+"""Ranks meet when they make a module, and compare what they were asked, before a group of processes is made.
+
+The first time they meet in the store of the job: each rank compares its text with that of the first to come, and the
+one that finds a difference, or has failed on its way, leaves word for all. Later on they meet in their agreement.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.language.errors import RankError, ShardingError, error_line
+from shardc.language.mesh import Mesh
+
+from ..comm.failure import explained, is_one_gone, job_timeout, waiting
+from .agreement import PATIENCE, Agreement, agreement_of, default_store, failure
+from .entry import Entry, Kind
+from .gate import Gate, difference_of, digest
+
+MAKING = "parallelize, which all ranks of a mesh call"
+LOOK = 0.1  # seconds between two looks at where the other ranks are
+PAUSE = 0.02  # seconds between two looks at the result, at most
+
+
+def ranks_of(mesh: Any, runtime: str) -> list[int]:
+    """The ranks of a job that make a module together on this mesh; none if it runs in this process alone.
+
+    For a mesh that does not fit the job, which is an error, those are all its ranks.
+    """
+    if not dist.is_initialized() or (runtime != "distributed" and isinstance(mesh, Mesh)) or runtime == "virtual":
+        return []
+    everyone = list(range(dist.get_world_size()))
+    if isinstance(mesh, DeviceMesh):
+        ranks = mesh.mesh.flatten().tolist()
+    else:
+        ranks = [mesh.rank(position) for position in range(mesh.size)] if isinstance(mesh, Mesh) else everyone
+    return ranks if set(ranks) <= set(everyone) and dist.get_rank() in ranks else everyone
+
+
+@contextmanager
+def making(ranks: Sequence[int], asked: Mapping[str, Any]) -> Iterator[Meeting | None]:
+    """Make a module with other ranks in the block: an error on one rank is raised by all of them."""
+    agreement = agreement_of(ranks) if ranks else None
+    if agreement is None:
+        yield None
+        return
+    meeting = Meeting(agreement, asked)
+    try:
+        yield meeting
+    except RankError:
+        raise
+    except Exception as error:
+        meeting.tell(error)
+        raise
+    meeting.end()
+
+
+class Meeting:
+    """This rank's part in making a module. ``asked``: the arguments that must be equal on all ranks, by name.
+
+    ``gate``: the module's, once all ranks have compared what they make.
+    """
+
+    def __init__(self, agreement: Agreement, asked: Mapping[str, Any]) -> None:
+        self.agreement, self.asked = agreement, asked
+        self.gate: Gate | None = None
+        self._is_in_store = not agreement.is_connected
+        self._store, self._is_over = _StoreMeeting(agreement), False
+        agreement.num_meetings += 1
+
+    def meet(self, name: str, text: str) -> Gate:
+        """Compare with all ranks what they make: a module of this class, by the lines of ``text``.
+
+        Returns the gate of the module. A ShardingError on every rank if they differ, a RankError if one has failed.
+        """
+        gate = Gate(self.agreement, name, str(self.agreement.num_modules[""] + 1))
+        if self._is_in_store:
+            self._is_over = True  # whatever is raised now, all ranks know
+            with waiting(lambda: MAKING, self.agreement.ranks):
+                self._store.announce()
+                self._store.meet(name, text)
+            self._is_over = False
+            self.agreement.connect()
+        else:
+            self._store.announce()
+            entry = Entry(Kind.CONSTRUCT, b"", request=digest(f"{name}\n{text}"))
+            try:
+                gate.enter(entry, {"request": lambda: f"class {name}\n{text}"})
+            except RankError:
+                self._store.catch_up()
+                raise
+        self.agreement.num_modules[""] += 1
+        self.gate = gate
+        return gate
+
+    def tell(self, error: Exception) -> None:
+        """Let the other ranks know that this one has failed."""
+        if self._is_over:
+            return
+        if self.agreement.is_connected:
+            self.agreement.tell(error)
+        else:
+            self._store.tell(error)
+
+    def end(self) -> None:
+        """Come to the end of making the module with all other ranks."""
+        if self.gate is not None:
+            self.gate.enter(Entry(Kind.CONSTRUCT, self.gate.digest))
+
+
+class _StoreMeeting:
+    """A meeting in the store of the job, under keys of its own: the ``number``-th of these ranks."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement, self.number = agreement, agreement.num_meetings
+        self._rank = agreement.ranks[agreement.index]
+        self._here = _place(agreement.ranks, self.number)
+        self._places = PrefixStore("shardc/places", default_store())
+
+    def announce(self) -> None:
+        """Say where this rank is, for those that wait for it elsewhere."""
+        self._places.set(str(self._rank), json.dumps([self.agreement.ranks, self.number]))
+
+    def meet(self, name: str, text: str) -> None:
+        """Wait until all ranks are here with the same text; raise what one of them leaves word of."""
+        text, store = f"class {name}\n{text}", self._here
+        if store.add("arrived", 1) == 1:
+            store.set("first", json.dumps([self._rank, text]))
+        rank, first = json.loads(store.get("first"))
+        if first != text:
+            pairs = sorted([(rank, first), (self._rank, text)])
+            ranks, texts = [each for each, _ in pairs], [each for _, each in pairs]
+            error = difference_of("request", ranks, texts, f"makes {name} with parallelize")
+            self._leave_word({"differs": [error.who, error.what, error.problem, error.remedy]})
+        elif store.add("agreed", 1) == len(self.agreement.ranks):
+            self._leave_word({})
+        word = self._await_word()
+        if "failed" in word:
+            store.add("read", 1)
+            rank, message = word["failed"]
+            raise failure(rank, message, f"makes {name} with parallelize")
+        if "differs" in word:
+            self._be_elsewhere(word.get("elsewhere"), error := ShardingError(*word["differs"]))
+            raise error
+
+    def tell(self, error: Exception) -> None:
+        """Leave word that this rank has failed, and wait some seconds for the others to read it."""
+        self._leave_word({"failed": [self._rank, error_line(error)]})
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and self._here.add("read", 0) < len(self.agreement.ranks) - 1:
+            time.sleep(PAUSE)
+
+    def _leave_word(self, word: dict[str, Any]) -> None:
+        """Say how the meeting ends, unless another rank has said so."""
+        self._here.compare_set("word", "", json.dumps(word))
+
+    def _await_word(self) -> dict[str, Any]:
+        start, pause, looked = time.monotonic(), 0.001, time.monotonic()
+        while not self._here.check(["word"]):
+            now = time.monotonic()
+            if now - start > job_timeout().total_seconds():
+                raise explained(MAKING, self.agreement.ranks)
+            if now - looked > LOOK:
+                if is_one_gone(self.agreement.ranks):
+                    raise explained(MAKING, self.agreement.ranks)
+                self._look_for_others()
+                looked = now
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)
+        word: dict[str, Any] = json.loads(self._here.get("word"))
+        return word
+
+    def _place_of(self, rank: int) -> tuple[list[int], int] | None:
+        """The ranks with which another rank was to make a module last, and the number of that meeting."""
+        if not self._places.check([str(rank)]):
+            return None
+        ranks, number = json.loads(self._places.get(str(rank)))
+        return ranks, number
+
+    def _look_for_others(self) -> None:
+        """Leave word of a rank of this mesh that waits for this rank in a mesh of other ranks."""
+        for rank in self.agreement.ranks:
+            place = self._place_of(rank)
+            if place is None or tuple(place[0]) == self.agreement.ranks or self._rank not in place[0]:
+                continue
+            ranks, number = place
+            other = agreement_of(ranks)
+            if other is None or number < other.num_meetings:
+                continue  # it was here before
+            one, two = sorted([(self._rank, list(self.agreement.ranks)), (rank, ranks)])
+            texts = [f"rank {each} makes a module on ranks {', '.join(map(str, of))}" for each, of in (one, two)]
+            who, what = f"ranks {one[0]} and {two[0]}", "they make a module on meshes of different ranks"
+            error = ShardingError(who, what, "; ".join(texts), "give every rank the same mesh")
+            parts = [error.who, error.what, error.problem, error.remedy]
+            self._leave_word({"differs": parts, "elsewhere": place})
+            return
+
+    def _be_elsewhere(self, place: tuple[list[int], int] | None, error: ShardingError) -> None:
+        """Raise an error for the ranks that wait at another place, if this rank should be there, and was not."""
+        if place is None or self._rank not in place[0]:
+            return
+        ranks, number = place
+        other = agreement_of(ranks)
+        if other is None or number < other.num_meetings:
+            return
+        other.num_meetings = number + 1
+        parts = [error.who, error.what, error.problem, error.remedy]
+        word = {"differs": parts, "elsewhere": [self.agreement.ranks, self.number]}
+        _place(ranks, number).compare_set("word", "", json.dumps(word))
+        if other.is_connected:
+            other.tell(error)
+
+    def catch_up(self) -> None:
+        """Count the meeting that this rank has missed, if another rank that waited for it there has left word."""
+        place = json.loads(self._here.get("word")).get("elsewhere") if self._here.check(["word"]) else None
+        if place is not None and self._rank in place[0] and (missed := agreement_of(place[0])) is not None:
+            missed.num_meetings = max(missed.num_meetings, place[1] + 1)
+
+
+def _place(ranks: Sequence[int], number: int) -> Any:
+    """The part of the store in which these ranks meet for the ``number``-th time."""
+    return PrefixStore(f"shardc/meeting/{'-'.join(map(str, ranks))}/{number}", default_store())
