@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardc.language.mesh import Mesh
 from shardc.options import Options, Pipeline
 from shardc.program.program import Program
 
+from .agreement.batch import CHECK, BatchCheck
 from .agreement.gate import Gate
 from .agreement.meeting import Meeting, making, ranks_of
 from .agreement.request import making_lines
@@ -45,16 +46,19 @@ def making_together(
 
 def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto", backend: str = "eager",
                     pipeline: Pipeline | None = None, initial: str = "broadcast", is_compiled_soon: bool = False,
-                    meeting: Meeting | None = None) -> ParallelModule:  # fmt: skip
+                    check: str = "always", meeting: Meeting | None = None) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
     ``backend`` runs the program: ``eager`` or ``inductor``. ``initial``: whose values the ranks of a job start from.
-    ``is_compiled_soon``: a call is about to be compiled, which places the parameters. ``meeting``: of the ranks that
-    make the module together.
+    ``is_compiled_soon``: a call is about to be compiled, which places the parameters. ``check``: the calls in which
+    the inputs of all ranks are compared. ``meeting``: of the ranks that make the module together.
     """
-    options = ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL)
-    for option, value, known in options:
+    known_options: list[tuple[str, str, Iterable[str]]] = [
+        ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL),
+        ("check", check, CHECK),
+    ]  # fmt: skip
+    for option, value, known in known_options:
         if value not in list(known):
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
@@ -65,9 +69,11 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
         raise ShardingError("parallelize", what, "stages run eagerly", remedy)
     gate: Gate | None = None
     if meeting is not None:
-        further = {"compile": backend, "initial": initial, "device": device.type}
+        further = {"compile": backend, "initial": initial, "check": check}
+        further["device"] = getattr(mesh, "device_type", device.type)  # a model may be on meta
         lines = making_lines(mesh, {**meeting.asked, **further})
         gate = meeting.meet(type(model).__name__, "\n".join(lines))
+        gate.batches = BatchCheck(check)
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":

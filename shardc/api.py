@@ -224,6 +224,7 @@ def parallelize(
     links: Links = None,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
+    check: Literal["first", "always", "never"] = "always",
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
@@ -235,6 +236,8 @@ def parallelize(
     ``initial``: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
     sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a ShardingError
     for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept as they are.
+    ``check``: plain inputs are the whole batch, equal on all ranks, whose checksums are compared in every call, in the
+    ``"first"`` of each signature, or ``"never"``.
     """
     from shardc.runtime.parallel import making_together, parallel_module
 
@@ -250,7 +253,7 @@ def parallelize(
         if has_call:
             check_call(args, kwargs, True, differentiable, strict)
         compile_fn = partial(_compile, mesh=mesh, **asked)
-        module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call, meeting)
+        module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call, check, meeting)
     if has_call:
         module.compile_for(args, kwargs)
     return module

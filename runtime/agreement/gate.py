@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from shardc.language.errors import RankError, ShardingError
 
 from .agreement import Agreement
+from .batch import BatchCheck
 from .entry import DIGEST, Entry, Flag, Kind
 
 Texts = Mapping[str, Callable[[], str]]  # what a digest of an entry stands for, by the field of the entry
@@ -18,6 +19,7 @@ MODULE_DIGEST = 8
 COMMENT = "\t"  # what follows it in a line is shown, and not compared
 NOTHING = "nothing in its place"
 LONGEST = 200  # characters of a line that are shown
+WITH_BATCH = (Kind.FORWARD, Kind.BACKWARD)  # entries that compare inputs
 
 DOES = {
     Kind.CONSTRUCT: "makes {} with parallelize",
@@ -48,18 +50,24 @@ class Gate:
 
     def __init__(self, agreement: Agreement, name: str, key: str) -> None:
         self.agreement, self.name, self.key, self.calls = agreement, name, key, 0
+        self.batches = BatchCheck("never")
         self.digest = digest(f"{key} {name}", MODULE_DIGEST)
 
     def of_copy(self) -> Gate:
         """The gate of a copy of the module, whose number is the next among its copies."""
         self.agreement.num_modules[self.key] += 1
-        return Gate(self.agreement, self.name, f"{self.key}.{self.agreement.num_modules[self.key]}")
+        gate = Gate(self.agreement, self.name, f"{self.key}.{self.agreement.num_modules[self.key]}")
+        gate.batches = BatchCheck(self.batches.mode)
+        return gate
 
     def enter(self, entry: Entry, texts: Texts | None = None) -> Passed:
         """Pass together with all other ranks. A ShardingError on every rank if their entries differ.
 
         A RankError if another rank has failed on its way here. ``texts``: for a message, what a digest stands for.
         """
+        batch = self.batches.take(entry.kind == Kind.FORWARD) if entry.kind in WITH_BATCH else None
+        if batch is not None and batch.numbers:
+            entry, texts = replace(entry, batch=batch.digest), {**(texts or {}), "batch": batch.__str__}
         sent = entry.pack()
         received = self.agreement.exchange(sent, lambda: self.doing(entry))
         if received.count(sent) == len(received):
@@ -164,6 +172,15 @@ class Difference:
         return ShardingError(who, what, shown + self.reason(texts), remedy)
 
 
+class BatchDifference(Difference):
+    """Plain inputs that differ: the error names the first of them, as text has it before a colon."""
+
+    def error(self, ranks: Sequence[int], texts: Sequence[str], doing: str) -> ShardingError:
+        one, other = (dict(line.rsplit(": ", 1) for line in text.splitlines()) for text in texts)
+        who = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+        return ShardingError(who, f"it differs on rank {ranks[0]} and rank {ranks[1]}", self.problem, self.remedy)
+
+
 def _reason_for_places(phrases: Sequence[str]) -> str:
     """Why two ranks are most likely at different places."""
     begins = {phrase.partition(" of ")[0] for phrase in phrases}
@@ -216,8 +233,9 @@ DIFFERENCES = (
         "program", lambda entry: entry.program or None, "each {}, and they have different programs",
         "give every rank the same model, annotations, options and inputs, and install the same versions",
     ),
-    Difference(
-        "batch", lambda entry: entry.batch, "each {}, and they differ in the values of plain inputs",
-        "give every rank the same batch, or its own rows as shardc.shard_batch(rows, mesh, P('dp'))",
+    BatchDifference(
+        "batch", lambda entry: entry.batch.rstrip(b"\0") or None, "a plain input is the whole batch, on every rank",
+        "for each rank's own rows write shardc.shard_batch(batch, mesh, P('dp')), or for a DataLoader "
+        "shardc.shard_loader(loader, mesh, P('dp'))",
     ),
 )  # fmt: skip

@@ -276,6 +276,8 @@ class ParallelModule(nn.Module):
         changed = self._writes.since(request.parameters) if is_forward else Flag.UNKNOWN
         request.digest = request.digest or digest(request.text(self._model))
         texts = {"request": lambda: request.text(self._model), "is_changed": lambda: self._writes_text(changed)}
+        if is_forward:
+            gate.batches.note(request.arguments, request.digest)
         texts["draw"] = lambda: f"seed {self.seed}, step {self.step}"
         while True:
             gathers = call is not None and call.gathers(request.tensors)
