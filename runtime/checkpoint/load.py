@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from shardc.language.errors import CheckpointError, did_you_mean
 
-from ..comm.dtensor import local, new_dtensor
+from ..comm.dtensor import local
 from ..module.module import ParallelModule
+from ..tensor.global_tensor import GlobalTensor, new_global_tensor
 from .file import CODES, DTYPES, OpenFile
 from .folder import resolve
 from .index import NAME, Index, TensorEntry
@@ -367,7 +368,7 @@ def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapp
     if entry.shape == tuple(parameter.shape):
         piece = torch.empty_like(local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
         meta = parameter._spec.tensor_meta._replace(dtype=dtype)  # type: ignore[union-attr]
-        return new_dtensor(piece, replace(parameter._spec, tensor_meta=meta))
+        return new_global_tensor(piece, replace(parameter._spec, tensor_meta=meta))
     device = local(parameter).device
-    return DTensor.from_local(torch.empty(entry.shape, dtype=dtype, device=device), parameter.device_mesh,
-                              run_check=False)  # fmt: skip
+    value = torch.empty(entry.shape, dtype=dtype, device=device)
+    return GlobalTensor.of(DTensor.from_local(value, parameter.device_mesh, run_check=False))

@@ -1,15 +1,13 @@
-"""Shards and DTensors: the piece of a tensor on each rank, placements, and DTensors made of one rank's piece."""
+"""Shards: the piece of a tensor on each rank, and the DTensor placements of a sharding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import pad as constant_pad
@@ -26,39 +24,6 @@ class Digit:
 
     size: int
     axis: str = ""
-
-
-def to_dtensor(
-    piece: Tensor, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str = "value"
-) -> DTensor:
-    """A DTensor of global ``shape`` from this rank's piece; nothing is sent or checked."""
-    return DTensorMaker(sharding, shape, device_mesh, name)(piece)
-
-
-class DTensorMaker:
-    """Makes DTensors of one sharding and shape; only the first goes through ``DTensor.from_local``."""
-
-    def __init__(self, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str) -> None:
-        self.device_mesh, self.shape = device_mesh, torch.Size(shape)
-        self.stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        self.placements = placements(sharding, shape, name)
-        self._specs: dict[torch.dtype, Any] = {}
-
-    def __call__(self, piece: Tensor) -> DTensor:
-        """The DTensor of this rank's piece."""
-        if (spec := self._specs.get(piece.dtype)) is not None:
-            return new_dtensor(piece, spec)
-        result = DTensor.from_local(
-            piece, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-        spec = self._specs[piece.dtype] = getattr(result, "_spec", None)
-        return result if local(result).device == piece.device else new_dtensor(piece, spec)  # keep it in host memory
-
-
-def new_dtensor(piece: Tensor, spec: Any) -> DTensor:
-    """A DTensor made without its ``__init__``, which does nothing and costs as much as a small op."""
-    result: DTensor = DTensor.__new__(DTensor, piece, spec, requires_grad=False)
-    return result
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from shardc.language.errors import OrderError
 
-from ..comm.dtensor import new_dtensor
 from ..execute.executor import Rows
 from ..execute.interpreter import Sums, Totals, Values
+from ..tensor.global_tensor import GlobalTensor, new_global_tensor
 from .optimizer import StepWatcher
 
 aten = torch.ops.aten
@@ -162,13 +162,13 @@ class DeferredGradient(Tensor):
         return func(*reduced[0], **(reduced[1] or {}))
 
 
-def deferred_gradient(deferred: DeferredReduction, index: int, parameter: Tensor) -> DTensor:
+def deferred_gradient(deferred: DeferredReduction, index: int, parameter: Tensor) -> GlobalTensor:
     """The gradient of a parameter, with the parameter's sharding, in the dtype of its gradients."""
     assert isinstance(parameter, DTensor) and parameter._spec.tensor_meta is not None, type(parameter)
     spec, dtype = parameter._spec, getattr(parameter, "grad_dtype", None) or parameter.dtype
     if dtype != parameter.dtype:
         spec = replace(spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=dtype))
-    return new_dtensor(DeferredGradient(deferred, index, parameter._local_tensor, dtype), spec)
+    return new_global_tensor(DeferredGradient(deferred, index, parameter._local_tensor, dtype), spec)
 
 
 def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> DeferredReduction | None:

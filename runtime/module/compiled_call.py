@@ -28,6 +28,7 @@ from ..comm.dtensor import local
 from ..comm.failure import telling_others
 from ..execute.executor import Runner, SavedEnvs
 from ..execute.interpreter import Sums, Values
+from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather
 
@@ -176,6 +177,7 @@ class CompiledCall:
 
     def enter_backward(self, number: int, gradients: Values, values: Values, mode: str) -> None:
         """Come to the backward of call ``number`` with all other ranks. ``gradients``: those of the outputs."""
+        complete_norms()
         if self.gate is None:
             return
         pairs = zip(self._indices.outputs, gradients, strict=True)
@@ -226,6 +228,7 @@ class CompiledCall:
 
     def _reduce(self, sums: Sums) -> dict[int, Tensor]:
         """Run the deferred reductions: this rank's shards of gradients by index of the program's outputs."""
+        complete_norms()
         if self.gate is not None:
             self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
         self.accumulation.note_read()

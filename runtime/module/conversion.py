@@ -27,16 +27,13 @@ from ..agreement.agreement import Agreement, agreement_on
 from ..comm.comm import Comm
 from ..comm.distributed import TorchComm, gather_whole
 from ..comm.dtensor import (
-    DTensorMaker,
     check_order,
     local,
-    new_dtensor,
     pad,
     placements,
     region,
     shard,
     sharding_of,
-    to_dtensor,
     unpad,
     unshard,
 )
@@ -45,6 +42,8 @@ from ..comm.scatter import Part, batches
 from ..comm.simulated import SimulatedComm
 from ..execute.executor import Rows, Runner
 from ..execute.interpreter import Values
+from ..tensor.global_tensor import new_global_tensor
+from ..tensor.make import GlobalTensorMaker, to_global
 from .initial import InitialValues, is_sent, model_tensors
 from .optimizer import StepWatcher, share_overflows
 
@@ -67,7 +66,7 @@ def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
     mesh = Mesh.of(device_mesh)
     probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
     shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))
-    return to_dtensor(local, spec.sharding(mesh, shape, "batch"), shape, device_mesh, "batch")
+    return to_global(local, spec.sharding(mesh, shape, "batch"), shape, device_mesh, "batch")
 
 
 class Converter(Protocol):
@@ -191,7 +190,7 @@ class DistributedConversion:
     def copy(self, tensor: Tensor) -> Tensor:
         """A replicated DTensor with a copy; a DTensor's copy keeps its sharding."""
         if (sharding := self.sharding(tensor, "parameter")) is not None:
-            return to_dtensor(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
+            return to_global(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
         return self._replicated(_clone(tensor, self.torch_comm.device))
 
     def copies(self, model: nn.Module, initial: str, is_placed_soon: bool) -> Copies:
@@ -231,7 +230,7 @@ class DistributedConversion:
         waiting = self._replicated(tensor.detach().to("meta"))
         if self.job.position != 0:
             return waiting
-        return new_dtensor(tensor.detach() if is_placed_soon else _clone(tensor, tensor.device), waiting._spec)
+        return new_global_tensor(tensor.detach() if is_placed_soon else _clone(tensor, tensor.device), waiting._spec)
 
     def receive(self, arrivals: Sequence[Arrival]) -> Iterator[Tensor]:
         """For each arrival a DTensor with this rank's shard of the first rank's tensor; on meta where none is stored.
@@ -255,7 +254,7 @@ class DistributedConversion:
         piece = shard(whole, sharding, self.torch_comm.position)
         if self._stores(self.job.position, arrival):
             piece = self._empty(arrival.tensor, piece.shape)
-        return to_dtensor(piece, sharding, shape, self.device_mesh, arrival.name)
+        return to_global(piece, sharding, shape, self.device_mesh, arrival.name)
 
     def _parts(self, arrival: Arrival, own: Tensor) -> Iterator[Part]:
         """The distinct parts of a tensor that ranks store."""
@@ -283,7 +282,7 @@ class DistributedConversion:
 
     def _replicated(self, whole: Tensor) -> DTensor:
         sharding = Sharding.replicated(self.torch_comm.mesh, whole.ndim)
-        return to_dtensor(whole, sharding, tuple(whole.shape), self.device_mesh)
+        return to_global(whole, sharding, tuple(whole.shape), self.device_mesh)
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's shard."""
@@ -293,7 +292,7 @@ class DistributedConversion:
         if current is not None and current.cut_axes:
             tensor = _replicated(tensor)
         piece = shard(local(tensor), sharding, self.torch_comm.position).clone(memory_format=torch.contiguous_format)
-        return to_dtensor(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
+        return to_global(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
         """The sharding of a DTensor; None for a plain tensor."""
@@ -337,9 +336,9 @@ class DistributedConverter:
         return placements(self.stored, self.shape, self.name)
 
     @cached_property
-    def make(self) -> DTensorMaker:
+    def make(self) -> GlobalTensorMaker:
         """Makes a DTensor of this rank's shard."""
-        return DTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
+        return GlobalTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
         """One shard; a DTensor of another sharding is redistributed by torch first."""

@@ -23,7 +23,8 @@ from shardc.language.sharding import WHOLE, DimSharding, Sharding, chunk_of
 from ..agreement.agreement import Agreement, agreement_on
 from ..comm.checksum import checksum
 from ..comm.distributed import own_position
-from ..comm.dtensor import shard, to_dtensor
+from ..comm.dtensor import shard
+from ..tensor.make import to_global
 
 Specs = Mapping[str, P | None]
 
@@ -250,7 +251,7 @@ class Rows:
         sharding = spec.sharding(self.mesh, shape, f"{name!r} of a batch").storable(shape)
         piece = shard(value[:count], replace(sharding, dims=(WHOLE, *sharding.dims[1:])), self.position)
         device = torch.device(self.device_mesh.device_type)
-        return to_dtensor(piece.contiguous().to(device, non_blocking=True), sharding, shape, self.device_mesh, name)
+        return to_global(piece.contiguous().to(device, non_blocking=True), sharding, shape, self.device_mesh, name)
 
 
 def _rows_of(spec: P, mesh: Mesh, name: str) -> DimSharding:

@@ -31,6 +31,7 @@ from ..agreement.writes import Writes
 from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
+from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
 from .compiled_call import Compilation, CompiledCall, ModelTensors
 from .conversion import Arrival, Conversion, DistributedConversion, GatheredParameters
@@ -114,6 +115,7 @@ class ParallelModule(nn.Module):
         ``P()``.
         """
         with telling_others():
+            complete_norms()
             request = self._request(args, kwargs, Kind.FORWARD)
             random_key, parameters = (self.seed, self.step), request.parameters
             variants = self._compiled(request)

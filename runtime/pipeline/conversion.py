@@ -17,7 +17,7 @@ from shardc.options import Pipeline
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
-from ..comm.dtensor import local, new_dtensor
+from ..comm.dtensor import local
 from ..comm.simulated import SimulatedComm
 from ..module.conversion import (
     Arrival,
@@ -28,6 +28,7 @@ from ..module.conversion import (
     VirtualConversion,
 )
 from ..module.optimizer import share_overflows
+from ..tensor.global_tensor import new_global_tensor
 from .channel import RankChannel
 from .microbatches import MicrobatchComm, MicrobatchConverter
 from .offload import stored_on_host
@@ -75,7 +76,7 @@ class PipelineConversion(DistributedConversion):
         if not self.pipeline.offload or not isinstance(tensor, nn.Parameter):
             return copy
         assert isinstance(copy, DTensor)
-        return new_dtensor(stored_on_host(local(copy)), copy._spec)
+        return new_global_tensor(stored_on_host(local(copy)), copy._spec)
 
     def _position(self, position: int) -> int:
         mesh = self.job.mesh
@@ -95,7 +96,7 @@ class PipelineConversion(DistributedConversion):
         placed = super().place(tensor, sharding.on(self.torch_comm.mesh), name)
         if not isinstance(placed, DTensor) or local(placed).device == self.torch_comm.device:
             return placed
-        return new_dtensor(local(placed).pin_memory(), placed._spec)
+        return new_global_tensor(local(placed).pin_memory(), placed._spec)
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
         """The sharding of a DTensor, on the mesh of the program."""

@@ -23,6 +23,7 @@ from ..comm.failure import waiting
 from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
 from ..module.module import CallRequest, ParallelModule, become
+from ..tensor.global_tensor import GlobalTensor
 from .conversion import PipelineConversion
 from .runner import PipelineRunner
 
@@ -101,7 +102,7 @@ class PipelineModule(ParallelModule):
             assert isinstance(each, DTensor), type(each)
             piece, mesh, shape, stride = local(each).to("meta"), each.device_mesh, each.shape, each.stride()
             on_meta = DTensor.from_local(piece, mesh, each.placements, run_check=False, shape=shape, stride=stride)
-            become(each, on_meta)
+            become(each, GlobalTensor.of(on_meta))
         return call
 
     def _homes_of(self, name: str, runner: Runner) -> Sequence[int] | None:

@@ -21,7 +21,8 @@ import shardc
 from shardc import CheckpointError, Mesh, P, blocks
 from shardc.language.partition import P as Partition
 from shardc.runtime.comm.distributed import make_device_mesh
-from shardc.runtime.comm.dtensor import local, shard, to_dtensor
+from shardc.runtime.comm.dtensor import local, shard
+from shardc.runtime.tensor.make import to_global
 
 SHAPES = {"fused": (24, 10), "fused_in": (5, 24), "uneven": (7, 3), "vector": (13,), "scalar": (), "empty": (0, 4)}
 CUTS: dict[str, tuple[dict[str, int], dict[str, Partition]]] = {
@@ -47,7 +48,7 @@ def model_on(mesh: Any, specs: dict[str, Partition], scale: float = 1.0) -> nn.M
     for name, shape in SHAPES.items():
         sharding = specs.get(name, P()).sharding(described, shape, name).storable(shape)
         piece = shard(whole(name, scale), sharding, described_position(mesh)).clone()
-        model.register_parameter(name, nn.Parameter(to_dtensor(piece, sharding, shape, mesh)))
+        model.register_parameter(name, nn.Parameter(to_global(piece, sharding, shape, mesh)))
     return model
 
 
@@ -271,7 +272,7 @@ def peak_of_copies(root: str) -> list[float]:
     for i in range(8):
         spec = P("tp").sharding(Mesh.of(mesh), (4 * 2**20, 8), "x")
         piece = torch.ones(2**20, 8)
-        model.register_parameter(f"p{i}", nn.Parameter(to_dtensor(piece, spec, (4 * 2**20, 8), mesh)))
+        model.register_parameter(f"p{i}", nn.Parameter(to_global(piece, spec, (4 * 2**20, 8), mesh)))
     stored = 8 * 32 * 2**20
     peaks = []
     for act in (lambda: shardc.save(root, model), lambda: shardc.load(root, model)):

@@ -19,13 +19,14 @@ from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P, blocks, parse_parts
 from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device_mesh
-from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of, to_dtensor
+from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of
 from shardc.runtime.comm.launch import launch
 from shardc.runtime.comm.messages import parse_counters, private_loopback, sent_bytes
 from shardc.runtime.comm.process_group import reduce_scatter
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate
+from shardc.runtime.tensor.make import to_global
 
 MESH = Mesh(dp=2, tp=2)
 SHUFFLED = Mesh(dp=2, tp=2, device_ids=(2, 0, 1, 3))
@@ -128,7 +129,7 @@ def run_border():
         comm, whole = comm_of(mesh), torch.arange(math.prod(shape)).reshape(shape).float()
         sharding = spec.sharding(mesh, shape, "x")
         piece = shard(whole, sharding, comm.position).contiguous()
-        placed = to_dtensor(piece, sharding, shape, comm.device_mesh)
+        placed = to_global(piece, sharding, shape, comm.device_mesh)
         gathered = gather_whole(comm, piece, sharding, shape, "x")
         if not torch.equal(placed.full_tensor(), whole):
             wrong.append(("torch", mesh, shape, spec, placed.placements))

@@ -24,6 +24,7 @@ from shardc.language.partition import P
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.launch import launch
 from shardc.runtime.module.conversion import shard_batch
+from shardc.runtime.tensor.global_tensor import GlobalTensor
 
 MESH = Mesh(dp=2, tp=2)
 MEGATRON_ALONE = {"down.weight": P(None, "tp")}
@@ -278,7 +279,7 @@ def test_dtensor_parameters_train_like_one_device(gloo, name):
             "down.weight": (Replicate(), Shard(1)),
             "down.bias": (Replicate(), Replicate()),
         }
-        assert set(kinds) == {DTensor}
+        assert set(kinds) == {GlobalTensor}
 
 
 def test_parameters_cut_over_the_batch_axis_train_like_one_device(gloo):
