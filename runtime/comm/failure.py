@@ -75,7 +75,7 @@ def waiting(who: Callable[[], str], ranks: Sequence[int] | Callable[[], Sequence
     except RuntimeError as error:
         if not is_communication(error):
             raise
-        raise explained(who(), ranks() if callable(ranks) else ranks) from error
+        raise explained(who(), ranks() if callable(ranks) else ranks) from error.with_traceback(None)
 
 
 def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
@@ -274,9 +274,10 @@ def _post_failure(text: str) -> None:
 
 
 def _note_at_exit() -> None:
-    """Post the error that ends this process, if one does."""
+    """Post the error that ends this process, if one does, and let others go on before its clean-up is done."""
     if (error := getattr(sys, "last_value", None)) is not None and dist.is_initialized():
         note_failure(error)
+        _close_all()
 
 
 def _silent_store(verb: str) -> str:

@@ -78,7 +78,7 @@ def _raise_located(error: Exception, each: Instruction, comm: Comm | None) -> No
     """Raise the error of an instruction with its place in the model; of a collective, with the rank that is gone."""
     if each.collective and comm is not None and is_communication(error):
         axes = tuple(dict.fromkeys(part for parts in each.axes for part in parts))
-        raise explained(_collective_text(each, axes), comm.ranks(axes)) from error
+        raise explained(_collective_text(each, axes), comm.ranks(axes)) from error.with_traceback(None)
     _add_location(error, each)
     raise error
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import Mesh, P, Pipeline, Zero
+from shardc.runtime.agreement.agreement import Agreement
 from shardc.runtime.comm.messages import loopback
 
 VICTIM = 1
@@ -73,13 +74,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank that did not fail on purpose raised: the error, its cause, and seconds since the failure."""
+    """What a rank that did not fail on purpose raised: the error, its cause, and seconds since the failure.
+
+    ``waits_since``: when it began to wait for the others to agree, if it was still compiling.
+    """
 
     rank: int
     kind: str
     text: str
     cause: str
     seconds: float
+    waits_since: float = 0.0
 
 
 def fail(kind: str, connection: Connection) -> None:
@@ -108,6 +113,14 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
     dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.size, timeout=timedelta(seconds=seconds))
     is_victim, args = rank == VICTIM, (torch.randn(8, 8), torch.randn(8, 8))
 
+    reached, exchange = [0.0], Agreement.exchange
+
+    def noted(agreement: Agreement, data: bytes) -> list[bytes]:
+        reached.append(time.time())
+        return exchange(agreement, data)
+
+    Agreement.exchange = noted  # in this process, which ends with the job
+
     def trap() -> None:
         if is_victim and failure.phase == "compile":
             fail(failure.kind, connection)
@@ -133,7 +146,7 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
     except (Exception, KeyboardInterrupt) as error:
         if not is_victim:
             kind, cause = type(error).__name__, str(error.__cause__)
-            connection.send(Report(rank, kind, str(error), cause, time.time()))
+            connection.send(Report(rank, kind, str(error), cause, time.time(), reached[-1]))
     os._exit(0)
 
 
@@ -212,5 +225,5 @@ def run_job(
             for process in processes:
                 process.kill()
                 process.join()
-    found = [Report(each.rank, each.kind, each.text, each.cause, each.seconds - failed_at) for each in reports]
+    found = [replace(each, seconds=each.seconds - max(failed_at, each.waits_since)) for each in reports]
     return sorted(found, key=lambda each: each.rank)
