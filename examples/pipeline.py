@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, Config, Target, plan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import shardc
 from shardc import Mesh, Pipeline
@@ -30,6 +31,7 @@ def tied(mesh: Mesh | None = None) -> Target:
     return GPT(config), (ids, targets), {}, plan(mesh)
 
 
+@record
 def main() -> None:
     model, args, _, _ = tied()
     alone = shardc.parallelize(model, Mesh(one=1))  # with the same dropout masks; plain PyTorch has others

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from shardc.language.errors import CommunicationError, error_line
+from shardc.language.errors import CommunicationError, RankError, error_line
 
 from .interrupt import interruptible
 
@@ -134,7 +134,12 @@ def telling_others() -> Iterator[None]:
 
 def note_failure(error: BaseException) -> None:
     """Post an error that this rank raises, so that ranks that wait for it can name it."""
-    if isinstance(error, CommunicationError) or _JOB.default is None or _JOB.default() is None or _JOB.is_marked:
+    if (
+        isinstance(error, (CommunicationError, RankError))
+        or _JOB.default is None
+        or _JOB.default() is None
+        or _JOB.is_marked
+    ):
         return
     _JOB.is_marked = True
     post = threading.Thread(target=_post_failure, args=(error_line(error)[:LONGEST],), daemon=True)

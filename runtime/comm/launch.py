@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from shardc.language.errors import CommunicationError, error_text
+from shardc.language.errors import CommunicationError, RankError, error_text
 
 from .failure import SECONDS, is_communication, note_failure
 from .messages import loopback, private_loopback
@@ -162,7 +162,7 @@ def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> No
             reply = "result", fn(*args)
         except Exception as error:
             note_failure(error)
-            is_later = isinstance(error, CommunicationError) or is_communication(error)
+            is_later = isinstance(error, (CommunicationError, RankError)) or is_communication(error)
             reply = "later" if is_later else "error", traceback.format_exc()
         connection.send_bytes(pickle.dumps(reply))
         if reply[0] != "result":

@@ -115,9 +115,9 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
 
     reached, exchange = [0.0], Agreement.exchange
 
-    def noted(agreement: Agreement, data: bytes) -> list[bytes]:
+    def noted(agreement: Agreement, *args: Any) -> list[bytes]:
         reached.append(time.time())
-        return exchange(agreement, data)
+        return exchange(agreement, *args)
 
     Agreement.exchange = noted  # in this process, which ends with the job
 
