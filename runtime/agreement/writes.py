@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .entry import Flag
+
+_version, _version_of_piece = attrgetter("_version"), attrgetter("_local_tensor._version")
 
 
 class Writes:
     """The versions of a module's trained parameters after its last call; frozen ones may be written by one rank."""
 
     def __init__(self) -> None:
-        self._noted = -1
-
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """The parameters are those of the last call."""
-        self._noted = _versions(parameters)
+        self._noted, self._found = -1, -1
 
     def since(self, parameters: Iterable[Tensor]) -> Flag:
         """Whether parameters were written since the last call; unknown where none is trained."""
-        versions = _versions(parameters)
-        return Flag.UNKNOWN if versions < 0 else Flag(versions != self._noted)
+        self._found = _versions(parameters)
+        return Flag.UNKNOWN if self._found < 0 else Flag(self._found != self._noted)
+
+    def note(self, parameters: Iterable[Tensor] | None) -> None:
+        """A call has ended. ``parameters``: those that it may have written itself, by placing or gathering them."""
+        self._noted = self._found if parameters is None else _versions(parameters)
 
 
 def _versions(parameters: Iterable[Tensor]) -> int:
-    """The sum of the versions of all trained parameters, and of their pieces on this rank; -1 without any."""
-    total, is_any = 0, False
-    for each in parameters:
-        if each.requires_grad and not each.is_inference():
-            is_any = True
-            total += each._version + (each._local_tensor._version if isinstance(each, DTensor) else 0)
-    return total if is_any else -1
+    """The sum of the versions of all trained DTensors and of their pieces on this rank; -1 without any."""
+    trained = [each for each in parameters if each.requires_grad]
+    try:
+        return sum(map(_version, trained)) + sum(map(_version_of_piece, trained)) if trained else -1
+    except RuntimeError:  # those made in inference mode have no version
+        return -1

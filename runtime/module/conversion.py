@@ -430,16 +430,18 @@ class GatheredParameters(StepWatcher):
 class ParameterGather:
     """Gathers the parameters of one program, where they were written since it was last done.
 
-    ``outputs``: for each parameter that is gathered, by name, the index of the program's output.
+    ``outputs``: for each parameter that is gathered, by name, the index of the program's output. ``agreed``: whether
+    all ranks gather in the next call, once they have agreed on it.
     """
 
     def __init__(self, program: Program, runner: Runner, comm: Comm, outputs: Mapping[str, int],
                  cache: GatheredParameters) -> None:  # fmt: skip
         self.program, self.runner, self.comm, self.outputs, self.cache = program, runner, comm, outputs, cache
+        self.agreed: bool | None = None
         self._first_rows = dict(self._find_first_rows())
 
     def is_due(self, tensors: Mapping[tuple[str, str], Tensor]) -> bool:
-        """Whether the next call gathers, given the model's tensors by kind and name."""
+        """Whether the next call should gather, given the model's tensors by kind and name."""
         return not self.cache.is_current({name: tensors["parameter", name] for name in self.outputs})
 
     def __call__(self, values: Values, inputs: Sequence[Values]) -> Rows:
@@ -449,7 +451,9 @@ class ParameterGather:
         """
         pairs = zip(self.program.inputs, values, strict=True)
         parameters = {put.name: value for put, value in pairs if put.name in self.outputs and value is not None}
-        if not self.cache.is_current(parameters):
+        gathers = not self.cache.is_current(parameters) if self.agreed is None else self.agreed
+        self.agreed = None
+        if gathers:
             rows = self.runner.update(inputs, self._rows())
             for name, i in self.outputs.items():
                 self.cache.shards[name] = [_dense(piece) for row in rows if (piece := row[i]) is not None]

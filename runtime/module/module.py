@@ -54,6 +54,7 @@ class CallRequest:
     """What a call asks for. ``tensors``: the model's, by kind and name; ``arguments``: those among its arguments.
 
     ``key``: its signature, and what a program depends on besides. ``digest``: of ``text``, where ranks agree on it.
+    ``writes``: whether it places or gathers parameters.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class CallRequest:
     tensors: ModelTensors
     arguments: Sequence[tuple[str, Tensor]]
     digest: bytes = b""
+    writes: bool = False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -125,7 +127,7 @@ class ParallelModule(nn.Module):
                 partial(self._agreed, request),
             )
             if self._gate is not None:
-                self._writes.note(parameters)
+                self._writes.note(parameters if request.writes else None)
             return result
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -291,10 +293,11 @@ class ParallelModule(nn.Module):
             passed = gate.enter(entry, texts if call is None else {**texts, "program": call.text.__str__})
             if call is not None and not passed.compiles:
                 break
-            call = self._new_call(request)
+            call, request.writes = self._new_call(request), True
+        request.writes |= passed.gathers
         gate.calls += is_forward
-        if passed.gathers and not gathers and self._gathered is not None:
-            self._gathered.forget()
+        if call.gather is not None:
+            call.gather.agreed = passed.gathers
         return call
 
     def _writes_text(self, changed: Flag) -> str:
