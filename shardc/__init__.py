@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardc.passes.reshard.plan_reshard import reshard_plan
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
+    from shardc.runtime.checkpoint.checkpointable import checkpointable
     from shardc.runtime.checkpoint.export import export
     from shardc.runtime.checkpoint.load import load
     from shardc.runtime.checkpoint.save import save
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CaptureError", "CheckpointError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P",
     "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate",
-    "balance", "blocks", "check_rule", "compile", "export", "init_parameters", "load", "parallelize",
-    "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader", "stage_boundary",
+    "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
+    "parallelize", "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader",
+    "stage_boundary",
 ]  # fmt: skip
 
 _MODULES = {
@@ -49,6 +51,7 @@ _MODULES = {
     "passes.reshard.plan_reshard": "reshard_plan",
     "program.collective": "Collective",
     "program.user_rules": "check_rule register_rule",
+    "runtime.checkpoint.checkpointable": "checkpointable",
     "runtime.checkpoint.export": "export",
     "runtime.checkpoint.load": "load",
     "runtime.checkpoint.save": "save",

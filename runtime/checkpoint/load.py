@@ -18,7 +18,7 @@ from shardc.language.errors import CheckpointError, did_you_mean
 
 from ..comm.dtensor import local
 from ..module.module import ParallelModule
-from ..tensor.global_tensor import GlobalTensor, new_global_tensor
+from ..tensor.global_tensor import GlobalTensor
 from .file import CODES, DTYPES, OpenFile
 from .folder import resolve
 from .index import NAME, Index, TensorEntry
@@ -368,7 +368,10 @@ def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapp
     if entry.shape == tuple(parameter.shape):
         piece = torch.empty_like(local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
         meta = parameter._spec.tensor_meta._replace(dtype=dtype)  # type: ignore[union-attr]
-        return new_global_tensor(piece, replace(parameter._spec, tensor_meta=meta))
-    device = local(parameter).device
-    value = torch.empty(entry.shape, dtype=dtype, device=device)
-    return GlobalTensor.of(DTensor.from_local(value, parameter.device_mesh, run_check=False))
+        result: Tensor = DTensor.__new__(
+            DTensor, piece, replace(parameter._spec, tensor_meta=meta), requires_grad=False
+        )
+    else:
+        value = torch.empty(entry.shape, dtype=dtype, device=local(parameter).device)
+        result = DTensor.from_local(value, parameter.device_mesh, run_check=False)
+    return GlobalTensor.of(result) if isinstance(parameter, GlobalTensor) else result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.language.errors import ShardingError
@@ -188,9 +188,16 @@ def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def start_job(device_type: str) -> None:
-    """Start the default process group from torchrun's environment, unless there is one."""
-    if not dist.is_initialized() and "RANK" in os.environ:
-        dist.init_process_group("gloo" if device_type == "cpu" else None)
+    """Start the default process group from torchrun's environment, unless there is one.
+
+    torchrun keeps one store for all attempts of a job: without a prefix a rank that is started again may read the
+    address that another rank had in the last attempt.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    store, rank, size = next(rendezvous("env://"))
+    store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo" if device_type == "cpu" else None, store=store, rank=rank, world_size=size)
 
 
 def gather_whole(comm: TorchComm, piece: Tensor, sharding: Sharding, shape: tuple[int, ...], name: str) -> Tensor:

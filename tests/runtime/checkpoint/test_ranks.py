@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from gloo_pool import GlooPool
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shardc
 from shardc import CheckpointError, Mesh, P, blocks
@@ -307,3 +309,29 @@ def test_saving_and_loading_take_no_more_memory_than_one_piece(gloo: GlooPool, t
     for saving, loading in gloo.run(peak_of_copies, str(tmp_path)):
         print(saving, loading)
         assert saving <= 1 / 8 + 0.02 and loading <= 1 / 8 + 0.02, (saving, loading)
+
+
+def saved_by_torch(root: str) -> list[str]:
+    """Fused weights through ``torch.distributed.checkpoint``, and the error without ``checkpointable``."""
+    errors = []
+    for source, target in (("blocks", "one axis"), ("one axis", "blocks")):
+        model = model_on(mesh_of(source), CUTS[source][1])
+        try:
+            dcp.save(model.state_dict(), checkpoint_id=f"{root}/plain")
+        except CheckpointException as error:
+            errors.append(str(error))
+        dcp.save(shardc.checkpointable(model.state_dict()), checkpoint_id=f"{root}/{source}")
+        mesh, specs = mesh_of(target), CUTS[target][1]
+        other, expected = model_on(mesh, specs, scale=4.0), model_on(mesh, specs)
+        dcp.load(shardc.checkpointable(other.state_dict()), checkpoint_id=f"{root}/{source}")
+        for (name, ours), theirs in zip(other.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(local(ours), local(theirs)), (source, name)
+    return errors
+
+
+def test_torchs_own_checkpoints_take_fused_weights_block_by_block(gloo: GlooPool, tmp_path: Path) -> None:
+    for errors in gloo.run(saved_by_torch, str(tmp_path)):
+        assert len(errors) == 2, errors  # once torch takes them, nobody needs checkpointable
+        assert all("key:fused_in has overlapping chunks" in error for error in errors), errors
+    with pytest.raises(CheckpointError, match="give it module.state_dict"):
+        shardc.checkpointable(nn.Linear(1, 1))
