@@ -368,9 +368,8 @@ def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapp
     if entry.shape == tuple(parameter.shape):
         piece = torch.empty_like(local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
         meta = parameter._spec.tensor_meta._replace(dtype=dtype)  # type: ignore[union-attr]
-        result: Tensor = DTensor.__new__(
-            DTensor, piece, replace(parameter._spec, tensor_meta=meta), requires_grad=False
-        )
+        spec = replace(parameter._spec, tensor_meta=meta)
+        result: DTensor = DTensor.__new__(DTensor, piece, spec, requires_grad=False)
     else:
         value = torch.empty(entry.shape, dtype=dtype, device=local(parameter).device)
         result = DTensor.from_local(value, parameter.device_mesh, run_check=False)
