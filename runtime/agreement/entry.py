@@ -23,6 +23,7 @@ class Kind(IntEnum):
     CLIP = 7
     UNSCALE = 8
     GUARD = 9
+    READ = 10
 
 
 class Flag(IntEnum):

@@ -31,6 +31,7 @@ DOES = {
     Kind.CLIP: "calls clip_grad_norm_ of {}",
     Kind.UNSCALE: "unscales gradients in a GradScaler",
     Kind.GUARD: "runs {}, whose program depends on values",
+    Kind.READ: "reads {}",
 }
 
 
@@ -188,6 +189,8 @@ def _reason_for_places(phrases: Sequence[str]) -> str:
         return ": a backward was skipped, or a forward made on one rank alone"
     if begins == {"calls forward"} or begins == {"calls backward"}:
         return ": calls were made in another order, or one was skipped"
+    if any(each.startswith("reads `") for each in begins):
+        return ": a tensor was read on one rank alone, as under `if rank == 0:`"
     if "reads gradients" in begins:
         return ": a step was skipped, or gradients were read on one rank alone"
     return ""

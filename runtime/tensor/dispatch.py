@@ -97,8 +97,8 @@ def on_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if type(leader) is DTensor and cut_dims(leader) is None:
         return NotImplemented
-    pieces = [_piece(each, spec, shape) if isinstance(each, Tensor) else each for each in args]
-    local = func(*pieces, **{name: _piece(each, spec, shape) for name, each in kwargs.items()} if kwargs else {})
+    pieces = [_piece(each, spec, shape, func) if isinstance(each, Tensor) else each for each in args]
+    local = func(*pieces, **{name: _piece(each, spec, shape, func) for name, each in kwargs.items()} if kwargs else {})
     if is_mutable:
         return leader
     result = _like(make, local, spec, shape)
@@ -120,12 +120,12 @@ def _leader(operands: Sequence[Tensor]) -> DTensor:
     return max(tensors, key=lambda each: (not is_whole(each), each.dim()))
 
 
-def _piece(value: Any, spec: Any, shape: Sequence[int]) -> Any:
+def _piece(value: Any, spec: Any, shape: Sequence[int], func: Any) -> Any:
     """The piece of a tensor that is cut as another of this spec and shape; any other value as it is."""
     if isinstance(value, DTensor):
         if value._spec is spec or (is_cut_alike(value._spec, spec) and value.shape == shape):
             return value._local_tensor
-        value = whole(value)
+        value = whole(value, name_of(func))
     return piece_of(value, spec, shape) if isinstance(value, Tensor) and value.numel() != 1 else value
 
 
@@ -159,13 +159,13 @@ def on_lists_of_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any
 
     def pieces(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return whole(value)
+            return whole(value, name_of(func))
         if not isinstance(value, (list, tuple)) or len(value) != len(leaders):
             return value
         return [
             each._local_tensor if isinstance(each, DTensor) and each._spec is spec
-            else _piece(each, spec, leader.shape) if spec is not None
-            else whole(each) if isinstance(each, DTensor)
+            else _piece(each, spec, leader.shape, func) if spec is not None
+            else whole(each, name_of(func)) if isinstance(each, DTensor)
             else each
             for each, spec, leader in zip(value, specs, leaders, strict=True)
         ]  # fmt: skip
@@ -202,7 +202,7 @@ def reduction(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if (found := reduction_of(func.overloadpacket, x, named, dims)) is None:
         return NotImplemented
     local = found.on_piece(x._local_tensor, sorted(dims), bool(named.get("keepdim")))
-    return _whole(make, found.on_rows(from_all(local, x)), x)
+    return _whole(make, found.on_rows(from_all(local, x, name_of(func))), x)
 
 
 def _cut_and_dims(func: Any, x: Any, args: Args, kwargs: Kwargs) -> tuple[set[int] | None, set[int]]:
@@ -245,8 +245,8 @@ def equal(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, y = args if isinstance(args[0], DTensor) else reversed(args)
     if cut_dims(x) is None or is_whole(x) or x.shape != y.shape:
         return NotImplemented
-    local = func(x._local_tensor, _piece(y, x._spec, x.shape))
-    return bool(from_all(torch.tensor(local, device=x._local_tensor.device), x).all())
+    local = func(x._local_tensor, _piece(y, x._spec, x.shape, func))
+    return bool(from_all(torch.tensor(local, device=x._local_tensor.device), x, name_of(func)).all())
 
 
 def permute(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -280,7 +280,10 @@ def factory(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def unscale(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The check of ``GradScaler``: an overflow in one piece is one on all ranks of the mesh."""
-    gradients, (found, inverse) = args[0], [whole(each) if isinstance(each, DTensor) else each for each in args[1:]]
+    gradients, (found, inverse) = (
+        args[0],
+        [whole(each, name_of(func)) if isinstance(each, DTensor) else each for each in args[1:]],
+    )
     func([each._local_tensor if isinstance(each, DTensor) else each for each in gradients], found, inverse)
     for mesh in {each._spec.mesh: None for each in gradients if isinstance(each, DTensor) and not is_whole(each)}:
         for dim in range(mesh.ndim):
@@ -300,7 +303,7 @@ def on_wholes(make: Make, func: Any, args: Args, kwargs: Kwargs, is_random: bool
     written = _tensors(_written(func, args, kwargs)) if schema is not None and schema.is_mutable else []
     for each in written:
         _check_is_no_copy(func, each)
-    wholes = {id(each): whole(each) if isinstance(each, DTensor) else each for each in tensors}
+    wholes = {id(each): whole(each, name_of(func)) if isinstance(each, DTensor) else each for each in tensors}
     sources = {id(wholes[id(each)]): each for each in tensors}
     plain_args, plain_kwargs = pytree.tree_map_only(Tensor, lambda each: wholes[id(each)], (args, dict(kwargs)))
     result = func(*plain_args, **plain_kwargs)
@@ -311,7 +314,9 @@ def on_wholes(make: Make, func: Any, args: Args, kwargs: Kwargs, is_random: bool
             value = wholes[id(each)]
             if value.shape != each.shape:
                 what, problem = f"of shape {list(each.shape)}", "its shape would change"
-                raise ShardingError(f"{_name(func)} on a cut tensor", what, problem, "use the op that is not in place")
+                raise ShardingError(
+                    f"{name_of(func)} on a cut tensor", what, problem, "use the op that is not in place"
+                )
             each._local_tensor.copy_(piece_of(value, each._spec, each.shape))
     is_view = schema is not None and schema._is_view_op()
     makes_copy = is_view and any(not is_whole(each) or is_copy(each) for each in globals_)
@@ -333,12 +338,14 @@ def is_copy(tensor: Any) -> bool:
 
 def _check_is_no_copy(func: Any, tensor: Tensor) -> None:
     if is_copy(tensor):
-        who, what = f"{_name(func)} on a view of a cut tensor", f"of shape {list(tensor.shape)}"
+        who, what = f"{name_of(func)} on a view of a cut tensor", f"of shape {list(tensor.shape)}"
         problem, remedy = "it is a copy: the tensor would stay as it is", "write to the tensor itself: x[index] = value"
         raise ShardingError(who, what, problem, remedy)
 
 
-def _name(func: Any) -> str:
+@functools.cache
+def name_of(func: Any) -> str:
+    """The name of an op, as in ``torch``."""
     return str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
 
 

@@ -14,6 +14,7 @@ from shardc.language.errors import ShardingError
 
 from .dispatch import dispatch
 from .piece import as_dtensor, is_cut_alike, is_whole, piece_of, spec_like, whole
+from .reading import enter_reading
 from .reduction import complete_norms
 
 
@@ -25,6 +26,7 @@ class GlobalTensor(DTensor):
     """
 
     is_copy = False  # whether it should be a view of a cut tensor, but is a copy
+    label = "a tensor"  # what errors call it
 
     @staticmethod
     def of(tensor: DTensor) -> GlobalTensor:
@@ -56,6 +58,8 @@ class GlobalTensor(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same tensor with other placements."""
+        if not is_whole(self):
+            enter_reading(self, "redistribute")
         return GlobalTensor.of(_to_dtensor(self).redistribute(*args, **kwargs))
 
     def tolist(self) -> Any:
@@ -72,7 +76,7 @@ class GlobalTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The values if this rank has them all; else the shape and the placements, since printing must not wait."""
         if is_whole(self):
-            return repr(whole(self))
+            return repr(self._local_tensor)
         what = f"shape={list(self.shape)}, dtype={self.dtype}, placements={tuple(self._spec.placements)}"
         return f"GlobalTensor({what}, values=.full_tensor())"
 
@@ -108,7 +112,7 @@ class GlobalTensor(DTensor):
         elif is_cut_alike(value._spec, self._spec):
             piece = value._local_tensor
         else:
-            piece = piece_of(whole(value), self._spec, self.shape)
+            piece = piece_of(whole(value, "data"), self._spec, self.shape)
         other = new_global_tensor(piece, spec_like(self._spec, self._spec.placements, piece, self.shape))
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = piece, other._spec
@@ -152,7 +156,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.spec, ctx.shape = tensor._spec, tensor.shape
-        value = whole(tensor)
+        value = whole(tensor, "full_tensor")
         return value.view_as(value)  # a new object, since autograd's facts are written to it
 
     @staticmethod

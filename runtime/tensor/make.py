@@ -30,6 +30,7 @@ class GlobalTensorMaker:
         self.device_mesh, self.shape = device_mesh, torch.Size(shape)
         self.stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         self.placements = placements(sharding, shape, name)
+        self.name = name
         self._specs: dict[torch.dtype, Any] = {}
 
     def __call__(self, piece: Tensor) -> GlobalTensor:
@@ -41,4 +42,6 @@ class GlobalTensorMaker:
             spec = self._specs[piece.dtype] = made._spec
             if piece.requires_grad:
                 return GlobalTensor.of(made)
-        return new_global_tensor(piece, spec)
+        result = new_global_tensor(piece, spec)
+        result.label = self.name
+        return result

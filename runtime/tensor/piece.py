@@ -18,6 +18,7 @@ from shardc.language.sharding import WHOLE, Sharding
 
 from ..comm.distributed import own_position
 from ..comm.dtensor import shard, sharding_of
+from .reading import enter_reading
 
 
 def is_whole(tensor: DTensor) -> bool:
@@ -44,10 +45,11 @@ def is_cut_alike(spec: Any, other: Any) -> bool:
     return spec is other or bool(spec.placements == other.placements and spec.mesh == other.mesh)
 
 
-def whole(tensor: DTensor) -> Tensor:
-    """The whole of a DTensor as a plain tensor: a collective, unless every rank holds it."""
+def whole(tensor: DTensor, op: str) -> Tensor:
+    """The whole of a DTensor as a plain tensor: a collective, unless every rank holds it. ``op``: what needs it."""
     if is_whole(tensor):
         return tensor._local_tensor
+    enter_reading(tensor, op)
     return as_dtensor(tensor).redistribute(placements=[Replicate()] * tensor._spec.mesh.ndim)._local_tensor
 
 
@@ -97,8 +99,9 @@ def _moved(placement: Any, dims: Sequence[int]) -> Placement:
     return Shard(dim)
 
 
-def from_all(value: Tensor, tensor: DTensor) -> Tensor:
-    """What the ranks that hold different pieces of a DTensor have for ``value``, one row each."""
+def from_all(value: Tensor, tensor: DTensor, op: str) -> Tensor:
+    """What the ranks that hold different pieces of a DTensor have for ``value``, one row each, as ``op`` needs it."""
+    enter_reading(tensor, op)
     spec = tensor._spec
     ranks = [Replicate() if type(placement) is Replicate else Shard(0) for placement in spec.placements]
     rows = DTensor.from_local(value.unsqueeze(0), spec.mesh, ranks, run_check=False)

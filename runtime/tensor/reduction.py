@@ -205,7 +205,7 @@ def complete_norms() -> None:
     for group in groups.values():
         tensor = group[0].tensor
         assert tensor is not None
-        rows = from_all(torch.stack([each.number for each in group]), tensor)
+        rows = from_all(torch.stack([each.number for each in group]), tensor, "norm")
         norms = torch.linalg.vector_norm(rows, group[0].order, 0).unbind()
         for each, norm in zip(group, norms, strict=True):
             each.number, each.tensor = norm.to(each.dtype), None

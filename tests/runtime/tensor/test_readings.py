@@ -246,9 +246,36 @@ def run_methods():
     with torch.profiler.profile() as profile:
         norm = nn.utils.clip_grad_norm_(many, 1.0)
     gathers = [event for event in profile.events() if event.name == "gloo:all_gather"]
-    assert float(norm) == pytest.approx(before) and len(gathers) == 1
+    assert float(norm) == pytest.approx(before) and len(gathers) == 2  # the ranks meet, and send
     assert float(nn.utils.get_total_norm([each.grad for each in many])) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_conversions_pickles_prints_and_clipping_see_the_whole(gloo):
     gloo.run(run_methods)
+
+
+def run_alone(rank):
+    """The error of each rank where one alone reads, and the others go on; then a norm that one alone prints."""
+    annotations, mesh, _ = PLANS["dp"]
+    device_mesh = make_device_mesh(mesh)
+    parallel = shardc.parallelize(Net().double(), device_mesh, annotations)
+    x, is_alone = drawn((10, 6))[0], own_position(device_mesh) == rank
+    loss, y = parallel(x)
+    with pytest.raises(ShardingError) as caught:
+        y.max() if is_alone else loss.backward()
+    norm = parallel(x)[1].norm()  # on all ranks, which come to its collective in their next call
+    printed = f"{norm:.4f}" if is_alone else ""
+    parallel(x)
+    return str(caught.value).splitlines(), printed, f"{norm:.4f}"
+
+
+def test_a_reading_on_one_rank_alone_is_named_on_every_rank(gloo):
+    found = gloo.run(run_alone, 0)
+    for told, _, norm in found:
+        assert told == [
+            "ranks 0 and 1: they are at different places in the program",
+            "  rank 0 reads `max` of output '1' of shape [10, 3], cut over dp; rank 1 calls backward of Net (call 1): "
+            "a tensor was read on one rank alone, as under `if rank == 0:`",
+            "  let every rank make the same calls in the same order, none of them on some ranks alone",
+        ]
+        assert found[0][1] == norm
