@@ -280,10 +280,8 @@ def factory(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def unscale(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The check of ``GradScaler``: an overflow in one piece is one on all ranks of the mesh."""
-    gradients, (found, inverse) = (
-        args[0],
-        [whole(each, name_of(func)) if isinstance(each, DTensor) else each for each in args[1:]],
-    )
+    gradients, *numbers = args
+    found, inverse = (whole(each, name_of(func)) if isinstance(each, DTensor) else each for each in numbers)
     func([each._local_tensor if isinstance(each, DTensor) else each for each in gradients], found, inverse)
     for mesh in {each._spec.mesh: None for each in gradients if isinstance(each, DTensor) and not is_whole(each)}:
         for dim in range(mesh.ndim):
