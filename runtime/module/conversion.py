@@ -177,7 +177,7 @@ class DistributedConversion:
         self.agreement = agreement_on(job_mesh or device_mesh)
         self.comm: Comm = self.torch_comm
         check_order(self.torch_comm.mesh)
-        share_overflows(device_mesh)
+        share_overflows(device_mesh, self.agreement)
 
     def gathered_parameters(self) -> GatheredParameters | None:
         return GatheredParameters()

@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..agreement.agreement import Agreement
+from ..agreement.entry import Entry, Kind
+from ..agreement.gate import Gate
 from ..comm.failure import waiting
 
 
@@ -50,17 +53,18 @@ def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 register_optimizer_step_post_hook(_tell_watchers)
 
-_PIPELINES: dict[DeviceMesh, ProcessGroup | None] = {}  # by the mesh of parallel modules, the ranks of their pipeline
+# By the mesh of parallel modules, the ranks of their pipeline, and the gate that all ranks of the job pass.
+_PIPELINES: dict[DeviceMesh, tuple[ProcessGroup | None, Gate | None]] = {}
 _UNSCALE = torch.amp.GradScaler._unscale_grads_
 
 
-def share_overflows(device_mesh: DeviceMesh, pipeline: ProcessGroup | None = None) -> None:
+def share_overflows(device_mesh: DeviceMesh, agreement: Agreement | None, pipeline: ProcessGroup | None = None) -> None:
     """Let all ranks of a mesh, and all ranks of its pipeline, skip a step if ``GradScaler`` finds an overflow on one.
 
     torch shares it over the axes that cut the first gradient alone. Ranks that skip different steps diverge, so that
     this replaces a method of GradScaler; optimizers without parameters on such a mesh are not affected.
     """
-    _PIPELINES[device_mesh] = pipeline
+    _PIPELINES[device_mesh] = pipeline, None if agreement is None else Gate(agreement, "", "1")
     torch.amp.GradScaler._unscale_grads_ = _unscale_on_all_ranks  # type: ignore[assignment,method-assign]
 
 
@@ -68,10 +72,13 @@ def _unscale_on_all_ranks(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
     """By device, 1 if a gradient is not finite on any rank; without gradients empty, unless another stage has some."""
-    by_device = _UNSCALE(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor)]
-    for mesh in dict.fromkeys(each.device_mesh for each in parameters if each.device_mesh in _PIPELINES):
-        pipeline = _PIPELINES[mesh]
+    meshes = dict.fromkeys(each.device_mesh for each in parameters if each.device_mesh in _PIPELINES)
+    for gate in filter(None, dict.fromkeys(_PIPELINES[mesh][1] for mesh in meshes)):
+        gate.enter(Entry(Kind.UNSCALE, b""))
+    by_device = _UNSCALE(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    for mesh in meshes:
+        pipeline, _ = _PIPELINES[mesh]
         if not by_device and pipeline is None:
             continue
         overflow = torch.stack([found_inf, *(each.to(found_inf.device) for each in by_device.values())]).amax()

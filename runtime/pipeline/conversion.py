@@ -65,7 +65,7 @@ class PipelineConversion(DistributedConversion):
         axis = names.index(pipeline.axis)
         lines = device_mesh.mesh.movedim(axis, -1).reshape(-1, device_mesh.shape[axis]).tolist()
         self.channel = RankChannel(lines, self.torch_comm.device, pipeline.axis)
-        share_overflows(self.torch_comm.device_mesh, self.channel.process_groups[0])
+        share_overflows(self.torch_comm.device_mesh, self.agreement, self.channel.process_groups[0])
 
     def gathered_parameters(self) -> None:
         """None: stored parameters are gathered once a step."""

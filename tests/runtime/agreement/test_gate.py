@@ -162,6 +162,32 @@ def test_what_one_rank_does_alone_is_refused_and_all_can_go_on(gloo):
     assert "max_norm=1.0" in clipped and "max_norm=2.0" in clipped
 
 
+def run_scaler(plan):
+    """A step by way of a GradScaler that one rank leaves out, then one that all make."""
+    parallel, scaler = made(plan), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    scaler.scale(parallel(*doubles(0))).backward()
+    text = told(parallel, *doubles(0)) if is_odd() else told(scaler.step, optimizer)
+    optimizer.zero_grad()
+    scaler, losses = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    for step in range(2):
+        loss = parallel(*doubles(step))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return text, losses
+
+
+@pytest.mark.parametrize("plan", ["tensor", "zero 3"])
+def test_a_scaled_step_that_one_rank_leaves_out_is_refused(gloo, plan):
+    outcomes = gloo.run(run_scaler, plan)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert "rank 1 calls forward of MLP (call 2)" in outcomes[0][0]
+    assert "rank 0 unscales gradients in a GradScaler; " in outcomes[0][0]
+
+
 class Picked(nn.Module):
     """A program that depends on how many values are positive."""
 
