@@ -151,7 +151,7 @@ class ParallelModule(nn.Module):
         self._enter_clip(max_norm, norm_type)
         comm = self._conversion.comm
         with waiting(lambda: "clip_grad_norm_", lambda: comm.ranks(comm.mesh.axis_names)):
-            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, foreach=True)
 
     def _enter_clip(self, max_norm: float, norm_type: float) -> None:
         """Come to clipping with all other ranks, once gradients are reduced."""

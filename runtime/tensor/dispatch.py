@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from shardc.language.errors import ShardingError
 
 from .piece import cut_dims, from_all, is_cut_alike, is_whole, piece_of, spec_like, whole, with_dims
-from .reduction import REDUCTIONS, complete_norms, deferred_norm, reduction_of
+from .reduction import REDUCTIONS, DeferredNorm, complete_norms, deferred_norm, reduction_of
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -229,15 +229,21 @@ def norm(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def norms(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The norms of a list: of all its tensors that are cut, and those that are whole in one op."""
-    tensors, *rest = args
-    if any(not isinstance(each, DTensor) or cut_dims(each) for each in tensors):
-        named = named_arguments(func, args, kwargs)
-        if named.get("dtype") is not None:
-            return NotImplemented
-        return [torch.linalg.vector_norm(each, named.get("ord", 2)) for each in tensors]
-    local = func([each._local_tensor for each in tensors], *rest, **kwargs)
-    return [_whole(make, each, x) for each, x in zip(local, tensors, strict=True)]
+    """The norms of a list: one op on all pieces, and one collective for all that are cut over the same axes."""
+    named = named_arguments(func, args, kwargs)
+    tensors, order = named["self"], float(named.get("ord", 2))
+    halves = {torch.bfloat16, torch.float16} & {each.dtype for each in tensors}
+    cuts = [cut_dims(each) if isinstance(each, DTensor) else set() for each in tensors]
+    if halves or order <= 0 or None in cuts or named.get("dtype") is not None:
+        return NotImplemented
+    pieces = [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
+    numbers = func([each if each.numel() else each.new_zeros(1) for each in pieces], order)
+    found = [DeferredNorm(number, order, x, number.dtype) if cut else number
+             for number, x, cut in zip(numbers, tensors, cuts, strict=True)]  # fmt: skip
+    complete_norms()
+    values = [each.number if isinstance(each, DeferredNorm) else each for each in found]
+    pairs = zip(values, tensors, strict=True)
+    return [_whole(make, value, x) if isinstance(x, DTensor) else value for value, x in pairs]
 
 
 def equal(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:

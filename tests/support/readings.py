@@ -245,6 +245,9 @@ READINGS: Mapping[str, Reading] = {
     "backward of softmax": derivative(lambda x, mate: (x.softmax(0) * mate).sum()),
     "gradient of a plain factor": plain_derivative,
     "get_total_norm": lambda x, _: float(torch.nn.utils.get_total_norm([x.detach(), x.detach() * 2])),
+    "get_total_norm(foreach)": lambda x, mate: float(
+        torch.nn.utils.get_total_norm([x.detach(), mate, x.detach() * 2], foreach=True)
+    ),
     "get_total_norm(inf)": lambda x, _: float(torch.nn.utils.get_total_norm([x.detach()] * 2, math.inf)),
     "_foreach_max": lambda x, _: [each.item() for each in torch._foreach_max([x.detach()])],
     "x[mask] =": masked,

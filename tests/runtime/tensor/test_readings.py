@@ -248,7 +248,9 @@ def run_methods():
         norm = nn.utils.clip_grad_norm_(many, 1.0)
     gathers = [event for event in profile.events() if event.name == "gloo:all_gather"]
     assert float(norm) == pytest.approx(before) and len(gathers) == 2  # the ranks meet, and send
-    assert float(nn.utils.get_total_norm([each.grad for each in many])) == pytest.approx(1.0, abs=1e-5)
+    for foreach in (False, True):
+        total = nn.utils.get_total_norm([each.grad for each in many], foreach=foreach)
+        assert float(total) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_conversions_pickles_prints_and_clipping_see_the_whole(gloo):
