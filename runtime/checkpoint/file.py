@@ -14,10 +14,11 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ CODES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-CHUNK = 2**20  # bytes that are written, or hashed, at a time: they stay in the processor's cache
+CHUNK = 2**20  # bytes that are written, or hashed, at a time
 MOST_HEADER = 10**8  # bytes, as in the library
 
 
@@ -71,24 +72,49 @@ def write_file(
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-len(text) % 8 + len(text))
-    size, digest = 0, hashlib.sha256()
-    with named_errors(path, "cannot be written"), open(path, "xb", buffering=0) as file:
-        size += _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
+    size = 0
+    with named_errors(path, "cannot be written"), open(path, "xb", buffering=0) as file, Hashing() as hashing:
+        size += _write(file, memoryview(len(text).to_bytes(8, "little") + text), hashing)
         for value in values:
             value = value.detach().cpu().contiguous()
-            size += _write(file, bytes_of(value), digest)
+            size += _write(file, bytes_of(value), hashing)
+            hashing.finish()  # before the value may go
         os.fsync(file.fileno())
     assert size == 8 + len(text) + begin, (path, size, begin)
-    return size, digest.hexdigest()
+    return size, hashing.digest.hexdigest()
 
 
-def _write(file: Any, data: memoryview, digest: Any) -> int:
+def _write(file: Any, data: memoryview, hashing: Hashing) -> int:
     done = 0
     while done < len(data):
         count = file.write(data[done : done + CHUNK])
-        digest.update(data[done : done + count])
+        hashing.update(data[done : done + count])
         done += count
     return done
+
+
+class Hashing:
+    """A SHA-256 that a thread computes, beside the writing of the same bytes."""
+
+    def __init__(self) -> None:
+        self.digest, self._waiting = hashlib.sha256(), list[Future[None]]()
+        self._thread = ThreadPoolExecutor(1, "shardc.hash")
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes, which must stay until ``finish`` has returned."""
+        self._waiting.append(self._thread.submit(self.digest.update, data))
+
+    def finish(self) -> None:
+        """Wait for all bytes so far."""
+        for each in self._waiting:
+            each.result()
+        self._waiting.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ class Checkpoint:
     def verify(self, ranks: Ranks, error: Exception | None) -> None:
         """Compare the SHA-256 of every file, each on one rank, and what is in it; raise on all ranks what one finds."""
         try:
-            for name in own_files(self.index, ranks) if error is None else ():
-                self._verify(name)
+            names = list(own_files(self.index, ranks)) if error is None else []
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+                list(threads.map(self._verify, names))
         except Exception as caught:
             error = caught
         ranks.agree(error)
