@@ -91,7 +91,7 @@ class WholeTensors:
             types |= {names[name]: each for name, each in others.items()}
             for name, each in blocks.items():
                 self._blocks.setdefault(names[name], []).extend((index, *block) for block in each)
-        types = json.loads(self.ranks.share(json.dumps(types)))
+        types = json.loads(self.ranks.agree(None, json.dumps(types) if self.ranks.is_first else "")[0])
         wide_first = sorted(types.items(), key=lambda each: -Header(each[1][0], (1,)).num_bytes)
         self.headers = {name: Header(code, tuple(shape)) for name, (code, shape) in wide_first}
         self.values = self._values()

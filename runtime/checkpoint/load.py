@@ -169,8 +169,7 @@ def open_checkpoint(path: Path, ranks: Ranks) -> Checkpoint:
             found = str(folder), own
         except Exception as caught:
             error = caught
-    ranks.agree(error)
-    name, sha256 = json.loads(ranks.share(json.dumps(found)))
+    name, sha256 = json.loads(ranks.agree(error, json.dumps(found))[0])
     if not ranks.is_first:
         try:
             index, own = Index.read(Path(name) / NAME)

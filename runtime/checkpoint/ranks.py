@@ -25,6 +25,7 @@ from ..pipeline.conversion import PipelineConversion
 from .file import bytes_of
 
 CHECKPOINT = "the checkpoint of all ranks"
+FRAME = 1024  # bytes of a message that goes in one round
 
 
 class Ranks:
@@ -45,17 +46,17 @@ class Ranks:
         """Whether this is the rank that writes the index, and publishes."""
         return self.index == 0
 
-    def share(self, text: str) -> str:
-        """The first rank's text, on every rank."""
-        if self.group is None:
-            return text
-        data = text.encode() if self.is_first else b""
-        size = torch.tensor([len(data)])
-        with waiting(lambda: CHECKPOINT, self.ranks):
-            self.group.broadcast(size, 0).wait()
-            row = _row(data, int(size))
-            self.group.broadcast(row, 0).wait()
-        return bytes(bytes_of(row)).decode()
+    def agree(self, error: Exception | None, text: str = "") -> list[str]:
+        """The texts of all ranks, by index; if one has an error, raise on each its own, or that of the first."""
+        message = json.dumps([None if error is None else parts_of(error), text])
+        answers = [json.loads(each) for each in self._exchange(message.encode())]
+        if error is not None:
+            raise error
+        for rank, (parts, _) in zip(self.ranks, answers, strict=True):
+            if parts is not None:
+                who, what, problem, remedy = parts
+                raise CheckpointError(who, f"on rank {rank}: {what}", problem, remedy)
+        return [text for _, text in answers]
 
     def collect(self, text: str) -> list[str]:
         """On the first rank the texts of all ranks, by index; elsewhere nothing."""
@@ -74,29 +75,29 @@ class Ranks:
                 texts.append(bytes(bytes_of(row)).decode())
         return texts
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on every rank if one has an error: its own where it has one, else that of the first that has."""
-        texts = self.collect("" if error is None else as_text(error))
-        failed = next(((rank, each) for rank, each in zip(self.ranks, texts, strict=False) if each), None)
-        verdict = self.share("" if failed is None else json.dumps(failed))
-        if error is not None:
-            raise error
-        if verdict:
-            rank, text = json.loads(verdict)
-            raise from_text(text, f"on rank {rank}: ")
+    def _exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks: in one round, or two if they are long."""
+        if self.group is None:
+            return [data]
+        frames = self._gather(len(data).to_bytes(8, "little") + data, FRAME)
+        longest = max(int.from_bytes(frame[:8], "little") for frame in frames) + 8
+        if longest > FRAME:
+            frames = self._gather(len(data).to_bytes(8, "little") + data, longest)
+        return [frame[8 : 8 + int.from_bytes(frame[:8], "little")] for frame in frames]
+
+    def _gather(self, data: bytes, size: int) -> list[bytes]:
+        sent = _row(data[:size].ljust(size, b"\0"), size)
+        received = sent.new_empty(size * len(self.ranks))
+        with waiting(lambda: CHECKPOINT, self.ranks):
+            self.group._allgather_base(received, sent).wait()
+        return [bytes(bytes_of(each)) for each in received.split(size)]
 
 
-def as_text(error: Exception) -> str:
-    """An error, to be raised on another rank."""
-    if not isinstance(error, CheckpointError):
-        error = CheckpointError(type(error).__name__, str(error), "it was raised on that rank", "see its traceback")
-    return json.dumps([error.who, error.what, error.problem, error.remedy])
-
-
-def from_text(text: str, place: str = "") -> CheckpointError:
-    """The error that ``as_text`` wrote."""
-    who, what, problem, remedy = json.loads(text)
-    return CheckpointError(who, place + what, problem, remedy)
+def parts_of(error: Exception) -> list[str]:
+    """The four parts of an error, to be raised on another rank."""
+    if isinstance(error, CheckpointError):
+        return [error.who, error.what, error.problem, error.remedy]
+    return [type(error).__name__, str(error), "it was raised on that rank", "see its traceback"]
 
 
 _jobs: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Ranks]] = WeakKeyDictionary()

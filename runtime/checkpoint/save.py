@@ -229,39 +229,35 @@ def _bytes_of_a_part(stored: Stored) -> int:
 
 def carry_out(request: Request) -> Path:
     """Write this rank's share, wait for all others, and publish: the folder. The old ones stay until then."""
-    ranks = request.ranks
+    ranks, error = request.ranks, request.error
     with ExitStack() as stack:
-        folder, error = request.root, request.error
-        texts = ranks.collect(json.dumps([str(request.root), request.step, request.keep]))
+        folder = request.root
         if ranks.is_first and error is None:
             try:
-                _check_equal(texts)
                 folder = stack.enter_context(new_folder(request.root))
             except Exception as caught:
                 error = caught
-        ranks.agree(error)
-        folder = Path(ranks.share(str(folder)))
-        report: dict[str, Any] = {}
+        texts = ranks.agree(error, json.dumps([[str(request.root), request.step, request.keep], str(folder)]))
+        requests, folders = zip(*map(json.loads, texts), strict=True)
+        _check_equal(requests)
+        folder, report = Path(folders[0]), dict[str, Any]()
         try:
             report = write_shares(request, folder)
         except Exception as caught:
             error = caught
-        ranks.agree(error)
-        texts = ranks.collect(json.dumps(report))
-        if ranks.is_first:
+        reports = [json.loads(text) for text in ranks.collect(json.dumps(report))]  # an empty one has an error
+        if ranks.is_first and all(reports):
             try:
-                index = joined(request, [json.loads(text) for text in texts])
-                folder = _publish(request, folder, index)
+                folder = _publish(request, folder, joined(request, reports))
             except Exception as caught:
                 error = caught
-        ranks.agree(error)
-        published = Path(ranks.share(str(folder)))
+        published = Path(ranks.agree(error, str(folder))[0])
         if ranks.is_first and request.keep is not None:
             keep_latest(request.root, request.keep, published)
         return published
 
 
-def _check_equal(requests: Sequence[str]) -> None:
+def _check_equal(requests: Sequence[Any]) -> None:
     for other in requests[1:]:
         if other != requests[0]:
             what, problem = f"{requests[0]} on the first rank", f"{other} on another"
