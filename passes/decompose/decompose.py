@@ -53,8 +53,12 @@ def decompose(program: Program) -> Program:
 
 
 def _decomposed(program: Program) -> Program:
+    seen: set[Any] = set()
     while forms := _forms(program):
-        forms = _forms_behind(program, forms)
+        kinds = {node.target for node in program.calls if node.name in forms}
+        if not seen.isdisjoint(kinds):
+            forms = _forms_behind(program, forms, kinds)
+        seen |= kinds
         program = program.copy(level="canonical")
         for node in [node for node in program.calls if node.name in forms]:
             with program.graph.inserting_before(node):
@@ -75,9 +79,11 @@ def _forms(program: Program) -> dict[str, Form]:
     return {name: form for name, form in forms.items() if form}
 
 
-def _forms_behind(program: Program, forms: dict[str, Form]) -> dict[str, Form]:
-    """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains."""
-    kinds = {node.target for node in program.calls if node.name in forms}
+def _forms_behind(program: Program, forms: dict[str, Form], kinds: set[Any]) -> dict[str, Form]:
+    """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains.
+
+    Asked only where the last round let cuts through to ops of a kind that it had taken apart: it costs a propagation.
+    """
     if not any(node.target in kinds and node.name not in forms for node in program.calls):
         return forms
     program = program.copy(level="canonical")
