@@ -139,7 +139,7 @@ class CallKey:
     @staticmethod
     def of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> CallKey:
         """The key of a call whose arguments have types or layouts for tensors."""
-        return CallKey(target, args, kwargs, device, (_typed(args), _typed(dict(kwargs))), torch.get_default_dtype())
+        return CallKey(target, args, kwargs, device, (typed(args), typed(dict(kwargs))), torch.get_default_dtype())
 
 
 def is_of_torch(target: Any) -> bool:
@@ -147,10 +147,12 @@ def is_of_torch(target: Any) -> bool:
     return getattr(target, "namespace", "") in ("aten", "prims")
 
 
-def _typed(argument: Any) -> Any:
+def typed(argument: Any) -> Any:
     """An argument as a hashable value with its type, so that 1, 1.0 and True differ."""
     if isinstance(argument, dict):
-        return tuple((name, _typed(value)) for name, value in argument.items())
+        return tuple((name, typed(value)) for name, value in argument.items())
     if isinstance(argument, (list, tuple)):
-        return type(argument), tuple(map(_typed, argument))
+        return type(argument), tuple(map(typed, argument))
+    if isinstance(argument, TensorType):
+        return argument, *map(type, argument.shape)  # a size may be an expression, and equal a number
     return type(argument), argument

@@ -75,10 +75,11 @@ def operand(node: fx.Node, position: int = 0) -> fx.Node:
 
 def operands(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The tensor arguments of a call in schema order, lists flattened, None where an optional one is absent."""
+    args, found = node.args, list[fx.Node | None]()
     if not hasattr(node.target, "_schema"):
-        return tuple(entry for entry in node.args if isinstance(entry, fx.Node))
-    found: list[fx.Node | None] = []
-    for _, given in _tensor_arguments(node):
+        return tuple([entry for entry in args if isinstance(entry, fx.Node)])
+    for i, name in _tensor_places(node.target):
+        given = args[i] if i < len(args) else node.kwargs.get(name)
         if isinstance(given, (list, tuple)):
             found += [entry if isinstance(entry, fx.Node) else None for entry in given]
         else:

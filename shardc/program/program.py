@@ -5,6 +5,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from shardc.language.rule import OpCall, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
-from shardc.program.inference import Types, result_types
+from shardc.program.inference import Types, result_types, typed
 from shardc.program.node import is_getitem, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
@@ -84,7 +85,8 @@ class Program:
     ``pins``: fixed shardings of inputs and nodes. A ``localized`` program has local shapes in every type; its shardings
     are those of the global values. ``computed``: for parameters that are stored in another sharding, the one in which
     they are computed on. ``num_stages``: of the pipeline; ``mesh`` is then that of one stage, with an axis of
-    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``); a copy starts with none.
+    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), and ``rules``, those bound to its
+    calls; a copy starts with none.
     """
 
     graph: fx.Graph
@@ -98,6 +100,7 @@ class Program:
     computed: Mapping[str, Sharding] = field(default_factory=dict)
     num_stages: int = 1
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    rules: dict[Any, Rule] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
@@ -116,7 +119,7 @@ class Program:
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
         """The placeholders, parallel to ``inputs``."""
-        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+        return tuple(self.graph.find_nodes(op="placeholder"))
 
     @property
     def named_inputs(self) -> dict[tuple[str, str], fx.Node]:
@@ -201,7 +204,7 @@ class Program:
 
     def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
         """The operands of a call as values, in the order of ``operands``."""
-        return tuple(None if operand is None else self.value(operand) for operand in operands(node))
+        return tuple([None if operand is None else self.value(operand) for operand in operands(node)])
 
     def sharding(self, node: fx.Node) -> Sharding:
         """The sharding of a node with one result (or of a getitem)."""
@@ -268,10 +271,16 @@ class Program:
         )
 
     def rule(self, node: fx.Node) -> Rule:
-        """The rule of a node, bound to its shapes once; the replicated rule where the table has none."""
+        """The rule of a node, bound to its shapes once; the replicated rule where the table has none.
+
+        Like calls, as in every layer, have one rule.
+        """
         if "rule" not in node.meta:
             entry, call = op_rule(node.target), self.call(node)
-            node.meta["rule"] = entry.bind(call) if entry else replicated_rule(call)
+            key = node.target, typed(call.args), typed(dict(call.kwargs)), typed(call.results)
+            if key not in self.rules:
+                self.rules[key] = entry.bind(call) if entry else replicated_rule(call)
+            node.meta["rule"] = self.rules[key]
         rule: Rule = node.meta["rule"]
         return rule
 
@@ -291,13 +300,13 @@ class Program:
 
     def check_once(self, node: fx.Node, check: Callable[[Program, fx.Node], None]) -> None:
         """Run ``check`` on an op, unless it ran before on the same rule, types and shardings, which are immutable."""
-        values = [(node, 0), *(value for value in self.operand_values(node) if value)]
-        facts = [fact for of, i in values for fact in (i, of.meta.get("type"), of.meta.get("sharding"))]
-        facts.append(self.rule(node))
-        known: list[object] = node.meta.get("checked", [])
-        if len(known) != len(facts) or any(new is not old for new, old in zip(facts, known, strict=True)):
+        facts: list[object] = [self.rule(node)]
+        for of, i in ((node, 0), *filter(None, self.operand_values(node))):
+            facts += (i, of.meta.get("type"), of.meta.get("sharding"))
+        known = node.meta.get("checked", ())
+        if len(known) != len(facts) or not all(map(operator.is_, facts, known)):
             check(self, node)
-            node.meta["checked"] = facts
+            node.meta["checked"] = tuple(facts)
 
     def _with_types(self, argument: Any) -> Any:
         return fx.map_arg(argument, lambda node: self.value_type(self.value(node)))  # type: ignore[arg-type, return-value]
