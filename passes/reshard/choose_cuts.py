@@ -146,18 +146,18 @@ class Arrivals:
                 operands.append(value and Sharding.replicated(mesh, len(self.shardings[value].dims)))
             else:
                 open_ = ride.partial if i in ride.operands else ()
-                operands.append(Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), open_))
+                operands.append(_like(self.shardings[value], dims_sharding(dims, cuts, rule.sizes), open_))
         results: list[Sharding | None] = []
-        for i, type_ in enumerate(program.types(node)):
+        for i, (type_, propagated) in enumerate(zip(program.types(node), program.shardings(node), strict=True)):
             dims = rule.results[i]
-            if type_ is None or dims is None:
+            if type_ is None or propagated is None or dims is None:
                 results.append(None if type_ is None else Sharding.replicated(mesh, len(type_.shape)))
             else:
                 summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, i)]
                 partial_axes = sorted(
                     [*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial]
                 )
-                results.append(Sharding(mesh, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
+                results.append(_like(propagated, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
         return OpShardings(tuple(operands), tuple(results))
 
     def cost(self, node: fx.Node, op: OpShardings) -> int:
@@ -168,6 +168,12 @@ class Arrivals:
         ends = enumerate(zip(op.results, program.shardings(node), strict=True))
         moves += [((node, index), result, to) for index, (result, to) in ends if result]
         return sum(move_bytes(src, to, program.value_type(value)) for value, src, to in moves if to)
+
+
+def _like(known: Sharding, dims: tuple[DimSharding, ...], partial: Partial) -> Sharding:
+    """A sharding on the same mesh; ``known`` itself where it is that one."""
+    is_known = known.dims == dims and known.partial == partial
+    return known if is_known else Sharding(known.mesh, dims, partial)
 
 
 class Ride(NamedTuple):
