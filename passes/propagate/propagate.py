@@ -223,14 +223,14 @@ def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
         for factor in side.cuts:
             numel[factor] = max(numel.get(factor, 0), side.tensor.local_numel)
     changed: list[Value] = []
-    for factor in sorted(numel, key=lambda factor: -numel[factor]):
+    for factor in sorted(numel, key=numel.__getitem__, reverse=True):
         cut_sides = [side for side in sides if factor in side.cuts]
         source = max(cut_sides, key=lambda side: len(side.cuts[factor].all_axes))
         cut = _common(source.cuts[factor], [side.cuts[factor] for side in cut_sides])
         if factor in op.rule.whole or cut == WHOLE or not op.rule.may_pass(factor, cut):
             continue
         for side in sides:
-            if op.rule.has(factor, side.dims) and not extends(side.cuts.get(factor, WHOLE), cut):
+            if not extends(side.cuts.get(factor, WHOLE), cut) and op.rule.has(factor, side.dims):
                 if _extend(op, side, factor, cut, source.tensor.origins):
                     changed.append(side.tensor.value)
     return changed

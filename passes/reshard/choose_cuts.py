@@ -39,9 +39,10 @@ def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
     """
     holders = [holder for node in program.calls for holder in (node.users if program.has_many(node) else [node])]
     carried = {program.value(holder) for holder in holders if len(holder.users) == 1}
+    planner, casts = None, reduced_casts(program)
     while True:
         inputs = {(node, 0): program.sharding(node) for node in program.placeholders}
-        planner = _Planner(Arrivals(program, inputs, stand_ins or {}), carried, reduced_casts(program))
+        planner = _Planner(Arrivals(program, inputs, stand_ins or {}), carried, casts, planner)
         for node in program.calls:
             planner.decide(node)
         if not planner.blocked:
@@ -188,17 +189,35 @@ class _Planner:
     """Decides op by op, forward.
 
     ``carried``: values whose sum stays open; others are reduced where computed. ``gradient_casts``: casts to the
-    dtype that gradients are reduced in. ``blocked``: carried sums that met an op they cannot pass.
+    dtype that gradients are reduced in. ``last``: the planner whose blocked sums are no longer carried. ``blocked``:
+    carried sums that met an op they cannot pass.
     """
 
     arrivals: Arrivals
     carried: set[Value]
     gradient_casts: set[fx.Node]
+    last: _Planner | None = None
     ops: dict[fx.Node, OpShardings] = field(default_factory=dict)
     blocked: set[Value] = field(default_factory=set)
 
     def decide(self, node: fx.Node) -> None:
         """Choose how an op is cut, and set the shardings of its results."""
+        propagated, shardings = self.arrivals.program.shardings(node), self.arrivals.shardings
+        op = self.ops[node] = self._as_last(node) or self._cheapest(node)
+        for index, (result, target) in enumerate(zip(op.results, propagated, strict=True)):
+            if result is not None:
+                is_reduced = result.partial and (node, index) not in self.carried
+                shardings[node, index] = target if is_reduced and target else result
+
+    def _as_last(self, node: fx.Node) -> OpShardings | None:
+        """What the last planner decided, if the operands arrive as they did then."""
+        if self.last is None:
+            return None
+        before, now = self.last.arrivals.shardings, self.arrivals.shardings
+        is_same = all(before[value] == now[value] for value in self.arrivals.program.operand_values(node) if value)
+        return self.last.ops[node] if is_same else None
+
+    def _cheapest(self, node: fx.Node) -> OpShardings:
         program, shardings = self.arrivals.program, self.arrivals.shardings
         claims = self.arrivals.claims(node)
         ride, values = self._ride(node, claims), program.operand_values(node)
@@ -209,11 +228,7 @@ class _Planner:
         else:
             cuts = choices(program.rule(node), claims, tuple(part for part, _ in ride.partial))
             ways = [self.arrivals.op_shardings(node, each, ride) for each in cuts]
-        op = self.ops[node] = ways[0] if len(ways) == 1 else min(ways, key=partial(self.arrivals.cost, node))
-        for index, (result, target) in enumerate(zip(op.results, propagated, strict=True)):
-            if result is not None:
-                is_reduced = result.partial and (node, index) not in self.carried
-                shardings[node, index] = target if is_reduced and target else result
+        return ways[0] if len(ways) == 1 else min(ways, key=partial(self.arrivals.cost, node))
 
     def _ride(self, node: fx.Node, claims: list[Claim]) -> Ride:
         """The operands whose partial sum may pass through an op: a whole linear group, open over the same axes."""

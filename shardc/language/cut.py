@@ -118,6 +118,8 @@ def _join_pair(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tu
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:
     """Whether one cut is the other cut further: the same, or with more minor axes, or of a whole dim."""
+    if longer is shorter:
+        return True
     if shorter.minor or len(longer.all_axes) <= len(shorter.all_axes):
         return shorter in (longer, WHOLE)
     return longer.axes[: len(shorter.axes)] == shorter.axes
