@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
 
 from shardc.language.sharding import TensorType
 from shardc.program.inference import meta_results, result_types
+from shardc.program.program import Program
 
 aten = torch.ops.aten
 WIDE = torch.empty(4, 6, device="meta")
@@ -56,3 +58,23 @@ def test_calls_with_numbers_of_other_kinds_and_other_defaults_are_not_alike() ->
         assert result_types(aten.add.Tensor, (whole, 1.0), {}).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_like_calls_have_one_rule_and_calls_that_only_look_alike_do_not() -> None:
+    size = sympy.Symbol("n", positive=True, integer=True)
+    rows = TensorType((4, 6), torch.float32), TensorType((size - size + 4, 6), torch.float32)
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    sums = [graph.call_function(aten.sum.dim_IntList, (of, dims)) for of in (x, y) for dims in ([0], [0], [1])]
+    scaled = [graph.call_function(aten.mul.Tensor, (x, by)) for by in (1, 1.0, True, 1)]
+    program = Program(graph, (), ())
+    for node, type_ in ((x, rows[0]), (y, rows[1])):
+        program.set_type(node, type_)
+    for node in sums:
+        program.set_type(node, TensorType((6,) if node.args[1] == [0] else (4,), torch.float32))
+    for node in scaled:
+        program.set_type(node, rows[0])
+    rules = [program.rule(node) for node in (*sums, *scaled)]
+    assert rows[0] == rows[1] and len({id(rule) for rule in rules[:6]}) == 4
+    assert rules[0] is rules[1] and rules[0] is not rules[2] and rules[0] is not rules[3]
+    assert len({id(rule) for rule in rules[6:]}) == 3 and rules[6] is rules[9]
