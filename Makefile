@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 CONFORMANCE := OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance
 
-.PHONY: demo test test-all sweep conformance bench lint format types wheel-test readme examples clean
+.PHONY: demo test test-all sweep soak conformance bench lint format types wheel-test readme examples clean
 
 demo: .venv/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
@@ -22,7 +22,12 @@ test-all: conformance sweep test
 
 # More cases of what make test holds on a few; the README's jobs of several processes.
 sweep: .venv/installed-test
-	$(PYTEST) $(IN_PARALLEL) -m sweep
+	$(PYTEST) $(IN_PARALLEL) -m sweep $(addprefix --ignore=tests/runtime/,$(SOAK))
+
+# Every mismatch between ranks, every way for a rank to die, every reading, flipped bits and killed saves: about 15 minutes.
+SOAK := agreement checkpoint tensor comm/test_failure.py comm/test_torchrun.py module/test_initial.py module/test_loader.py
+soak: .venv/installed-test
+	$(PYTEST) -m sweep $(addprefix tests/runtime/,$(SOAK))
 
 # Every case of each suite, but of the zoo each third and none with dropout: all of it takes ten minutes, and with
 # dropout some processors round the batch norms of mobilenet apart in float32.

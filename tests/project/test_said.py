@@ -25,6 +25,7 @@ OUR_OWN = {
 }  # fmt: skip
 ELSEWHERE = {
     ("shardc/__init__.py", "AttributeError"),  # as Python says it
+    ("shardc/language/text.py", "OSError"),  # which callers say with the file's name
     ("runtime/comm/launch.py", "RuntimeError"),  # with the traceback of another process
     ("runtime/comm/launch.py", "TimeoutError"),  # as said
 }

@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,17 @@ from shardc.language.partition import P as Partition
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.dtensor import local, shard
 from shardc.runtime.tensor.make import to_global
+
+
+@pytest.fixture(scope="module", autouse=True)
+def meshes_of_some_ranks(gloo: GlooPool) -> Iterator[None]:
+    """End the processes after these tests: ranks that are in more meshes than others cannot make a new group with them.
+
+    torch names a group that its own ranks make by the number of groups that a rank has.
+    """
+    yield
+    gloo.close()
+
 
 SHAPES = {"fused": (24, 10), "fused_in": (5, 24), "uneven": (7, 3), "vector": (13,), "scalar": (), "empty": (0, 4)}
 CUTS: dict[str, tuple[dict[str, int], dict[str, Partition]]] = {
