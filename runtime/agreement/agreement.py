@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.language.errors import RankError, error_line
 
-from ..comm.failure import announce, job_timeout, meet, waiting
+from ..comm.failure import announce, own_group, waiting
 
 AGREEMENT = "the agreement of all ranks"
 HEAD = 4  # bytes of the length of a message
@@ -62,9 +62,7 @@ class Agreement:
     @cached_property
     def _group(self) -> Any:
         """The process group, which all ranks make together when the first message is exchanged."""
-        meet(self.ranks, AGREEMENT)
-        store = PrefixStore(f"shardc/agreement/{'-'.join(map(str, self.ranks))}", default_store())
-        return ProcessGroupGloo(store, self.index, len(self.ranks), job_timeout())
+        return own_group("agreement", self.ranks, AGREEMENT)
 
     def exchange(self, data: bytes, doing: Doing = None) -> list[bytes]:
         """The bytes that every rank passes to this call, in the order of ``ranks``.
@@ -118,7 +116,7 @@ class Agreement:
 
 def failure(rank: int, message: str, doing: str) -> RankError:
     """The error for a rank that has failed, on a rank that is doing something."""
-    problem = f"this rank {doing}{', and' * bool(doing)} cannot go on alone".replace("  ", " ")
+    problem = f"this rank {doing}, and cannot go on alone" if doing else "this rank cannot go on alone"
     return RankError(f"rank {rank} failed", message.replace("\n", "\n  "), problem, f"mend what rank {rank} reports")
 
 
@@ -152,8 +150,3 @@ def agreement_of(ranks: Sequence[int]) -> Agreement | None:
     if key not in known:
         known[key] = Agreement(key)
     return known[key]
-
-
-def default_store() -> Any:
-    """The store through which the ranks of the job find each other."""
-    return dist.distributed_c10d._get_default_store()

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardc.language.errors import RankError, ShardingError, error_line
 from shardc.language.mesh import Mesh
 
-from ..comm.failure import explained, is_one_gone, job_timeout, waiting
-from .agreement import PATIENCE, Agreement, agreement_of, default_store, failure
+from ..comm.failure import default_store, explained, is_one_gone, job_timeout, waiting
+from .agreement import PATIENCE, Agreement, agreement_of, failure
 from .entry import Entry, Kind
 from .gate import Gate, difference_of, digest
 

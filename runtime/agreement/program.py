@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from shardc.program.opaque import Opaque
 from shardc.program.program import Program
 from shardc.program.text import call_text, op_names, value_names
 
+from ..comm.checksum import bytes_of, raw_bytes
 from .gate import COMMENT
 from .request import text_of
 
@@ -105,5 +105,5 @@ def checksum_of(tensor: Tensor) -> str:
     """Some digits of a SHA-256 of a tensor's bytes."""
     if tensor.is_meta:
         return "on meta"
-    data = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(ctypes.string_at(data.data_ptr(), data.nbytes)).hexdigest()[:16]
+    data = raw_bytes(tensor.cpu())
+    return hashlib.sha256(bytes_of(data)).hexdigest()[:16]

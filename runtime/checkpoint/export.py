@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shardc.language.errors import CheckpointError
 
+from ..comm.checksum import raw_bytes
 from ..module.module import ParallelModule
-from .file import CODES, DTYPES, Header, bytes_of, named_errors, write_file
+from .file import CODES, DTYPES, Header, named_errors, write_file
 from .ranks import Ranks, ranks_of
 from .region import Block
 from .save import Share, check_request, finish_save, shares_of
@@ -103,15 +104,14 @@ class WholeTensors:
             shares = iter(own.get(name, ()))
             if not self.ranks.is_first:
                 for share in shares:
-                    data = share.value.detach().cpu().contiguous()
-                    self.ranks.group.send([torch.frombuffer(bytes_of(data), dtype=torch.uint8)], 0, 1).wait()
+                    self.ranks.group.send([raw_bytes(share.value.cpu())], 0, 1).wait()
                 continue
             whole: Tensor | None = None
             for index, offsets, sizes in self._blocks.get(name, ()):
                 block, value = Block(tuple(offsets), tuple(sizes)), next(shares).value if index == 0 else None
                 if value is None:
                     value = torch.empty(block.sizes, dtype=DTYPES[header.code])
-                    self.ranks.group.recv([torch.frombuffer(bytes_of(value), dtype=torch.uint8)], index, 1).wait()
+                    self.ranks.group.recv([raw_bytes(value)], index, 1).wait()
                 whole = torch.empty(header.shape, dtype=value.dtype) if whole is None else whole
                 block_of(whole, block.offsets, block.sizes).copy_(value)
             yield torch.empty(header.shape, dtype=DTYPES[header.code]) if whole is None else whole

@@ -5,7 +5,6 @@ The library writes a file from tensors that are all in memory, and hashes none; 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor
 
 from shardc.language.errors import CheckpointError
+
+from ..comm.checksum import bytes_of
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -115,14 +116,6 @@ class Hashing:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; without numpy, which need not be installed."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class OpenFile:

@@ -13,16 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from shardc.language.errors import CheckpointError
 
-from ..agreement.agreement import default_store
-from ..comm.failure import announce, job_timeout, meet, waiting
+from ..comm.checksum import bytes_of
+from ..comm.failure import announce, own_group, waiting
 from ..module.module import ParallelModule
 from ..pipeline.conversion import PipelineConversion
-from .file import bytes_of
 
 CHECKPOINT = "the checkpoint of all ranks"
 FRAME = 1024  # bytes of a message that goes in one round
@@ -113,10 +112,7 @@ def ranks_of(module: nn.Module) -> Ranks:
         return Ranks(ranks[:1])
     known = _jobs.setdefault(job, {})
     if ranks not in known:
-        meet(ranks, CHECKPOINT)
-        store = PrefixStore(f"shardc/checkpoint/{'-'.join(map(str, ranks))}", default_store())
-        index = ranks.index(dist.get_rank())
-        known[ranks] = Ranks(ranks, index, ProcessGroupGloo(store, index, len(ranks), job_timeout()))
+        known[ranks] = Ranks(ranks, ranks.index(dist.get_rank()), own_group("checkpoint", ranks, CHECKPOINT))
     return known[ranks]
 
 

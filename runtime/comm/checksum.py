@@ -1,7 +1,8 @@
-"""Checksums of tensors: 64 bits of the raw bytes, by position, in a few vectorised ops."""
+"""The bytes of a tensor, and checksums: 64 bits of the raw bytes, by position, in a few vectorised ops."""
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -29,6 +30,14 @@ def checksum(tensor: Tensor) -> Tensor:
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in order; a view of its memory where it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; without numpy, which need not be installed."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -191,8 +191,23 @@ def job_timeout() -> timedelta:
     return timeout
 
 
+def default_store() -> Any:
+    """The store through which the ranks of the job find each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_group(purpose: str, ranks: Sequence[int], what: str) -> Any:
+    """A gloo group of these ranks for one purpose: no message on it pairs with one of another purpose.
+
+    Every one of the ranks makes it. torch does not register it. ``what``: its users, for errors.
+    """
+    meet(ranks, what)
+    store = PrefixStore(f"shardc/{purpose}/{'-'.join(map(str, ranks))}", default_store())
+    return ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), job_timeout())
+
+
 def _store() -> Any:
-    return PrefixStore("shardc/failure", dist.distributed_c10d._get_default_store())
+    return PrefixStore("shardc/failure", default_store())
 
 
 def _close_all() -> None:
@@ -293,7 +308,7 @@ def _silent_store(verb: str) -> str:
 
 
 def _is_kept_by_rank_0() -> bool:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

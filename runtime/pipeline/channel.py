@@ -14,6 +14,7 @@ from shardc.language.sharding import TensorType
 from shardc.program.stages import Crossing
 from shardc.schedules.schedule import ALL
 
+from ..comm.checksum import raw_bytes
 from ..comm.failure import announce, job_timeout, meet, waiting
 from ..comm.messages import SMALL
 
@@ -78,7 +79,7 @@ class RankChannel:
         self.sent = [each for each in self.sent if not each[0].is_completed()]
         group = self.process_groups[target > self.at]
         try:
-            for flat in _packed([_bytes_of(value.contiguous()) for value in message[0]]):
+            for flat in _packed([raw_bytes(value) for value in message[0]]):
                 self.sent_bytes += flat.nbytes
                 self.sent.append((dist.isend(flat, self.line[target], group=group, tag=_tag(key)), flat, key))
         except RuntimeError as error:
@@ -90,7 +91,7 @@ class RankChannel:
         if source == self.at:
             return
         values = [torch.empty(type_.shape, dtype=type_.dtype, device=self.device) for type_ in types]
-        group, rank, own = self.process_groups[self.at > source], self.line[source], list(map(_bytes_of, values))
+        group, rank, own = self.process_groups[self.at > source], self.line[source], list(map(raw_bytes, values))
         flats = _packed(own)
         try:
             works = [dist.irecv(flat, rank, group=group, tag=_tag(key)) for flat in flats]
@@ -142,11 +143,6 @@ def _tag(key: MessageId) -> int:
     """gloo's tag of a message: if orders ever differed, ranks would wait in vain, not mistake one for another."""
     crossing, microbatch = key
     return ((microbatch + 1) * 256 + crossing.source) * 256 + crossing.target
-
-
-def _bytes_of(value: Tensor) -> Tensor:
-    """The bytes of a contiguous value."""
-    return value.view(-1).view(torch.uint8)
 
 
 def _packed(values: Sequence[Tensor]) -> list[Tensor]:
