@@ -32,12 +32,13 @@ class Agreement:
     """Lets all ranks of a mesh exchange messages. ``ranks``: theirs in the job, in order.
 
     The group is gloo's, on every device: no message can pair with a collective of a program or of the user, and none
-    waits for an accelerator. It has the timeout of the job. ``num_modules``: modules made on these ranks so far, and
-    copies by the number of a module. ``num_meetings``: how often a module was to be made.
+    waits for an accelerator. It has the timeout of the job. ``purpose``: what the group is for; each has its own.
+    ``who``: the users of the group, for errors. ``num_modules``: modules made on these ranks so far, and copies by the
+    number of a module. ``num_meetings``: how often a module was to be made.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks: Sequence[int], purpose: str = "agreement", who: str = AGREEMENT) -> None:
+        self.ranks, self.purpose, self.who = tuple(ranks), purpose, who
         self.index = self.ranks.index(dist.get_rank())
         self.num_modules = Counter[str]()
         self.num_meetings = 0
@@ -48,21 +49,21 @@ class Agreement:
     @property
     def process_groups(self) -> list[Any]:
         """The one that this process may wait on, once it is made."""
-        return [self._group] if self.is_connected else []
+        return [self.group] if self.is_connected else []
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a process group."""
-        return "_group" in self.__dict__
+        return "group" in self.__dict__
 
     def connect(self) -> None:
         """Make the process group, with all other ranks."""
-        _ = self._group
+        _ = self.group
 
     @cached_property
-    def _group(self) -> Any:
+    def group(self) -> Any:
         """The process group, which all ranks make together when the first message is exchanged."""
-        return own_group("agreement", self.ranks, AGREEMENT)
+        return own_group(self.purpose, self.ranks, self.who)
 
     def exchange(self, data: bytes, doing: Doing = None) -> list[bytes]:
         """The bytes that every rank passes to this call, in the order of ``ranks``.
@@ -91,7 +92,7 @@ class Agreement:
             for size, sent in ((FRAME, FAILED.to_bytes(HEAD, "big")), (PAGE, page)):
                 frames = _Frames(size, len(self.ranks))
                 frames.sent[: len(sent)] = sent
-                self._told.append((self._group._allgather_base(frames.receiver, frames.sender), frames))
+                self._told.append((self.group._allgather_base(frames.receiver, frames.sender), frames))
             end = time.monotonic() + PATIENCE
             while time.monotonic() < end and not all(work.is_completed() for work, _ in self._told):
                 time.sleep(0.001)
@@ -106,10 +107,10 @@ class Agreement:
     def _gather(self, frames: _Frames, data: bytes, doing: Doing = None) -> list[bytes]:
         """The frames of all ranks; every wait of an agreement is here."""
         frames.sent[: len(data)] = data
-        with waiting(lambda: f"{AGREEMENT} before this rank {doing()}" if doing else AGREEMENT, self.ranks):
+        with waiting(lambda: f"{self.who} before this rank {doing()}" if doing else self.who, self.ranks):
             while self._told:
                 self._told.pop(0)[0].wait()
-            self._group._allgather_base(frames.receiver, frames.sender).wait()
+            self.group._allgather_base(frames.receiver, frames.sender).wait()
         received, size = bytes(frames.received), len(frames.sent)
         return [received[start : start + size] for start in range(0, len(received), size)]
 

@@ -12,33 +12,33 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from shardc.language.errors import CheckpointError
 
+from ..agreement.agreement import Agreement
 from ..comm.checksum import bytes_of
-from ..comm.failure import announce, own_group, waiting
+from ..comm.failure import waiting
 from ..module.module import ParallelModule
 from ..pipeline.conversion import PipelineConversion
 
 CHECKPOINT = "the checkpoint of all ranks"
-FRAME = 1024  # bytes of a message that goes in one round
 
 
 class Ranks:
-    """The ranks of a job, and this process's place among them. One process alone has no group."""
+    """The ranks of a job, and this process's place among them. One process alone has no agreement."""
 
-    def __init__(self, ranks: tuple[int, ...] = (0,), index: int = 0, group: Any = None) -> None:
-        self.ranks, self.index, self.group = ranks, index, group
-        if group is not None:
-            announce(self)
+    def __init__(self, ranks: tuple[int, ...] = (0,), agreement: Agreement | None = None) -> None:
+        self.ranks, self.agreement = ranks, agreement
+        self.index = 0 if agreement is None else agreement.index
 
     @property
-    def process_groups(self) -> list[Any]:
-        """Those that this process may wait on."""
-        return [self.group] if self.group is not None else []
+    def group(self) -> Any:
+        """The process group of these ranks."""
+        assert self.agreement is not None, self.ranks
+        return self.agreement.group
 
     @property
     def is_first(self) -> bool:
@@ -48,7 +48,8 @@ class Ranks:
     def agree(self, error: Exception | None, text: str = "") -> list[str]:
         """The texts of all ranks, by index; if one has an error, raise on each its own, or that of the first."""
         message = json.dumps([None if error is None else parts_of(error), text])
-        answers = [json.loads(each) for each in self._exchange(message.encode())]
+        data = message.encode()
+        answers = [json.loads(each) for each in (self.agreement.exchange(data) if self.agreement else [data])]
         if error is not None:
             raise error
         for rank, (parts, _) in zip(self.ranks, answers, strict=True):
@@ -59,37 +60,20 @@ class Ranks:
 
     def collect(self, text: str) -> list[str]:
         """On the first rank the texts of all ranks, by index; elsewhere nothing."""
-        if self.group is None:
+        if self.agreement is None:
             return [text]
         texts, data, size = [text], text.encode(), torch.tensor([0])
         with waiting(lambda: CHECKPOINT, self.ranks):
             if not self.is_first:
                 self.group.send([torch.tensor([len(data)])], 0, 0).wait()
-                self.group.send([_row(data, len(data))], 0, 0).wait()
+                self.group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], 0, 0).wait()
                 return []
             for index in range(1, len(self.ranks)):
                 self.group.recv([size], index, 0).wait()
-                row = _row(b"", int(size))
+                row = torch.empty(int(size), dtype=torch.uint8)
                 self.group.recv([row], index, 0).wait()
                 texts.append(bytes(bytes_of(row)).decode())
         return texts
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks: in one round, or two if they are long."""
-        if self.group is None:
-            return [data]
-        frames = self._gather(len(data).to_bytes(8, "little") + data, FRAME)
-        longest = max(int.from_bytes(frame[:8], "little") for frame in frames) + 8
-        if longest > FRAME:
-            frames = self._gather(len(data).to_bytes(8, "little") + data, longest)
-        return [frame[8 : 8 + int.from_bytes(frame[:8], "little")] for frame in frames]
-
-    def _gather(self, data: bytes, size: int) -> list[bytes]:
-        sent = _row(data[:size].ljust(size, b"\0"), size)
-        received = sent.new_empty(size * len(self.ranks))
-        with waiting(lambda: CHECKPOINT, self.ranks):
-            self.group._allgather_base(received, sent).wait()
-        return [bytes(bytes_of(each)) for each in received.split(size)]
 
 
 def parts_of(error: Exception) -> list[str]:
@@ -112,7 +96,9 @@ def ranks_of(module: nn.Module) -> Ranks:
         return Ranks(ranks[:1])
     known = _jobs.setdefault(job, {})
     if ranks not in known:
-        known[ranks] = Ranks(ranks, ranks.index(dist.get_rank()), own_group("checkpoint", ranks, CHECKPOINT))
+        agreement = Agreement(ranks, "checkpoint", CHECKPOINT)
+        agreement.connect()  # now, and not later in a thread
+        known[ranks] = Ranks(ranks, agreement)
     return known[ranks]
 
 
@@ -126,7 +112,3 @@ def _mesh_ranks(module: nn.Module) -> Sequence[int]:
     if meshes:
         return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
-
-
-def _row(data: bytes, size: int) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(size, dtype=torch.uint8)
