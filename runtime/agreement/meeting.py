@@ -1,7 +1,7 @@
 """Ranks meet when they make a module, and compare what they were asked, before a group of processes is made.
 
 The first time they meet in the store of the job: each rank compares its text with that of the first to come, and the
-one that finds a difference, or has failed on its way, leaves word for all. Later on they meet in their agreement.
+one that finds a difference, or has failed on its way, posts the outcome for all. Later on they meet in their agreement.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _StoreMeeting:
         self._places.set(str(self._rank), json.dumps([self.agreement.ranks, self.number]))
 
     def meet(self, name: str, text: str) -> None:
-        """Wait until all ranks are here with the same text; raise what one of them leaves word of."""
+        """Wait until all ranks are here with the same text; raise the error that one of them has posted."""
         text, store = f"class {name}\n{text}", self._here
         if store.add("arrived", 1) == 1:
             store.set("first", json.dumps([self._rank, text]))
@@ -138,32 +138,32 @@ class _StoreMeeting:
             pairs = sorted([(rank, first), (self._rank, text)])
             ranks, texts = [each for each, _ in pairs], [each for _, each in pairs]
             error = difference_of("request", ranks, texts, f"makes {name} with parallelize")
-            self._leave_word({"differs": [error.who, error.what, error.problem, error.remedy]})
+            self._post({"differs": error.parts})
         elif store.add("agreed", 1) == len(self.agreement.ranks):
-            self._leave_word({})
-        word = self._await_word()
-        if "failed" in word:
+            self._post({})
+        outcome = self._awaited()
+        if "failed" in outcome:
             store.add("read", 1)
-            rank, message = word["failed"]
+            rank, message = outcome["failed"]
             raise failure(rank, message, f"makes {name} with parallelize")
-        if "differs" in word:
-            self._be_elsewhere(word.get("elsewhere"), error := ShardingError(*word["differs"]))
+        if "differs" in outcome:
+            self._be_elsewhere(outcome.get("elsewhere"), error := ShardingError(*outcome["differs"]))
             raise error
 
     def tell(self, error: Exception) -> None:
-        """Leave word that this rank has failed, and wait some seconds for the others to read it."""
-        self._leave_word({"failed": [self._rank, error_line(error)]})
+        """Post that this rank has failed, and wait some seconds for the others to read it."""
+        self._post({"failed": [self._rank, error_line(error)]})
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self._here.add("read", 0) < len(self.agreement.ranks) - 1:
             time.sleep(PAUSE)
 
-    def _leave_word(self, word: dict[str, Any]) -> None:
-        """Say how the meeting ends, unless another rank has said so."""
-        self._here.compare_set("word", "", json.dumps(word))
+    def _post(self, outcome: dict[str, Any]) -> None:
+        """Post how the meeting ends, unless another rank has."""
+        self._here.compare_set("outcome", "", json.dumps(outcome))
 
-    def _await_word(self) -> dict[str, Any]:
+    def _awaited(self) -> dict[str, Any]:
         start, pause, looked = time.monotonic(), 0.001, time.monotonic()
-        while not self._here.check(["word"]):
+        while not self._here.check(["outcome"]):
             now = time.monotonic()
             if now - start > job_timeout().total_seconds():
                 raise explained(MAKING, self.agreement.ranks)
@@ -174,8 +174,8 @@ class _StoreMeeting:
                 looked = now
             time.sleep(pause)
             pause = min(2 * pause, PAUSE)
-        word: dict[str, Any] = json.loads(self._here.get("word"))
-        return word
+        outcome: dict[str, Any] = json.loads(self._here.get("outcome"))
+        return outcome
 
     def _place_of(self, rank: int) -> tuple[list[int], int] | None:
         """The ranks with which another rank was to make a module last, and the number of that meeting."""
@@ -185,7 +185,7 @@ class _StoreMeeting:
         return ranks, number
 
     def _look_for_others(self) -> None:
-        """Leave word of a rank of this mesh that waits for this rank in a mesh of other ranks."""
+        """Post an error if a rank of this mesh waits for this rank in a mesh of other ranks."""
         for rank in self.agreement.ranks:
             place = self._place_of(rank)
             if place is None or tuple(place[0]) == self.agreement.ranks or self._rank not in place[0]:
@@ -198,8 +198,7 @@ class _StoreMeeting:
             texts = [f"rank {each} makes a module on ranks {', '.join(map(str, of))}" for each, of in (one, two)]
             who, what = f"ranks {one[0]} and {two[0]}", "they make a module on meshes of different ranks"
             error = ShardingError(who, what, "; ".join(texts), "give every rank the same mesh")
-            parts = [error.who, error.what, error.problem, error.remedy]
-            self._leave_word({"differs": parts, "elsewhere": place})
+            self._post({"differs": error.parts, "elsewhere": place})
             return
 
     def _be_elsewhere(self, place: tuple[list[int], int] | None, error: ShardingError) -> None:
@@ -211,15 +210,14 @@ class _StoreMeeting:
         if other is None or number < other.num_meetings:
             return
         other.num_meetings = number + 1
-        parts = [error.who, error.what, error.problem, error.remedy]
-        word = {"differs": parts, "elsewhere": [self.agreement.ranks, self.number]}
-        _place(ranks, number).compare_set("word", "", json.dumps(word))
+        outcome = {"differs": error.parts, "elsewhere": [self.agreement.ranks, self.number]}
+        _place(ranks, number).compare_set("outcome", "", json.dumps(outcome))
         if other.is_connected:
             other.tell(error)
 
     def catch_up(self) -> None:
-        """Count the meeting that this rank has missed, if another rank that waited for it there has left word."""
-        place = json.loads(self._here.get("word")).get("elsewhere") if self._here.check(["word"]) else None
+        """Count the meeting that this rank has missed, if another rank that waited for it there has posted so."""
+        place = json.loads(self._here.get("outcome")).get("elsewhere") if self._here.check(["outcome"]) else None
         if place is not None and self._rank in place[0] and (missed := agreement_of(place[0])) is not None:
             missed.num_meetings = max(missed.num_meetings, place[1] + 1)
 

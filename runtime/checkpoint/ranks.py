@@ -76,11 +76,11 @@ class Ranks:
         return texts
 
 
-def parts_of(error: Exception) -> list[str]:
+def parts_of(error: Exception) -> tuple[str, str, str, str]:
     """The four parts of an error, to be raised on another rank."""
     if isinstance(error, CheckpointError):
-        return [error.who, error.what, error.problem, error.remedy]
-    return [type(error).__name__, str(error), "it was raised on that rank", "see its traceback"]
+        return error.parts
+    return (type(error).__name__, str(error), "it was raised on that rank", "see its traceback")
 
 
 _jobs: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Ranks]] = WeakKeyDictionary()

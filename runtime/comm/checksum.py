@@ -19,7 +19,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
     Each word of 8 bytes is mixed, so that its high bits count as much as its low ones, and multiplied with a
     pseudo-random weight of its position; the products are added modulo 2**64. Equal bits have equal checksums, NaN
-    included; other bits, or the same ones in another order, have another with a chance of about 2**-32 to miss it.
+    included. Other bits, or the same ones in another order, go unnoticed with a chance of about 2**-32.
     """
     words = _words(tensor)
     chunks = words.split(CHUNK) if words.numel() else (words,)

@@ -30,8 +30,8 @@ class _Watch:
 def interruptible(end_waits: Callable[[], None]) -> Iterator[None]:
     """Let Ctrl-C end the block also where it waits for other ranks; ``end_waits`` lets such a wait fail.
 
-    Python tells one reader of signals: where an event loop is that reader already, nothing is changed. Nor is it where
-    the program handles Ctrl-C itself.
+    Python writes signals to one file descriptor (``signal.set_wakeup_fd``). If an event loop has set it, it stays as it
+    is. A program that handles Ctrl-C itself sees no change.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

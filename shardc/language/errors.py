@@ -11,16 +11,25 @@ def error_text(who: str, what: str, problem: str, remedy: str) -> str:
     return f"{who}: {what}\n  {problem}\n  {remedy}"
 
 
-class ShardingError(ValueError):
+class FourPartError(Exception):
+    """An error in four parts: who it is about, what that is, what the problem is, and what to do."""
+
+    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
+        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
+        super().__init__(error_text(who, what, problem, remedy))
+
+    @property
+    def parts(self) -> tuple[str, str, str, str]:
+        """The arguments of the error, with which another rank can raise it too."""
+        return self.who, self.what, self.problem, self.remedy
+
+
+class ShardingError(FourPartError, ValueError):
     """A mistake in an annotation, a mesh or an input.
 
     ``who`` names the argument or node by path, ``what`` describes it (shape, sharding, sizes), ``problem`` says what
     does not fit, ``remedy`` what to type instead.
     """
-
-    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
-        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(error_text(who, what, problem, remedy))
 
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
@@ -34,7 +43,7 @@ def raise_all(errors: Sequence[ShardingError]) -> None:
     for first, *others in groups.values():
         likewise = ", ".join(error.who for error in others)
         texts.append(f"{first}\n  likewise {likewise}" if others else str(first))
-    joined = type(errors[0])(errors[0].who, errors[0].what, errors[0].problem, errors[0].remedy)
+    joined = type(errors[0])(*errors[0].parts)
     joined.args = ("\n".join([f"{len(texts)} problems:"] * (len(texts) > 1) + texts),)
     raise joined
 
@@ -55,12 +64,8 @@ class CaptureError(RuntimeError):
         super().__init__(f"{who}\n  {problem}\n  {remedy}")
 
 
-class OrderError(RuntimeError):
+class OrderError(FourPartError, RuntimeError):
     """Calls in an order that is not possible, in the four parts of a ``ShardingError``."""
-
-    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
-        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(error_text(who, what, problem, remedy))
 
 
 class CommunicationError(RuntimeError):
@@ -71,20 +76,12 @@ class CommunicationError(RuntimeError):
         super().__init__(f"{who}: {problem}")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FourPartError, RuntimeError):
     """A checkpoint that cannot be written or read, in the parts of a ``ShardingError``; ``who``: the file or tensor."""
 
-    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
-        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(error_text(who, what, problem, remedy))
 
-
-class RankError(RuntimeError):
+class RankError(FourPartError, RuntimeError):
     """Another rank of the job has failed: the four parts of a ``ShardingError``, with that rank's own message."""
-
-    def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
-        self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
-        super().__init__(error_text(who, what, problem, remedy))
 
 
 def second_backward() -> OrderError:
