@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, rendezvous  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.language.errors import ShardingError
 from shardc.language.machine import LOCAL_KINDS
@@ -24,7 +25,7 @@ from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Ro
 from .dtensor import unshard
 from .failure import announce, waiting
 from .halo import HALO_KINDS, exchange_of
-from .process_group import Group, is_traced, limit_timeout, new_process_group, timeout_of
+from .process_group import Group, is_traced, limit_timeout, process_group_of, timeout_of
 
 
 class TorchComm(LocalCollectives):
@@ -93,7 +94,7 @@ class TorchComm(LocalCollectives):
             ranks = [self.mesh.rank(position) for position in members]
             ordered = tuple(sorted(ranks))
             if ordered not in self._process_groups:
-                self._process_groups[ordered] = new_process_group(ordered)
+                self._process_groups[ordered] = process_group_of(ordered)
             order, index = tuple(map(ordered.index, ranks)), members.index(self.position)
             is_gloo, process = self.device.type == "cpu", self._process_groups[ordered]
             self._groups[axes] = Group(process, len(members), index, order, is_gloo, timeout_of(process, self.device))
@@ -181,10 +182,23 @@ def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     if mesh.size > world:
         remedy = f"start it with torchrun --nproc-per-node {mesh.size}, or make the mesh smaller"
         raise ShardingError("mesh", f"{mesh} has {mesh.size} ranks", f"the job has {world}", remedy)
-    if mesh.device_ids is None and mesh.size == world:
-        return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.axis_names)
-    ids = torch.tensor([mesh.rank(position) for position in range(mesh.size)]).reshape(mesh.shape)
-    return DeviceMesh(device_type, ids, mesh_dim_names=mesh.axis_names)
+    ranks = [mesh.rank(position) for position in range(mesh.size)]
+    return shared_device_mesh(ranks, mesh.shape, mesh.axis_names, device_type)
+
+
+_device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
+
+
+def shared_device_mesh(
+    ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], device_type: str
+) -> DeviceMesh:
+    """A DeviceMesh, one for all equal meshes of a job: each has process groups of its own, with threads and memory."""
+    job, key = dist.group.WORLD, (device_type, tuple(ranks), tuple(shape), tuple(names))
+    known = {} if job is None else _device_meshes.setdefault(job, {})
+    if key not in known:
+        grid = torch.tensor(ranks, device="cpu").reshape(*shape)
+        known[key] = DeviceMesh(device_type, grid, mesh_dim_names=tuple(names))
+    return known[key]
 
 
 def start_job(device_type: str) -> None:

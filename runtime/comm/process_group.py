@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,10 +53,22 @@ class Group:
         return tuple(self.order.index(rank) for rank in range(self.size))
 
 
-def new_process_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A process group with the timeout of the job, made by its own ranks; an error once one of them is gone."""
-    meet(ranks, "making a process group")
-    return dist.new_group(list(ranks), timeout=job_timeout(), use_local_synchronization=True)
+_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+
+
+def process_group_of(ranks: Sequence[int]) -> ProcessGroup:
+    """The job's process group of these ranks, with its timeout; made by them at the first call.
+
+    A CommunicationError once one of them is gone.
+    """
+    job, key = dist.group.WORLD, tuple(sorted(ranks))
+    assert job is not None
+    known = _groups.setdefault(job, {})
+    if key not in known:
+        meet(key, "making a process group")
+        desc = f"mesh_{'-'.join(map(str, key))}"  # as torch names those of a DeviceMesh
+        known[key] = dist.new_group(list(key), job_timeout(), use_local_synchronization=True, group_desc=desc)
+    return known[key]
 
 
 def limit_timeout(process: ProcessGroup) -> None:

@@ -17,6 +17,7 @@ from shardc.options import Pipeline
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
+from ..comm.distributed import shared_device_mesh
 from ..comm.dtensor import local
 from ..comm.simulated import SimulatedComm
 from ..module.conversion import (
@@ -55,8 +56,9 @@ class PipelineConversion(DistributedConversion):
         if rest:
             stage_mesh = device_mesh[rest if len(rest) > 1 else rest[0]]
         else:  # this rank alone
-            ranks, axes = device_mesh.mesh.reshape(-1, 1), ("stages", pipeline.axis)
-            stage_mesh = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=axes)[pipeline.axis]
+            ranks, named = device_mesh.mesh.tolist(), ("stages", pipeline.axis)
+            stages = shared_device_mesh(ranks, (len(ranks), 1), named, device_mesh.device_type)
+            stage_mesh = stages[pipeline.axis]
         super().__init__(stage_mesh, device_mesh)
         self.ranks: list[int] = device_mesh.mesh.flatten().tolist()
         self.pipeline = pipeline

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from gloo_pool import GlooPool
 from gpt import gpt
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import shardc
 from shardc import Mesh
 from shardc.costs.step_time import OPTIMIZER, Slice
 from shardc.ops.contraction import dot
+from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.process_group import WAIT
 
 
@@ -56,7 +56,7 @@ def test_a_measured_step_has_the_ranges_of_the_predicted_one(tmp_path: Path) -> 
 
 
 def on_a_rank(path: str) -> tuple[list[str], list[str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_device_mesh(Mesh(dp=2, tp=2))
     names, program = profiled(mesh, f"{path}{torch.distributed.get_rank()}")
     return names, [each.name for each in program.collectives]
 

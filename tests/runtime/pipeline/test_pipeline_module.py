@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import Mesh
 from shardc.options import Pipeline
 from shardc.program.stages import stages_of
+from shardc.runtime.comm.distributed import make_device_mesh
 
 
 def model() -> nn.Module:
@@ -40,7 +40,7 @@ def data() -> torch.Tensor:
 
 def new_pipeline(schedule: str = "1f1b") -> tuple[Any, Any]:
     """The model on all ranks in a pipeline, and itself."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    mesh = make_device_mesh(Mesh(pp=4))
     pipeline = Pipeline(microbatches=4, schedule=schedule, cuts=("layers.3", "layers.5", "layers.7"))
     return shardc.parallelize(model(), mesh, pipeline=pipeline, args=(data(),)), model()
 
@@ -130,7 +130,7 @@ def run_frozen(has_overflow: bool) -> tuple[float, list[bool], float]:
     for each in (frozen, whole):
         for layer in each.layers[:3]:  # the first stage, but for the weight that the last one holds too
             layer.requires_grad_(False)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    mesh = make_device_mesh(Mesh(pp=4))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     pipeline = Pipeline(microbatches=4, cuts=("layers.3", "layers.5", "layers.7"), loss_scale=scaler)
     piped = shardc.parallelize(frozen, mesh, pipeline=pipeline, args=(data(),))
@@ -175,7 +175,7 @@ class Long(nn.Module):
 def run_longer() -> tuple[list[str], float]:
     """A step of short rows, an evaluation and a step of long ones, by whose work the stages would be others."""
     model = Long().double()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = make_device_mesh(Mesh(dp=2, pp=2))
     pipeline = Pipeline(microbatches=2, balance="flops")
     piped, whole = shardc.parallelize(model, mesh, pipeline=pipeline), copy.deepcopy(model)
     worst = 0.0
@@ -205,7 +205,7 @@ def run_norm() -> tuple[float, float]:
     frozen = model()
     for layer in frozen.layers[:3]:
         layer.requires_grad_(False)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    mesh = make_device_mesh(Mesh(pp=4))
     pipeline = Pipeline(microbatches=4, cuts=("layers.3", "layers.5", "layers.7"))
     piped, whole = shardc.parallelize(frozen, mesh, pipeline=pipeline), copy.deepcopy(frozen)
     for each in (piped, whole):

@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import Mesh
 from shardc.options import Pipeline
+from shardc.runtime.comm.distributed import make_device_mesh
 
 BATCH, TIME, WIDTH, STAGES, MICROBATCHES = 8, 5, 6, 4, 4
 CUTS = ("layers.2", "layers.4", "layers.6")
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def new_pipeline(schedule: str) -> Any:
-    mesh = init_device_mesh("cpu", (STAGES,), mesh_dim_names=("pp",))
+    mesh = make_device_mesh(Mesh(pp=STAGES))
     pipeline = Pipeline(microbatches=MICROBATCHES, schedule=schedule, cuts=CUTS)
     return shardc.parallelize(Model(), mesh, pipeline=pipeline)
 
@@ -73,7 +73,7 @@ class Pair(nn.Module):
 
 def run_pair() -> tuple[int, float]:
     """How many messages this rank sends in a step, and how far its gradients are off one device."""
-    mesh = init_device_mesh("cpu", (STAGES,), mesh_dim_names=("pp",))
+    mesh = make_device_mesh(Mesh(pp=STAGES))
     pipeline = Pipeline(microbatches=MICROBATCHES, cuts=("layers.1", "layers.2", "layers.3"))
     piped, alone = shardc.parallelize(Pair(), mesh, pipeline=pipeline), Pair()
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
