@@ -24,6 +24,7 @@ class Kind(IntEnum):
     UNSCALE = 8
     GUARD = 9
     READ = 10
+    EPOCH = 11
 
 
 class Flag(IntEnum):

@@ -32,6 +32,7 @@ DOES = {
     Kind.UNSCALE: "unscales gradients in a GradScaler",
     Kind.GUARD: "runs {}, whose program depends on values",
     Kind.READ: "reads {}",
+    Kind.EPOCH: "begins an epoch of {}",
 }
 
 
@@ -191,6 +192,8 @@ def _reason_for_places(phrases: Sequence[str]) -> str:
         return ": calls were made in another order, or one was skipped"
     if any(each.startswith("reads `") for each in begins):
         return ": a tensor was read on one rank alone, as under `if rank == 0:`"
+    if any(each.startswith("begins an epoch") for each in begins):
+        return ": an epoch ended early on one rank, or a loader was used on one rank alone"
     if "reads gradients" in begins:
         return ": a step was skipped, or gradients were read on one rank alone"
     return ""

@@ -155,26 +155,30 @@ def withdraw() -> None:
             _store().delete_key(key)
 
 
-def meet(ranks: Sequence[int], what: str) -> None:
-    """Wait until all these ranks have come here; a CommunicationError once one of them cannot come any more.
+def meet(ranks: Sequence[int], what: str, number: int = 0) -> bool:
+    """Wait until all these ranks have come here; returns whether all came with the same number.
 
-    torch waits for a rank that is gone until the job's timeout when a process group is made. ``what``: what they make.
+    torch waits for a rank that is gone until the job's timeout when a process group is made; this raises a
+    CommunicationError once one of them cannot come any more. ``what``: what they make.
     """
     if len(ranks) < 2 or _JOB.default is None:
-        return
+        return True
     ordered, end, pause = tuple(sorted(ranks)), time.monotonic() + job_timeout().total_seconds(), 0.001
     _JOB.meetings[ordered] += 1
     key = f"meeting/{'-'.join(map(str, ordered))}/{_JOB.meetings[ordered]}"
     with waiting(lambda: what, ranks):
         store = _store()
+        if store.compare_set(f"{key}/number", "", str(number)) != str(number).encode():
+            store.compare_set(f"{key}/end", "", "differ")
         if store.add(key, 1) >= len(ordered):
-            store.set(f"{key}/all", "")
-        while not store.check([f"{key}/all"]):
+            store.compare_set(f"{key}/end", "", "agree")
+        while not store.check([f"{key}/end"]):
             is_late = time.monotonic() > end
             if is_late or is_one_gone(ordered):
                 raise explained(what, ranks)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE)
+        return bool(store.get(f"{key}/end") == b"agree")
 
 
 def is_one_gone(ranks: Sequence[int]) -> bool:

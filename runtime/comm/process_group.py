@@ -24,7 +24,9 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .failure import job_timeout, meet
+from shardc.language.errors import ShardingError
+
+from .failure import job_timeout, meet, ranks_text
 
 c10d = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective, and returns its result
@@ -59,13 +61,17 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = 
 def process_group_of(ranks: Sequence[int]) -> ProcessGroup:
     """The job's process group of these ranks, with its timeout; made by them at the first call.
 
-    A CommunicationError once one of them is gone.
+    A CommunicationError once one of them is gone. A ShardingError on all of them if they are in different numbers of
+    groups: torch makes the name under which they find each other from that number, and would wait for the timeout.
     """
     job, key = dist.group.WORLD, tuple(sorted(ranks))
     assert job is not None
     known = _groups.setdefault(job, {})
     if key not in known:
-        meet(key, "making a process group")
+        if not meet(key, "making a process group", len(dist.distributed_c10d._world.pg_names)):
+            what, problem = "making their process group", "some of them are in more groups than others, as torch counts"
+            remedy = "make the meshes of all ranks, and run their modules once, before meshes of some ranks"
+            raise ShardingError(ranks_text(key), what, problem, remedy)
         desc = f"mesh_{'-'.join(map(str, key))}"  # as torch names those of a DeviceMesh
         known[key] = dist.new_group(list(key), job_timeout(), use_local_synchronization=True, group_desc=desc)
     return known[key]

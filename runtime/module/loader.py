@@ -21,6 +21,8 @@ from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, chunk_of
 
 from ..agreement.agreement import Agreement, agreement_on
+from ..agreement.entry import Entry, Kind
+from ..agreement.gate import Gate
 from ..comm.checksum import checksum
 from ..comm.distributed import own_position
 from ..comm.dtensor import shard
@@ -80,6 +82,7 @@ class ShardedLoader:
 
     def __init__(self, loader: DataLoader[Any], rows: Rows | None) -> None:
         self.loader, self._rows, self._own = loader, rows, _Samples()
+        self._gate = None if rows is None or rows.agreement is None else _gate(rows.agreement)
         if rows is not None:
             self._reader: DataLoader[Any] = DataLoader(
                 loader.dataset, batch_sampler=self._own, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
@@ -98,15 +101,30 @@ class ShardedLoader:
         if self._rows is None:
             yield from self.loader
             return
-        rows, (order, seed) = self._rows, epoch_order(self.loader, self._rows.agreement)
+        rows, gate = self._rows, self._gate
+        if gate is not None:
+            gate.enter(Entry(Kind.EPOCH, gate.digest))
+        with gate.telling() if gate else nullcontext():
+            order, seed = epoch_order(self.loader, rows.agreement)
         own = [rows.of_batch(len(samples)) for samples in order]
         pairs = zip(order, own, strict=True)
         self._own.batches = [samples[start : start + count] or samples[:1] for samples, (start, count) in pairs]
         self._reader.generator.manual_seed(seed + rows.index)  # alike on ranks that read the same rows
-        for i, batch in enumerate(self._reader):
+        reader = iter(self._reader)
+        for i, samples in enumerate(order):
+            with gate.telling() if gate else nullcontext():
+                batch = next(reader)
             if i == 0:
                 rows.compare(batch, own[0])
-            yield rows.placed(batch, len(order[i]), own[i][1])
+            with gate.telling() if gate else nullcontext():
+                placed = rows.placed(batch, len(samples), own[i][1])
+            yield placed
+
+
+def _gate(agreement: Agreement) -> Gate:
+    """The gate of the next loader on these ranks: all of them begin an epoch of it together."""
+    agreement.num_modules["loader"] += 1
+    return Gate(agreement, f"loader {agreement.num_modules['loader']} of shard_loader", "1")
 
 
 class _Samples:

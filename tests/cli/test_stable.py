@@ -98,7 +98,7 @@ def test_every_command_is_held_to_the_same_bytes() -> None:
     assert {line[0] for line in COMMAND_LINES} | MEASURED == set(COMMANDS)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes_print_the_same_bytes() -> None:
     """With another order of sets and dicts by hash in each."""
     first, second = (ran(RUN_ALL, seed=seed) for seed in (1, 2))

@@ -50,7 +50,7 @@ def cases(draw: st.DrawFn) -> tuple[RandomModel, torch.Tensor, Mesh, dict[str, P
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(cases())
 def test_a_random_pipeline_equals_one_device(
     case: tuple[RandomModel, torch.Tensor, Mesh, dict[str, P], Pipeline, Zero | None],

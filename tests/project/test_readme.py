@@ -89,10 +89,16 @@ def test_python_blocks_run_in_order_and_print_what_stands_below(page: str) -> No
 
 
 def commands() -> list[Any]:
-    """The console blocks as parameters; jobs of several processes are a sweep, one after another."""
+    """The console blocks as parameters; long ones and jobs of several processes, one after another, are a sweep."""
     job = [pytest.mark.sweep, pytest.mark.xdist_group("gloo")]
+    marks = {"torchrun": job, "--symbolic": [pytest.mark.sweep], "hf_gpt2.py": [pytest.mark.sweep]}
     return [
-        pytest.param(page, each, id=f"{page}: {each.code[:60]}", marks=job if "torchrun" in each.code else [])
+        pytest.param(
+            page,
+            each,
+            id=f"{page}: {each.code[:60]}",
+            marks=next((found for word, found in marks.items() if word in each.code), []),
+        )
         for page, text in READMES.items()
         for each in console_snippets(text)
     ]

@@ -54,8 +54,12 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
     assert all(torch.equal(gradients[name], of_expected[name]) for name in gradients)
 
 
+FIRST = "data and tensor"  # the others are a sweep
+NAMES = [pytest.param(name, marks=[] if name == FIRST else pytest.mark.sweep) for name in PLANS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", NAMES)
 def test_gradients_are_the_same_to_the_bit_and_less_is_alive(plan: str) -> None:
     """With dropout; and they are those of one device. What is announced is what is measured."""
     args = target()[1]
@@ -107,7 +111,7 @@ def test_recomputed_values_stand_right_before_their_first_reader() -> None:
     assert blocks == sorted(blocks, reverse=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_smaller_budget_is_met_by_more_work_and_an_error_names_the_least() -> None:
     whole = compiled("data and tensor")
     saved, work = whole.memory["saved"], [flops_of(whole.program)]

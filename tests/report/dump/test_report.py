@@ -81,7 +81,7 @@ def collectives_dumped(program: Compiled) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_report_of_gpt2_is_there_at_once_and_has_every_collective_parameter_and_op(
     gpt2: Compiled, browser: Any, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from shardc.runtime.comm.distributed import TorchComm, gather_whole, make_device
 from shardc.runtime.comm.dtensor import check_order, placements, shard, sharding_of
 from shardc.runtime.comm.launch import launch
 from shardc.runtime.comm.messages import parse_counters, private_loopback, sent_bytes
-from shardc.runtime.comm.process_group import reduce_scatter
+from shardc.runtime.comm.process_group import process_group_of, reduce_scatter
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs, simulate
@@ -290,3 +290,21 @@ def test_a_launched_job_says_how_a_rank_died_and_where_another_waited_for_it():
         "rank 1 died with exit code -9, SIGKILL",
         "rank 0 was in the gather of output 'logits' over dp, ranks 0, 1: rank 1 is gone",
     ]
+
+
+def make_group_after_one_of_some_ranks():
+    """The error of ranks 1 and 2 for a group of theirs, where rank 1 is in a group more."""
+    comm_of(MESH)
+    dist.new_group([0, 1])
+    if dist.get_rank() in (1, 2):
+        with pytest.raises(ShardingError) as error:
+            process_group_of((1, 2))
+        return str(error.value)
+
+
+def test_ranks_in_different_numbers_of_groups_are_told_rather_than_left_waiting(gloo):
+    told = (
+        "ranks 1, 2: making their process group\n  some of them are in more groups than others, as torch counts\n"
+        "  make the meshes of all ranks, and run their modules once, before meshes of some ranks"
+    )
+    assert gloo.run(make_group_after_one_of_some_ranks) == [None, told, told, None]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import shardc
 from shardc import Mesh, P, Pipeline, ShardingError
+from shardc.language.errors import RankError
 from shardc.runtime.comm.distributed import make_device_mesh
 
 
@@ -212,3 +213,45 @@ def test_batches_in_every_container_come_from_workers_too_and_mistakes_are_named
         "  give all ranks one data set; random numbers that it draws are alike with num_workers=1 or more",
     ]
     assert gloo.run(containers) == [[expected]] * 4
+
+
+class Broken(Noise):
+    """A sample cannot be read, on rank 1."""
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if dist.get_rank() == 1 and i == 18:
+            raise OSError("cannot read sample 18")
+        return super().__getitem__(i)
+
+
+def failures() -> list[str]:
+    """An error of the data set on one rank, and an epoch that one rank begins alone."""
+    mesh, found = make_device_mesh(Mesh(dp=4)), list[str]()
+    model = shardc.parallelize(MLP().double(), mesh, DATA)
+    broken = shardc.shard_loader(DataLoader(Broken(), batch_size=8), mesh, P("dp"))
+    with pytest.raises((RankError, OSError)) as error:
+        for batch in broken:
+            model(**batch)
+    found.append(f"{type(error.value).__name__}: {error.value}")
+    rows = shardc.shard_loader(loader(), mesh, P("dp"))
+    with pytest.raises(ShardingError) as error:
+        if dist.get_rank() == 2:
+            next(iter(rows))
+        else:
+            model(**batch)
+    found.append(str(error.value))
+    assert len([model(**batch) for batch in rows]) == 4
+    return found
+
+
+def test_an_error_of_the_data_on_one_rank_and_an_epoch_of_one_rank_are_named_on_all(gloo: GlooPool) -> None:
+    results = gloo.run(failures)
+    assert results[1][0] == "OSError: cannot read sample 18"
+    for rank in (0, 2, 3):
+        assert results[rank][0].startswith("RankError: rank 1 failed: OSError: cannot read sample 18\n")
+    assert {each[1] for each in results} == {
+        "ranks 0 and 2: they are at different places in the program\n"
+        "  rank 0 calls forward of MLP (call 3); rank 2 begins an epoch of loader 2 of shard_loader: an epoch ended "
+        "early on one rank, or a loader was used on one rank alone\n"
+        "  let every rank make the same calls in the same order, none of them on some ranks alone"
+    }

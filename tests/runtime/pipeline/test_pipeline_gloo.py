@@ -16,9 +16,11 @@ from shardc import Mesh, P
 from shardc.options import Pipeline
 from shardc.runtime.comm.distributed import make_device_mesh
 
+FEW = [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.sweep)]  # all: tests.conformance pipelines --processes
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:3], ids=str)  # all of them: python -m tests.conformance pipelines --processes
+@pytest.mark.parametrize("case", FEW, ids=str)
 def test_a_pipeline_on_processes_equals_one_device(gloo: GlooPool, case: Case) -> None:
     check_all(case, gloo.run(train, case))
 
