@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,6 +168,22 @@ SAME: dict[Any, Any] = {  # a view and a copy of it are the same in a program of
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
+def _cat(program: Program, node: fx.Node) -> Results:
+    """A concatenation without operands that are empty: ``torch.cat`` takes ``[0]`` beside tensors of any rank."""
+    tensors, type_ = arguments(node)["tensors"], program.type(node)
+    full = [each for each in tensors if program.type(each).numel]
+    if not full or len(full) == len(tensors):
+        return None
+    promoted = functools.reduce(torch.promote_types, (program.type(each).dtype for each in full))
+    result = full[0]
+    if len(full) > 1:
+        arguments_ = (full, *node.args[1:])
+        result = program.insert(aten.cat.default, arguments_, replace(type_, dtype=promoted), node)
+    if promoted == type_.dtype:
+        return result
+    return program.insert(aten._to_copy.default, (result,), type_, node, {"dtype": type_.dtype})
+
+
 VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys(COPIES, lambda program, node: operand(node)),
     aten._to_copy.default: _copy,
@@ -173,6 +191,7 @@ VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
+    aten.cat.default: _cat,
     aten.index.Tensor: _index,
     aten.index_put.default: _put_by_mask,
     **dict.fromkeys((aten.index_select.default, aten.index_add.default, aten.index_copy.default), _index_along),

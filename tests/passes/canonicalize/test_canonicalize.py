@@ -153,6 +153,26 @@ def test_copies_go_views_are_reshapes_and_transposes_one_permute() -> None:
     )
 
 
+def test_a_concatenation_drops_empty_operands_of_any_rank_and_keeps_the_dtype() -> None:
+    """The key-value cache of transformers begins as an empty tensor of one dim."""
+
+    def grow(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        empty = x.new_empty(0, dtype=torch.float64)
+        return torch.cat([empty, x], -2), torch.cat([x, empty, y[:, :0], y], 1)
+
+    assert after("canonicalize", grow, MESH, x=value(2, 3, 4), y=value(2, 3, 4)) == block(
+        """
+        x: f32[2, 3, 4]
+        y: f32[2, 3, 4]
+        _to_copy: f64[2, 3, 4] = _to_copy(x, dtype=float64)
+        cat_2: f32[2, 6, 4] = cat([x, y], 1)
+        _to_copy_1: f64[2, 6, 4] = _to_copy(cat_2, dtype=float64)
+        output: _to_copy
+        output: _to_copy_1
+        """
+    )
+
+
 def test_an_op_that_needs_only_a_shape_is_a_constant() -> None:
     assert after("canonicalize", lambda x, w: torch.zeros_like(x @ w) + 1, MESH, x=value(8, 6), w=value(6, 4)) == block(
         """
