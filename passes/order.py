@@ -38,6 +38,7 @@ from .reshard.accumulate import accumulate
 from .reshard.insert_reshards import insert_reshards
 from .reshard.lower_reshards import lower_reshards
 from .reshard.store import store
+from .run_pass import run_pass
 from .verify import verify
 
 Pass = Callable[[Program], Program]
@@ -83,11 +84,12 @@ def run_passes(
 ) -> Program:
     """Run every pass, or those after one, up to and including another, and verify each new program.
 
-    ``watch`` is called with each pass's name, the program after it and the seconds it took.
+    ``watch`` is called with each pass's name, the program after it and the seconds it took. A pass that fails is told
+    as an InternalError.
     """
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
-        before, program = program, run(program)
+        before, program = program, run_pass(run, program)
         if program is not before:
             verify(program)
         watch(run.__name__, program, time.perf_counter() - start)

@@ -168,6 +168,8 @@ SAME: dict[Any, Any] = {  # a view and a copy of it are the same in a program of
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
+
+
 def _cat(program: Program, node: fx.Node) -> Results:
     """A concatenation without operands that are empty: ``torch.cat`` takes ``[0]`` beside tensors of any rank."""
     tensors, type_ = arguments(node)["tensors"], program.type(node)

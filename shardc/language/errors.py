@@ -84,6 +84,13 @@ class RankError(FourPartError, RuntimeError):
     """Another rank of the job has failed: the four parts of a ``ShardingError``, with that rank's own message."""
 
 
+class InternalError(FourPartError, RuntimeError):
+    """A fault of shardc itself, in the four parts of a ``ShardingError``: the pass, the op and line, and the cause."""
+
+
+REPORT = "this is a fault of shardc: please report it, with the traceback, the model and the annotations"
+
+
 def second_backward() -> OrderError:
     """The error for a second backward through one forward; like torch's, it is a RuntimeError."""
     what, problem = "a second one through one forward", "what the forward saved is freed by the first"

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from torch import fx
 
+from shardc.language.errors import REPORT, ShardingError
 from shardc.language.mesh import Mesh
-from shardc.language.rule import OpCall, Rule, replicated_rule
+from shardc.language.rule import OpCall, OpRule, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
@@ -279,10 +280,21 @@ class Program:
             entry, call = op_rule(node.target), self.call(node)
             key = node.target, typed(call.args), typed(dict(call.kwargs)), typed(call.results)
             if key not in self.rules:
-                self.rules[key] = entry.bind(call) if entry else replicated_rule(call)
+                self.rules[key] = self._bound(entry, node, call) if entry else replicated_rule(call)
             node.meta["rule"] = self.rules[key]
         rule: Rule = node.meta["rule"]
         return rule
+
+    def _bound(self, entry: OpRule, node: fx.Node, call: OpCall) -> Rule:
+        """The rule that the table gives a call; where shardc's own fails, the replicated rule, and a note."""
+        try:
+            return entry.bind(call)
+        except ShardingError:  # of a rule of the user's
+            raise
+        except Exception as error:
+            op, why = f"{node.target} ({self.source(node).place})", f"{type(error).__name__}: {error}"
+            self.notes = (*self.notes, f"{op} runs whole: its rule raised {why}; {REPORT}")
+            return replicated_rule(call)
 
     def bind_rule(self, node: fx.Node, rule: Rule) -> None:
         """Give a node another rule than its op's."""

@@ -26,6 +26,12 @@ class Source:
     ordinal: int = field(default=-1, compare=False)
     stage: int = field(default=0, compare=False)
 
+    @property
+    def place(self) -> str:
+        """The line and the module, for errors."""
+        line = self.location or "a line that is not known"
+        return f"{line} in {self.module}" if self.module else line
+
 
 PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # precedence of annotations: passes/propagate/propagate.py
 

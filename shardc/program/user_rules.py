@@ -89,7 +89,7 @@ def register_rule(
         raise ShardingError(who, f"reduce={reduce!r}", "there is no such reduction", "say sum, max or min")
 
     def bind(call: OpCall) -> Rule:
-        text = spec(call) if callable(spec) else spec
+        text = _text_for(who, spec, call) if callable(spec) else spec
         if text is None:
             return replicated_rule(call)
         if callable(spec):
@@ -103,6 +103,18 @@ def register_rule(
         return replace(bound, sees_padding=not uneven and not is_linear)
 
     RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
+
+
+def _text_for(who: str, spec: Callable[[OpCall], str | None], call: OpCall) -> str | None:
+    """What a user's function says of a call."""
+    try:
+        return spec(call)
+    except ShardingError:
+        raise
+    except Exception as error:
+        shapes = ", ".join("none" if each is None else str(list(each.shape)) for each in call.operands)
+        problem, remedy = f"it raised {type(error).__name__}: {error}", "let it return the text of a rule, or None"
+        raise ShardingError(who, f"spec of operands {shapes}", problem, remedy) from error
 
 
 def overload_of(op: Any) -> torch._ops.OpOverload:
