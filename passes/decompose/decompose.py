@@ -228,9 +228,21 @@ def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) ->
     return NEVER if given["scale_grad_by_freq"] else 2 * program.type(given["grad_output"]).nbytes
 
 
+def _triangle(emit: Emitter) -> fx.Node:
+    """The elements whose row and column are on one side of a diagonal, else zero."""
+    given, shape, is_upper = emit.given, emit.shape(emit.given["self"]), emit.node.target is aten.triu.default
+    start = given["diagonal"]
+    row = emit(aten.unsqueeze.default, emit(aten.arange.start, start, start + shape[-2]), 1)
+    column = emit(aten.arange.default, shape[-1])
+    inside = emit(aten.ge.Tensor if is_upper else aten.le.Tensor, column, row)
+    zero = emit(aten.scalar_tensor.default, 0, dtype=emit.type(emit.node).dtype)
+    return emit(aten.where.self, inside, given["self"], zero)
+
+
 DECOMPOSITIONS: dict[Any, Decomposition] = {
     aten.embedding.default: Decomposition(_embedding, lookup_moves),
     aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
+    **dict.fromkeys((aten.triu.default, aten.tril.default), Decomposition(_triangle, lambda *_: 0)),
     **INDEXING,
     **NORMALIZATIONS,
     **REDUCTIONS,

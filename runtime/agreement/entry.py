@@ -25,6 +25,7 @@ class Kind(IntEnum):
     GUARD = 9
     READ = 10
     EPOCH = 11
+    CHECKPOINT = 12
 
 
 class Flag(IntEnum):

@@ -33,6 +33,7 @@ DOES = {
     Kind.GUARD: "runs {}, whose program depends on values",
     Kind.READ: "reads {}",
     Kind.EPOCH: "begins an epoch of {}",
+    Kind.CHECKPOINT: "saves, loads or exports {}",
 }
 
 
@@ -194,6 +195,8 @@ def _reason_for_places(phrases: Sequence[str]) -> str:
         return ": a tensor was read on one rank alone, as under `if rank == 0:`"
     if any(each.startswith("begins an epoch") for each in begins):
         return ": an epoch ended early on one rank, or a loader was used on one rank alone"
+    if any(each.startswith("saves, loads or exports") for each in begins):
+        return ": a checkpoint is every rank's work, and not for `if rank == 0:`"
     if "reads gradients" in begins:
         return ": a step was skipped, or gradients were read on one rank alone"
     return ""

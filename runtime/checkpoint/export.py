@@ -37,7 +37,7 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int =
     """
     check_request(path, module, None, None, None)
     folder, module = Path(path), unwrapped(module)
-    ranks = ranks_of(module)
+    ranks = ranks_of(module, "exports")
     finish_save(ranks)
     model: nn.Module = module.__dict__["_model"] if isinstance(module, ParallelModule) else module
     tensors, error = None, None

@@ -55,7 +55,7 @@ def load(
         _refuse_without_module(optimizer, scheduler, scaler)
         return read_whole(Path(path))
     module = unwrapped(module)
-    ranks = ranks_of(module)
+    ranks = ranks_of(module, "loads")
     finish_save(ranks)
     checkpoint = open_checkpoint(Path(path), ranks)
     parts, error = [], None

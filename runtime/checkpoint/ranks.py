@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from shardc.language.errors import CheckpointError
 
 from ..agreement.agreement import Agreement
+from ..agreement.entry import Entry, Kind
+from ..agreement.gate import digest
 from ..comm.checksum import bytes_of
 from ..comm.failure import waiting
 from ..module.module import ParallelModule
@@ -86,11 +88,16 @@ def parts_of(error: Exception) -> tuple[str, str, str, str]:
 _jobs: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Ranks]] = WeakKeyDictionary()
 
 
-def ranks_of(module: nn.Module) -> Ranks:
+def ranks_of(module: nn.Module, doing: str) -> Ranks:
     """The ranks that hold a module: those of its mesh, or of the job for a plain one, which every rank has whole.
 
-    Every one of them calls this the first time, which makes their group; it lives as long as the job.
+    Every one of them calls this the first time, which makes their group; it lives as long as the job. Those of a
+    parallel module come to it together. ``doing``: ``saves``, ``loads`` or ``exports``.
     """
+    gate = module._gate if isinstance(module, ParallelModule) else None
+    if gate is not None:
+        entry = Entry(Kind.CHECKPOINT, gate.digest, request=digest(doing))
+        gate.enter(entry, {"request": lambda: f"checkpoint: {doing}"})
     ranks, job = tuple(_mesh_ranks(module)), dist.group.WORLD
     if len(ranks) == 1 or job is None or dist.get_backend() == "fake":
         return Ranks(ranks[:1])

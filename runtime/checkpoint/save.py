@@ -102,7 +102,7 @@ def save(
     """
     check_request(path, module, optimizer, step, keep)
     module = unwrapped(module)
-    ranks = ranks_of(module)
+    ranks = ranks_of(module, "saves")
     finish_save(ranks)
     if step is None and isinstance(module, ParallelModule):
         step = module.step

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from shardc.capture.call import flatten, rebuild
 from shardc.language.errors import ShardingError, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -53,16 +54,26 @@ def conversion_on(mesh: Any, device: torch.device | str = "cpu") -> Conversion:
     return DistributedConversion(mesh) if isinstance(mesh, DeviceMesh) else VirtualConversion(Mesh.of(mesh), device)
 
 
-def shard_batch(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
+def shard_batch(local: Any, device_mesh: DeviceMesh, spec: P) -> Any:
     """A DTensor of the global batch from each rank's own part of it: ``shard_batch(mine, mesh, P("dp"))``.
 
-    ``local`` has the same shape on every rank. The global shape is that shape times the ranks that cut each dim.
+    ``local``: a tensor, of the same shape on every rank, or a tuple, list, dict or dataclass of such tensors. All are
+    cut alike; numbers and None stay. The global shape is the local one times the ranks that cut each dim.
     """
     if not isinstance(device_mesh, DeviceMesh):
         problem, remedy = "only the ranks of a job hold shards", "give the DeviceMesh of init_device_mesh"
         raise ShardingError("shard_batch", f"the mesh {device_mesh!r}", problem, remedy)
     if not isinstance(spec, P):
         raise ShardingError("shard_batch", repr(spec), "it is no P", "write for example P('dp')")
+    leaves, tree = flatten(local)
+    if not any(isinstance(each, Tensor) for _, each in leaves):
+        problem = "there is no tensor in it"
+        raise ShardingError("shard_batch", f"of type {type(local).__name__}", problem, "give tensors of own rows")
+    return rebuild(tree, (_global(x, device_mesh, spec) if isinstance(x, Tensor) else x for _, x in leaves))
+
+
+def _global(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
+    """The global tensor of which every rank has an equal part."""
     mesh = Mesh.of(device_mesh)
     probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
     shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))

@@ -258,3 +258,15 @@ def test_indices_into_a_dim_cut_in_blocks_name_the_right_positions(name: str, sp
     loss = model(ids)
     torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-10)
     torch.testing.assert_close(gradients["table"], torch.autograd.grad(loss, model.table)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "spec", [P(None, "tp"), P(None, None, "tp"), P(None, "dp", "tp"), P(None, "tp", "dp")], ids=str
+)
+@pytest.mark.parametrize("diagonal", [-9, -1, 0, 3, 20])
+def test_a_triangle_of_a_matrix_cut_along_rows_or_columns_moves_nothing(spec: P, diagonal: int) -> None:
+    model = Function(lambda x: torch.cat([x.tril(diagonal), x.triu(diagonal)]), {})
+    x = torch.randn(2, 7, 10)
+    compiled = shardc.compile(model, Mesh(dp=2, tp=4), {"x": spec}, kwargs={"x": x}, train=False)
+    assert not compiled.collectives
+    assert torch.equal(compiled.simulate(x=x)[0], torch.cat([x.tril(diagonal), x.triu(diagonal)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import threading
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardc
-from shardc import CheckpointError, Mesh, P, blocks
+from shardc import CheckpointError, Mesh, P, ShardingError, blocks
 from shardc.language.partition import P as Partition
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.dtensor import local, shard
@@ -258,6 +259,37 @@ def save_beside_training(root: str) -> tuple[list[str], float]:
 def test_a_save_in_the_background_goes_with_collectives_of_training(gloo: GlooPool, tmp_path: Path) -> None:
     for found in gloo.run(save_beside_training, str(tmp_path)):
         assert found == (["latest", "step-00000003", "step-00000004"], 0.0)
+
+
+def saved_on_one_rank(root: str) -> list[str]:
+    """What each rank raises where rank 0 alone saves or loads, and whether all go on together afterwards."""
+    mesh, found = make_device_mesh(Mesh(dp=2, tp=2)), list[str]()
+    module = shardc.parallelize(nn.Linear(4, 4), mesh, {"weight": P("tp")})
+    for alone in (lambda: shardc.save(root, module), lambda: shardc.load(root, module)):
+        with pytest.raises(ShardingError) as caught:
+            if dist.get_rank() == 0:
+                alone()
+            else:
+                module(torch.ones(2, 4))
+        found.append(str(caught.value))
+        shardc.save(root, module)
+    with pytest.raises(ShardingError) as caught:
+        (shardc.save if dist.get_rank() == 0 else shardc.load)(root, module)
+    return [*found, str(caught.value)]
+
+
+def test_a_checkpoint_that_one_rank_saves_or_loads_alone_is_refused_at_once(gloo: GlooPool, tmp_path: Path) -> None:
+    results = gloo.run(saved_on_one_rank, str(tmp_path / "run"))
+    assert results == [results[0]] * 4
+    *alone, other = (re.sub(r"module \d+, |[(]module \d+[)] ?", "", each) for each in results[0])
+    for each in alone:
+        lines = each.splitlines()
+        assert lines[0] == "ranks 0 and 1: they are at different places in the program"
+        assert lines[1].startswith("  rank 0 saves, loads or exports Linear")
+        assert lines[1].endswith(
+            "rank 1 calls forward of Linear (call 1): a checkpoint is every rank's work, and not for `if rank == 0:`"
+        )
+    assert "rank 0 has\n    checkpoint: saves\n  where rank 1 has\n    checkpoint: loads" in other
 
 
 def plain_in_a_job(root: str) -> bool:

@@ -327,7 +327,10 @@ def run_states():
     x, y = doubles(3)
     mesh = make_device_mesh(MESH)
     row = mesh.get_coordinate()[0]
-    mine = [shard_batch(tensor.chunk(2)[row].requires_grad_(), mesh, P("dp")) for tensor in (x, y)]
+    own = {"pair": tuple(tensor.chunk(2)[row].requires_grad_() for tensor in (x, y)), "epoch": 3}
+    batch = shard_batch(own, mesh, P("dp"))
+    assert batch["epoch"] == 3 and type(batch["pair"]) is tuple
+    mine = batch["pair"]
     mine[0].retain_grad()
     x.requires_grad_()
     parallel(*mine).backward()
