@@ -88,7 +88,7 @@ def test_each_outcome_of_a_guard_is_compiled_once(name: str) -> None:
     assert max(apart) < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_guard_holds_in_compiled_code() -> None:
     model = shardc.parallelize(Rows(), MESH, {"x": P("dp")}, compile="inductor")
     for count in (3, 5, 3):

@@ -36,7 +36,7 @@ def a_figure(name: str, seconds: float, peer: float = 1.0, **changes: object) ->
     return replace(figure, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_everyone_in_a_row_trains_alike_and_is_weighed(tmp_path: Path) -> None:
     row = Row("data", "tiny", Job(2))
     found = figures(row, launch(measure, 2, row, Steps(least=2, most=3), private_network=True))

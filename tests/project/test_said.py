@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("said")  # who shares what is made once
 ROOT = Path(__file__).parents[2]
 SAID = {  # and how many parts each takes
     "ShardingError": 4, "OptionError": 4, "UsageError": 4, "OrderError": 4, "CaptureError": 3, "Unfit": 2,
-    "error_text": 4, "CheckpointError": 4,
+    "error_text": 4, "CheckpointError": 4, "InternalError": 4,
 }  # fmt: skip
 OUR_OWN = {
     "AssertionError",  # an invariant

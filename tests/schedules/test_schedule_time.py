@@ -175,7 +175,7 @@ def grid() -> list[tuple[int, int, int, Costs, int | None]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_auto_is_never_slower_than_a_named_schedule_and_stays_under_the_cap() -> None:
     for ranks, num_stages, count, costs, memory in grid():
         chosen = shardc.schedule("auto", num_stages, count, num_ranks=ranks, costs=costs, memory=memory).check()

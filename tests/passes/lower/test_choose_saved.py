@@ -35,7 +35,7 @@ def results(program: Compiled) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb-v"])
 def test_no_rank_saves_more_than_the_budget(schedule: str) -> None:
     """Of all its microbatches under way; a rank that saves less anyway makes nothing again; the bits are the same."""
     whole = compiled(schedule)

@@ -106,14 +106,14 @@ def few(names: Mapping[str, Any], *chosen: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if name in chosen else pytest.mark.sweep) for name in names]
 
 
-@pytest.mark.parametrize("name", few(GOOD, "moe", "gpt, fsdp"))
+@pytest.mark.parametrize("name", few(GOOD, "gpt, fsdp"))
 def test_advice_removes_each_collective_of_a_good_plan_at_the_cost_that_it_states(name: str) -> None:
     target, mesh = GOOD[name]
     found = hold_all(target, mesh, compile(target, mesh, target[3]))
     assert all(advice.why for advice in found if advice.suggestion and not advice.suggestion.is_free)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_advice_on_zero_trades_bytes_sent_for_memory() -> None:
     target = gpt.gpt()
     compiled = compile(target, Mesh(dp=2), gpt.DATA, zero=Zero("dp", 3))
@@ -239,7 +239,7 @@ def test_an_annotation_in_the_model_may_be_the_one_to_take_out() -> None:
     assert figures_of(compile(plain, MESH, annotations).program) == found.suggestion.after
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_in_a_pipeline_advice_changes_stages_for_sends_and_annotations_for_reductions() -> None:
     target, pipeline = gpt.gpt_tied(), shardc.Pipeline(axis="pp", microbatches=4)
     compiled = compile(target, Mesh(dp=2, pp=2), gpt.DATA, pipeline=pipeline)
@@ -269,7 +269,7 @@ def test_the_advice_reads_as_one_would_type_it() -> None:
     assert "  a rank then sends 852.2 kB, 65.5 kB less a step\n" in text
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("pattern, spec", [
     ("*.mlp.up.bias", P()), ("output:logits", P())
 ])  # fmt: skip

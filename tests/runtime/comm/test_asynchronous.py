@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +96,7 @@ def run_noting(mesh: Mesh, annotations: dict[str, P]) -> tuple[list[str], bool]:
     return notes, all(a is not None and torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
+@pytest.mark.sweep
 def test_contractions_run_while_a_collective_is_under_way(gloo: Any) -> None:
     for name, (mesh, chosen) in PLANS.items():
         for notes, is_right in gloo.run(run_noting, mesh, chosen):

@@ -83,7 +83,9 @@ def cut_everywhere(mesh: Mesh) -> Callable[[str, tuple[int, ...]], Sharding]:
 
 
 @pytest.mark.filterwarnings("ignore:made whole")
-@pytest.mark.parametrize("name", ["gpt", "hf gpt2", "hf llama"])
+@pytest.mark.parametrize(
+    "name", ["hf gpt2", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("gpt", "hf llama"))]
+)
 def test_every_mesh_of_at_most_16_ranks_gets_the_same_bits(name: str) -> None:
     found = recorded(name)
     digests = {mesh: digest(initialize(found, mesh, cut_everywhere(mesh), seed=3)) for mesh in all_meshes(16)}

@@ -74,7 +74,7 @@ def test_all_ranks_agree_on_a_link_for_each_axis(gloo: GlooPool) -> None:
     assert 1e8 < first["device"]["flops"]["float32"] < 1e13
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_measures_local_processes_and_other_commands_read_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

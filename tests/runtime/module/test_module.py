@@ -460,7 +460,7 @@ def test_inductor_runs_both_parts_on_two_ranks():
         assert "mm" in order[order.index("all_reduce_") : order.index("wait_tensor")], "a bucket waits for the last op"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_inductor_draws_the_same_dropout() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:

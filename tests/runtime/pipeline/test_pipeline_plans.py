@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gpt
@@ -31,8 +31,12 @@ PLANS: dict[str, tuple[Mesh, dict[str, P], str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
+def few(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All cases; those that are not chosen are a sweep."""
+    return [pytest.param(each, marks=pytest.mark.slow if each in chosen else pytest.mark.sweep) for each in cases]
+
+
+@pytest.mark.parametrize("name", few(PLANS, "stage 3, tensor", "tensor, recomputed"))
 def test_a_plan_in_a_pipeline_equals_the_plan_without_one(name: str) -> None:
     """Ten rows in four microbatches, two backwards; with a precision against the same plan without a pipeline."""
     mesh, annotations, schedule, options = PLANS[name]
@@ -133,8 +137,7 @@ MODELS: dict[Callable[[], nn.Module], tuple[Callable[[], dict[str, Tensor]], str
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", few(MODELS, gpt2))
 def test_twenty_steps_of_a_model_in_four_stages_are_those_of_one_device(make: Callable[[], nn.Module]) -> None:
     batch, schedule = MODELS[make]
     torch.manual_seed(0)
