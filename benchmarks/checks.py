@@ -73,19 +73,9 @@ def _trainer(plan: str, size: str, job: Job, way: str) -> Trainer:
     trainer = Plan(found.axis, found.annotations, options).trainer(new_model(SIZES[size]), job, SIZES[size])
     if way == WAYS[-1]:
         gate: Any = trainer.model._gate  # type: ignore[attr-defined]
-        gate.agreement = _Silent(gate.agreement)
+        gate.agreement = copy.copy(gate.agreement)  # other modules keep theirs
+        gate.agreement.exchange = lambda data, doing: [data] * RANKS  # this rank's message for those of all
     return trainer
-
-
-class _Silent:
-    """An agreement that exchanges nothing: every rank takes its own message for those of all."""
-
-    def __init__(self, agreement: Any) -> None:
-        vars(self).update(vars(copy.copy(agreement)))
-
-    def exchange(self, data: bytes, doing: object = None) -> list[bytes]:
-        """This rank's message, as often as there are ranks."""
-        return [data] * RANKS
 
 
 if __name__ == "__main__":

@@ -179,8 +179,7 @@ def _cat(program: Program, node: fx.Node) -> Results:
     promoted = functools.reduce(torch.promote_types, (program.type(each).dtype for each in full))
     result = full[0]
     if len(full) > 1:
-        arguments_ = (full, *node.args[1:])
-        result = program.insert(aten.cat.default, arguments_, replace(type_, dtype=promoted), node)
+        result = program.insert(aten.cat.default, (full, *node.args[1:]), replace(type_, dtype=promoted), node)
     if promoted == type_.dtype:
         return result
     return program.insert(aten._to_copy.default, (result,), type_, node, {"dtype": type_.dtype})

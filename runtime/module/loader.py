@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -101,10 +101,10 @@ class ShardedLoader:
         if self._rows is None:
             yield from self.loader
             return
-        rows, gate = self._rows, self._gate
-        if gate is not None:
-            gate.enter(Entry(Kind.EPOCH, gate.digest))
-        with gate.telling() if gate else nullcontext():
+        rows = self._rows
+        if self._gate is not None:
+            self._gate.enter(Entry(Kind.EPOCH, self._gate.digest))
+        with self._telling():
             order, seed = epoch_order(self.loader, rows.agreement)
         own = [rows.of_batch(len(samples)) for samples in order]
         pairs = zip(order, own, strict=True)
@@ -112,13 +112,17 @@ class ShardedLoader:
         self._reader.generator.manual_seed(seed + rows.index)  # alike on ranks that read the same rows
         reader = iter(self._reader)
         for i, samples in enumerate(order):
-            with gate.telling() if gate else nullcontext():
+            with self._telling():
                 batch = next(reader)
             if i == 0:
                 rows.compare(batch, own[0])
-            with gate.telling() if gate else nullcontext():
+            with self._telling():
                 placed = rows.placed(batch, len(samples), own[i][1])
             yield placed
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Let the other ranks know of an error in the block, if there are any."""
+        return nullcontext() if self._gate is None else self._gate.telling()
 
 
 def _gate(agreement: Agreement) -> Gate:

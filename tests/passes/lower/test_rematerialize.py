@@ -10,6 +10,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
+from cases import few
 from measuring import measured
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,12 +55,7 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
     assert all(torch.equal(gradients[name], of_expected[name]) for name in gradients)
 
 
-FIRST = "data and tensor"  # the others are a sweep
-NAMES = [pytest.param(name, marks=[] if name == FIRST else pytest.mark.sweep) for name in PLANS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", NAMES)
+@pytest.mark.parametrize("plan", few(PLANS, "data and tensor"))
 def test_gradients_are_the_same_to_the_bit_and_less_is_alive(plan: str) -> None:
     """With dropout; and they are those of one device. What is announced is what is measured."""
     args = target()[1]

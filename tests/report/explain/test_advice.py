@@ -11,6 +11,7 @@ import moe
 import pytest
 import torch
 import transformers
+from cases import few
 from torch import Tensor, nn
 
 import shardc
@@ -99,11 +100,6 @@ def hold(suggestion: Suggestion, before: Figures, after: Figures) -> None:
     assert (suggestion.before, suggestion.after) == (before, after)
     is_good = after.wire_bytes < before.wire_bytes and after.peak <= before.peak and after.flops <= before.flops
     assert suggestion.is_free == (is_good and after.peak + after.optimizer <= before.peak + before.optimizer)
-
-
-def few(names: Mapping[str, Any], *chosen: str) -> list[Any]:
-    """All names; those that are not chosen are a sweep."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in chosen else pytest.mark.sweep) for name in names]
 
 
 @pytest.mark.parametrize("name", few(GOOD, "gpt, fsdp"))

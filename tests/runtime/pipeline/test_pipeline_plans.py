@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import gpt
 import pytest
 import torch
 import transformers
+from cases import few
 from torch import Tensor, nn
 
 import shardc
@@ -29,11 +30,6 @@ PLANS: dict[str, tuple[Mesh, dict[str, P], str, dict[str, Any]]] = {
         Mesh(pp=2, dp=2), gpt.DATA, "1f1b", {"zero": Zero("dp", 2), "precision": Precision(torch.bfloat16)},
     ),
 }  # fmt: skip
-
-
-def few(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """All cases; those that are not chosen are a sweep."""
-    return [pytest.param(each, marks=pytest.mark.slow if each in chosen else pytest.mark.sweep) for each in cases]
 
 
 @pytest.mark.parametrize("name", few(PLANS, "stage 3, tensor", "tensor, recomputed"))
