@@ -192,7 +192,7 @@ _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], DeviceMesh
 def shared_device_mesh(
     ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], device_type: str
 ) -> DeviceMesh:
-    """A DeviceMesh, one for all equal meshes of a job: each has process groups of its own, with threads and memory."""
+    """The one DeviceMesh that equal meshes of a job share, since every DeviceMesh makes process groups of its own."""
     job, key = dist.group.WORLD, (device_type, tuple(ranks), tuple(shape), tuple(names))
     known = {} if job is None else _device_meshes.setdefault(job, {})
     if key not in known:

@@ -121,7 +121,7 @@ class ShardedLoader:
             yield placed
 
     def _telling(self) -> AbstractContextManager[None]:
-        """Let the other ranks know of an error in the block, if there are any."""
+        """Tell the other ranks, if there are any, of an error in the block."""
         return nullcontext() if self._gate is None else self._gate.telling()
 
 

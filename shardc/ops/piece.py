@@ -152,7 +152,7 @@ def _chunked_along(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule
 
 
 def _triangle_rule(call: OpCall) -> Rule:
-    """Rows and columns are counted, and whole."""
+    """The kernel counts rows and columns from the first one, so it needs both dims whole."""
     names = dim_names(len(call.operand.shape))
     return make_rule(f"{' '.join(names)} -> {' '.join(names)}", call, linear="0", whole=" ".join(names[-2:]))
 

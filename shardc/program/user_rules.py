@@ -106,7 +106,7 @@ def register_rule(
 
 
 def _text_for(who: str, spec: Callable[[OpCall], str | None], call: OpCall) -> str | None:
-    """What a user's function says of a call."""
+    """The rule that a user's function returns for a call; a ShardingError if the function raises."""
     try:
         return spec(call)
     except ShardingError:
