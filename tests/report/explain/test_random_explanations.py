@@ -37,7 +37,7 @@ class Drawn:
         return shardc.compile(self.model, self.mesh, annotations, args=(self.x,), **options)
 
 
-@settings(max_examples=12)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_step_of_a_chain_is_an_op_that_has_the_values_of_the_step(data: st.DataObject) -> None:
     """And every cut of every value has a chain, which begins in what the user said and goes along cut values."""
@@ -57,7 +57,7 @@ def test_every_step_of_a_chain_is_an_op_that_has_the_values_of_the_step(data: st
                 links.check(chain)
 
 
-@settings(max_examples=8)
+@settings(max_examples=15)
 @given(st.data())
 def test_without_the_annotation_that_a_chain_ends_in_the_sharding_or_the_chain_changes(data: st.DataObject) -> None:
     """Where two annotations say the same, one of them is named, and once that is gone the other."""
