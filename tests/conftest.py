@@ -1,6 +1,5 @@
 """Settings for every test: one thread a process, deterministic hypothesis, shared gloo processes, golden files."""
 
-import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from collector import exempt_imports
 from gloo_pool import POOL
 from gloo_pool import gloo as gloo
 from hypothesis import settings
@@ -68,10 +68,5 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt every object of the imports from garbage collection, and collect the oldest generation rarely.
-
-    A collection over all of torch takes a quarter of a compilation; over everything else, a tenth of all test time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], 100)
+    """Let the collector pass over what all test files have imported."""
+    exempt_imports()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from collector import exempt_imports
 
 Outcome = Literal["right", "wrong", "refused", "apart"]
 C = TypeVar("C")
@@ -43,6 +44,7 @@ def run_cases(run: Callable[[Any], Result], cases: Sequence[Any], jobs: int) -> 
     A case that ends its process is refused.
     """
     torch.set_num_threads(1)
+    exempt_imports()
     if jobs <= 1:
         return [run(case) for case in cases]
     results: dict[int, Result] = {}

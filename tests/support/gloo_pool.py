@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from collector import exempt_imports
 
 from shardc.runtime.comm.launch import Workers
 
@@ -36,7 +36,7 @@ class ByPath:
         spec = importlib.util.spec_from_file_location(self.path, self.path)
         module = sys.modules[self.path] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        gc.freeze()  # as tests/conftest.py
+        exempt_imports()
         return module
 
 
