@@ -117,11 +117,13 @@ def train(mesh: Mesh, steps: int) -> Run:
     generator = torch.Generator().manual_seed(0)
     losses: list[Tensor] = []
     masks: list[str] = []
+    drawing: Program | None = None
     for _ in range(steps):
         ids, targets = torch.randint(CONFIG.vocab, (2, BATCH, CONFIG.context), generator=generator)
         step = parallel.step
         loss = parallel(ids, targets)
-        masks.append(digest(drawn_masks(parallel.program.program, parallel.seed, step).items()))
+        drawing = drawing or drawing_masks(parallel.program.program)
+        masks.append(digest(drawn_masks(drawing, parallel.seed, step).items()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -130,18 +132,23 @@ def train(mesh: Mesh, steps: int) -> Run:
     return Run(initial, tuple(masks), torch.stack(losses), final)
 
 
-def drawn_masks(program: Program, seed: int, step: int) -> dict[str, Tensor]:
-    """The dropout masks that a localized program draws, whole, by the key of each draw."""
+def drawing_masks(program: Program) -> Program:
+    """What of a localized program draws its dropout masks, with an output of each mask by the key of its draw."""
     alone = program.copy()
     below = [node for node in alone.calls if str(node.target) == "aten.lt.Scalar"]
     masks = {f"{operand(node).args[1]}": node for node in below if operand(node).target is uniform}
     alone.output_node.args = (tuple(masks.values()),)
     alone.outputs = tuple(Output(key, "output") for key in masks)
     alone.remove_dead()
-    inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in alone.inputs]
-    random = [entry.kind for entry in alone.inputs].index("random")
-    inputs[random] = torch.tensor([seed, step])
-    return {key: mask for key, mask in zip(masks, simulate(alone, inputs), strict=True) if mask is not None}
+    return alone
+
+
+def drawn_masks(drawing: Program, seed: int, step: int) -> dict[str, Tensor]:
+    """The dropout masks of a step, whole, by the key of each draw."""
+    inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in drawing.inputs]
+    inputs[[entry.kind for entry in drawing.inputs].index("random")] = torch.tensor([seed, step])
+    masks = zip(drawing.outputs, simulate(drawing, inputs), strict=True)
+    return {output.name: mask for output, mask in masks if mask is not None}
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:

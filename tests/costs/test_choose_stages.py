@@ -241,7 +241,7 @@ def test_a_nested_list_of_blocks_is_cut_between_these_and_not_beside_their_skips
     assert [unit.first for unit in units_of(flow_of(program), 2, is_fine=False)] == ["0", "1", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_encoder_and_decoder_of_t5_are_cut_where_little_crosses() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

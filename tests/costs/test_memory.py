@@ -7,6 +7,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
+from cases import few
 from measuring import measured
 from targets import convolution, mlp
 from torch import fx
@@ -28,7 +29,7 @@ def is_within_a_percent(found: dict[str, int], wanted: dict[str, int]) -> bool:
     return found.keys() == wanted.keys() and all(abs(found[key] - wanted[key]) <= wanted[key] / 100 for key in wanted)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", few([0.0, 0.1], 0.1))
 @pytest.mark.parametrize(
     ("mesh", "annotations"),
     [

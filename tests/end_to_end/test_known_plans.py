@@ -11,6 +11,7 @@ from typing import Any
 import gpt
 import pytest
 import torch
+from cases import few
 from gpt import DATA, GPT, Config, gpt_sequence
 from one_device import equals_one_device
 
@@ -44,7 +45,7 @@ def count_on(axis: str, compiled: shardc.Compiled) -> Counter[tuple[str, str]]:
     [(ROW, True), (COLUMN_FUSED, True), (ROW, False), (COLUMN_SEPARATE, False)],
     ids=["row weights of a fused qkv", "column weights of a fused qkv", "row weights", "column weights"],
 )
-@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied head"])
+@pytest.mark.parametrize("tied", few([False, True], False), ids=["head", "tied head"])
 def test_two_weight_annotations_a_block_give_two_and_two_all_reduces_a_layer(
     annotations: dict[str, P], fused: bool, tied: bool
 ) -> None:
@@ -100,7 +101,7 @@ def test_q_k_and_v_are_inferred_from_the_attention_output() -> None:
     assert {str(compiled.shardings[f"blocks.0.attn.{name}.bias"]) for name in "qkv"} == {"[_@tp]"}
 
 
-@pytest.mark.parametrize("batch", [4, 8, 64, 1024])
+@pytest.mark.parametrize("batch", few([4, 8, 64, 1024], 4, 64))
 def test_parameters_cut_over_the_data_axis_are_gathered_and_their_gradients_scattered(batch: int) -> None:
     compiled = compile_gpt(Mesh(dp=4), DATA | {"param:*": P("dp")}, batch=batch)
     found = collectives(compiled)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from cases import few
 from gpt import DATA, GPT, MEGATRON, Config
 from printed import compiled, parameter, value
 from torch import Tensor, fx
@@ -111,7 +112,7 @@ def test_members_of_a_bucket_are_sliced_where_they_are_read() -> None:
     assert picks and all(nodes[i] in nodes[i + 1].all_input_nodes or is_getitem(nodes[i + 1]) for i in picks)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 1.1])
+@pytest.mark.parametrize("share", few([0.1, 0.3, 0.5, 1.1], 0.3))
 def test_stage_3_holds_two_layers_in_however_many_buckets_they_go(share: float) -> None:
     """What is larger alone than a bucket is not gathered at the start of backward."""
     with torch.device("meta"):

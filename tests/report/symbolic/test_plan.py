@@ -88,7 +88,7 @@ CASES = {
     "megatron": (tower(ROWS), TOWER, 14),
     "stored in pieces": (tower(ROWS, zero=Zero("dp", 3)), TOWER, 13),
     "each alone, states in pieces": (tower(ROWS, zero=Zero("dp", 1), bucket=1), TOWER, 12),
-    "gpt": (gpt, {"dp": 2, "tp": 2, "L": 4, "B": 8, "T": 24, "d": 32}, 2),
+    "gpt": (gpt, {"dp": 2, "tp": 2, "L": 2, "B": 8, "T": 24, "d": 32}, 2),
     "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 5),
     "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 5),
 }
@@ -129,8 +129,8 @@ def test_costs_at_50_random_sizes_of_models_and_meshes_are_those_of_a_fresh_comp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
-def test_costs_at_a_few_random_sizes_are_those_of_a_fresh_compile(name: str) -> None:
-    assert_fresh(name, 2)
+def test_costs_at_a_random_size_are_those_of_a_fresh_compile(name: str) -> None:
+    assert_fresh(name, 1)
 
 
 def assert_fresh(name: str, count: int) -> None:
@@ -164,7 +164,7 @@ def test_at_the_reference_sizes_every_expression_equals_the_plans_number(name: s
     assert {name: value(size, plan.reference) for name, size in plan.cost.memory.items()} == plan.at({}).memory
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_megatron_sends_its_activations_four_times_a_layer() -> None:
     plan = plan_of("gpt")
     sent = sum(each.wire_bytes for each in plan.cost.traffic if each.axes == ("tp",))

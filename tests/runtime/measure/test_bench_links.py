@@ -65,7 +65,7 @@ def measured(mesh: Mesh) -> dict[str, object]:
     return bench.machine().to_json()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_all_ranks_agree_on_a_link_for_each_axis(gloo: GlooPool) -> None:
     first, *others = gloo.run(measured, Mesh(dp=2, tp=2))
     assert all(each == first for each in others)

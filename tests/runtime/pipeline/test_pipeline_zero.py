@@ -77,7 +77,15 @@ PLANS = {
     "zb-h1, bfloat16": Plan(GPT, "zb-h1", options={"precision": Precision()}),
 }
 FAST, NARROW = "1f1b, tied", "zb-h1, bfloat16"
-SWEPT = ("gpipe, frozen", "zb-h1, recomputed", "offload, tied", "1f1b, budget")
+SWEPT = (
+    "gpipe, frozen",
+    "zb-h1, recomputed",
+    "zb-v, tied, uneven",
+    "interleaved, dropout",
+    "offload, tied",
+    "1f1b, tensor",
+    "1f1b, budget",
+)
 
 
 @cache
