@@ -1,4 +1,4 @@
-# On a machine with Python 3.11+ and git: make demo, make test (6 to 10 minutes on two cores), make test-all (15 to 25).
+# On a machine with Python 3.11+ and git: make demo, make test (8 minutes on two slow cores), make test-all (20).
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -17,27 +17,31 @@ test: .venv/installed-test
 	$(BIN)/python -m compileall -q shardc passes runtime  # once, and not in each process that a test starts
 	$(PYTEST) $(IN_PARALLEL)
 
-# Everything: the conformance suites, the sweeps, and make test, whose count of tests is the last line.
-test-all: conformance sweep test
+# Everything: the conformance suites, and the tests of make test and make sweep in one run.
+test-all: conformance
+	$(PYTEST) $(IN_PARALLEL) -m "not soak"
 
 # More cases of what make test holds on a few; the README's jobs of several processes.
 sweep: .venv/installed-test
-	$(PYTEST) $(IN_PARALLEL) -m sweep $(addprefix --ignore=tests/runtime/,$(SOAK))
+	$(PYTEST) $(IN_PARALLEL) -m "sweep and not soak"
 
-# Every mismatch between ranks, every way for a rank to die, every reading, flipped bits and killed saves: about 15 minutes.
-SOAK := agreement checkpoint tensor comm/test_failure.py comm/test_torchrun.py module/test_initial.py module/test_loader.py
+# Every mismatch between ranks, every way for a rank to die, every reading, flipped bits and killed saves: about 10 minutes.
 soak: .venv/installed-test
-	$(PYTEST) -m sweep $(addprefix tests/runtime/,$(SOAK))
+	$(PYTEST) -m soak
 
 # Every case of each suite, but of the zoo each third and none with dropout: all of it takes ten minutes, and with
 # dropout some processors round the batch norms of mobilenet apart in float32.
+# Two suites at a time, each on one core.
+SUITES := zoo draws pipelines programs op_db gspmd
 conformance: .venv/installed-test
-	$(CONFORMANCE) gspmd
-	$(CONFORMANCE) op_db --samples 1
-	$(CONFORMANCE) programs --examples 500
-	$(CONFORMANCE) pipelines
-	$(CONFORMANCE) draws
-	$(CONFORMANCE) zoo --variant even --variant uneven --every 3
+	$(MAKE) --jobs 2 --output-sync $(SUITES)
+
+.PHONY: $(SUITES)
+op_db: ARGUMENTS := --samples 1
+programs: ARGUMENTS := --examples 500
+zoo: ARGUMENTS := --variant even --variant uneven --every 3
+$(SUITES):
+	$(CONFORMANCE) $@ --jobs 1 $(ARGUMENTS)
 
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
 bench: .venv/installed

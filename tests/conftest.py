@@ -17,15 +17,24 @@ settings.register_profile("shardc", derandomize=True, deadline=None, database=No
 settings.load_profile("shardc")
 
 
+TESTS = Path(__file__).parent
+SOAKED = tuple(f"runtime/{room}" for room in (
+    "agreement/", "checkpoint/", "tensor/", "comm/test_failure.py", "comm/test_torchrun.py", "module/test_initial.py",
+    "module/test_loader.py",
+))  # fmt: skip
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist.
+    """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist; mark what is a soak.
 
     xdist writes the group into each test's name, where pytest 9.2 no longer reads it.
     """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+        if item.get_closest_marker("sweep") and item.path.relative_to(TESTS).as_posix().startswith(SOAKED):
+            item.add_marker(pytest.mark.soak)
     yield
     for item in items:
         if "_nodeid" in vars(item):

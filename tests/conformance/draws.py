@@ -24,7 +24,9 @@ from shardc import CaptureError, Mesh, P, ShardingError
 from shardc.ops.random import uniform
 from shardc.program.node import operand
 from shardc.program.program import Output, Program
-from shardc.runtime.simulator import simulate
+from shardc.runtime.comm.simulated import SimulatedComm
+from shardc.runtime.execute.executor import Executor
+from shardc.runtime.simulator import cut_inputs, join_outputs
 
 from .suite import Result, chosen, exit_code, print_counts, run_cases, write_json
 
@@ -117,13 +119,13 @@ def train(mesh: Mesh, steps: int) -> Run:
     generator = torch.Generator().manual_seed(0)
     losses: list[Tensor] = []
     masks: list[str] = []
-    drawing: Program | None = None
+    drawing: Drawing | None = None
     for _ in range(steps):
         ids, targets = torch.randint(CONFIG.vocab, (2, BATCH, CONFIG.context), generator=generator)
         step = parallel.step
         loss = parallel(ids, targets)
-        drawing = drawing or drawing_masks(parallel.program.program)
-        masks.append(digest(drawn_masks(drawing, parallel.seed, step).items()))
+        drawing = drawing or Drawing(parallel.program.program)
+        masks.append(digest(drawing.masks(parallel.seed, step).items()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,23 +134,26 @@ def train(mesh: Mesh, steps: int) -> Run:
     return Run(initial, tuple(masks), torch.stack(losses), final)
 
 
-def drawing_masks(program: Program) -> Program:
-    """What of a localized program draws its dropout masks, with an output of each mask by the key of its draw."""
-    alone = program.copy()
-    below = [node for node in alone.calls if str(node.target) == "aten.lt.Scalar"]
-    masks = {f"{operand(node).args[1]}": node for node in below if operand(node).target is uniform}
-    alone.output_node.args = (tuple(masks.values()),)
-    alone.outputs = tuple(Output(key, "output") for key in masks)
-    alone.remove_dead()
-    return alone
+class Drawing:
+    """What of a localized program draws its dropout masks."""
 
+    def __init__(self, program: Program) -> None:
+        alone = program.copy()
+        below = [node for node in alone.calls if str(node.target) == "aten.lt.Scalar"]
+        masks = {f"{operand(node).args[1]}": node for node in below if operand(node).target is uniform}
+        alone.output_node.args = (tuple(masks.values()),)
+        alone.outputs = tuple(Output(key, "output") for key in masks)
+        alone.remove_dead()
+        assert alone.mesh is not None
+        self.program, self.runner = alone, Executor(alone, SimulatedComm(alone.mesh))
 
-def drawn_masks(drawing: Program, seed: int, step: int) -> dict[str, Tensor]:
-    """The dropout masks of a step, whole, by the key of each draw."""
-    inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in drawing.inputs]
-    inputs[[entry.kind for entry in drawing.inputs].index("random")] = torch.tensor([seed, step])
-    masks = zip(drawing.outputs, simulate(drawing, inputs), strict=True)
-    return {output.name: mask for output, mask in masks if mask is not None}
+    def masks(self, seed: int, step: int) -> dict[str, Tensor]:
+        """The masks of a step, whole, by the key of each draw."""
+        inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in self.program.inputs]
+        inputs[[entry.kind for entry in self.program.inputs].index("random")] = torch.tensor([seed, step])
+        outputs, _ = self.runner.forward(cut_inputs(self.program, inputs))
+        pairs = zip(self.program.outputs, join_outputs(self.program, outputs), strict=True)
+        return {output.name: mask for output, mask in pairs if mask is not None}
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
