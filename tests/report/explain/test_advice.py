@@ -122,12 +122,12 @@ def test_advice_on_zero_trades_bytes_sent_for_memory() -> None:
 
 
 @pytest.mark.sweep
-def test_advice_on_twelve_layers_uses_patterns_over_all_of_them() -> None:
-    target = gpt2(layers=12)
+def test_advice_on_many_layers_uses_patterns_over_all_of_them() -> None:
+    target = gpt2(layers=4)
     annotations = {**target[3], "transformer.h.*.mlp.c_fc.bias": P()}
     compiled = compile(target, MESH, annotations)
-    of_seventh = [each.name for each in compiled.collectives if each.kind == "all_gather"][6]
-    (advice,) = hold_all(target, MESH, compiled, of_seventh)
+    of_third = [each.name for each in compiled.collectives if each.kind == "all_gather"][2]
+    (advice,) = hold_all(target, MESH, compiled, of_third)
     assert advice.suggestion is not None
     assert advice.suggestion.change.text == "drop 'transformer.h.*.mlp.c_fc.bias': P()"
 
