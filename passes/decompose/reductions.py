@@ -16,7 +16,7 @@ from torch import fx
 from shardc.program.node import arguments
 from shardc.program.program import Program
 
-from ..emitter import NEVER, Decomposition, Emitter, Form
+from ..emitter import NEVER, Decomposition, Emitter, Form, wide_dtype
 
 aten = torch.ops.aten
 
@@ -313,6 +313,54 @@ def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
     return emit(aten.div.Tensor, total, math.prod(shape[2:]))
 
 
+def _moved_of_rows(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """The sums of each row, reduced: two, and one of a norm without a mean."""
+    rows = (
+        program.value_type(program.value(arguments(node)["rstd"]))
+        if "rstd" in arguments(node)
+        else program.types(node)[1]
+    )
+    assert rows is not None, node
+    return (2 if node.target in RMS_NORMS else 4) * rows.nbytes
+
+
+def _row_norm(emit: Emitter) -> list[fx.Node | None]:
+    """Result, mean and inverse deviation of each row; without the mean for rows over their root mean square."""
+    given, is_rms = emit.given, emit.node.target in RMS_NORMS
+    x = emit.cast(given["input"], wide_dtype(emit.type(given["input"]).dtype))
+    mean = None if is_rms else _row_mean(emit, x)
+    shifted = x if mean is None else emit(aten.sub.Tensor, x, mean)
+    variance = _row_mean(emit, emit(aten.mul.Tensor, shifted, shifted))
+    eps = torch.finfo(emit.type(x).dtype).eps if given["eps"] is None else given["eps"]
+    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
+    y = emit(aten.mul.Tensor, shifted, inverse)
+    for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
+        y = y if given.get(name) is None else emit(op, y, given[name])
+    return _given_results(emit, *(result for result in (y, mean, inverse) if result is not None))
+
+
+def _row_norm_backward(emit: Emitter) -> list[fx.Node | None]:
+    """The gradients of input, weight and bias, those that the op gives."""
+    given, is_rms = emit.given, emit.node.target in RMS_NORMS
+    wide = wide_dtype(emit.type(given["input"]).dtype)
+    gradient, x = (emit.cast(given[name], wide) for name in ("grad_out", "input"))
+    normal = emit(aten.mul.Tensor, x if is_rms else emit(aten.sub.Tensor, x, given["mean"]), given["rstd"])
+    inner = gradient if given["weight"] is None else emit(aten.mul.Tensor, gradient, given["weight"])
+    share = emit(aten.mul.Tensor, normal, _row_mean(emit, emit(aten.mul.Tensor, inner, normal)))
+    of_x = emit(aten.sub.Tensor, inner if is_rms else emit(aten.sub.Tensor, inner, _row_mean(emit, inner)), share)
+    rows = list(range(len(emit.shape(x)) - len(given["normalized_shape"])))
+    totals = [emit(aten.mul.Tensor, gradient, normal), *([] if is_rms else [gradient])]
+    totals = [emit(aten.sum.dim_IntList, total, rows) if rows else total for total in totals]
+    return _given_results(emit, emit(aten.mul.Tensor, of_x, given["rstd"]), *totals)
+
+
+def _row_mean(emit: Emitter, x: fx.Node) -> fx.Node:
+    """The mean of each row, with its dims of one element."""
+    shape, ndim = emit.shape(x), len(emit.given["normalized_shape"])
+    total = emit(aten.sum.dim_IntList, x, list(range(len(shape) - ndim, len(shape))), True)
+    return emit(aten.div.Tensor, total, math.prod(shape[-ndim:]))
+
+
 def _count(emit: Emitter) -> int:
     """How many elements a channel has."""
     shape = emit.shape(emit.given["input"])
@@ -329,7 +377,12 @@ def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
     return emit(aten.reshape.default, channels, [1, *emit.shape(channels), *[1] * spare])
 
 
+RMS_NORMS = (aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default)
 NORMALIZATIONS: dict[Any, Decomposition] = {
+    **dict.fromkeys((aten.native_layer_norm.default, RMS_NORMS[0]), Decomposition(_row_norm, _moved_of_rows)),
+    **dict.fromkeys(
+        (aten.native_layer_norm_backward.default, RMS_NORMS[1]), Decomposition(_row_norm_backward, _moved_of_rows)
+    ),
     aten.native_batch_norm.default: Decomposition(_batch_norm, _moved_of_channels),
     aten._native_batch_norm_legit_functional.default: Decomposition(_batch_norm, _moved_of_channels),
     aten._native_batch_norm_legit.no_stats: Decomposition(_batch_norm, _moved_of_channels),

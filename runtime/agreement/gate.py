@@ -222,7 +222,9 @@ DIFFERENCES = (
     Difference(
         "request", lambda entry: entry.request, "each {}, and they differ in what it gets",
         SAME_CALLS, remedies={
+            "arguments": "give every rank the same arguments: as many, and of a dict the same keys",
             "input": "give every rank an input of the same shape and dtype; of a DataLoader say drop_last=True",
+            "value": "give every rank the same value, or pass what may differ as a tensor",
             "module": "call train() or eval() on every rank", "gradients": "set gradients on or off on every rank",
             "parameter": "give every rank the same model", "buffer": "give every rank the same model",
             "class": "give every rank the same model", "version": "install the same versions on every rank",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.model import state_names
-from shardc.capture.signature import Constant, Identity, Leaf, Signature, TensorLeaf
+from shardc.capture.signature import Constant, Identity, Signature, TensorLeaf
 from shardc.language.mesh import Mesh
 
 _NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -27,9 +27,13 @@ def request_lines(
     ``arguments``: the leaves by name, of which DTensors have placements. ``further``: lines of the caller's.
     """
     placements = {name: each.placements for name, each in arguments if isinstance(each, DTensor)}
+    yield f"arguments {signature.tree}"
     for name, leaf in signature.leaves:
-        yield f"input {name!r}: {_leaf_text(leaf)}" + (f", {placements[name]}" if name in placements else "")
-    yield f"arguments in {text_of(signature.tree)}"
+        if isinstance(leaf, TensorLeaf):
+            placed = f", {placements[name]}" if name in placements else ""
+            yield f"input {name!r}: {leaf}{', requires_grad' * leaf.requires_grad}{placed}"
+        else:
+            yield f"value {name!r}: {text_of(leaf)}"
     yield f"gradients are {'on' if signature.train else 'off'}"
     yield f"default dtype {signature.default_dtype}, autocast {signature.autocast or 'off'}"
     parameters, buffers, aliases = state_names(model)
@@ -62,12 +66,6 @@ def _own_version() -> str:
         return metadata.version("shardc")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _leaf_text(leaf: Leaf) -> str:
-    if isinstance(leaf, TensorLeaf):
-        return f"{leaf}{', requires_grad' if leaf.requires_grad else ''}"
-    return text_of(leaf)
 
 
 def text_of(value: Any) -> str:

@@ -221,6 +221,18 @@ class Tree:
     keys: tuple[Any, ...] = ()
     children: tuple[Tree, ...] = ()
 
+    def __str__(self) -> str:
+        """``{'ids': _, 'mask': _}``, ``(_, _)`` or ``Cache(keys=_)``: leaves are underscores."""
+        if self.kind is None:
+            return "_"
+        if self.kind in (tuple, list):
+            inner = ", ".join(map(str, self.children))
+            return f"[{inner}]" if self.kind is list else f"({inner}{',' * (len(self.children) == 1)})"
+        if self.kind is dict:
+            return f"{{{', '.join(f'{key!r}: {child}' for key, child in zip(self.keys, self.children, strict=True))}}}"
+        pairs = zip(self.keys, self.children, strict=True)
+        return f"{self.kind.__name__}({', '.join(f'{key}={child}' for key, child in pairs)})"
+
 
 LEAF = Tree()
 

@@ -3,9 +3,9 @@
 For a message between pipeline stages it is a change by which less crosses: other beginnings of stages, or fewer stages.
 
 A change is free if it removes the collective, a rank sends fewer bytes a step, and neither its peak memory, with and
-without Adam's state, nor its floating-point operations grow. Changes are compiled one by one, the likeliest first, and
-the first free one is the advice. Where none is free, the advice is the change that removes the collective altogether
-and costs least, with its cost.
+without Adam's state, nor its floating-point operations grow. Changes are compiled group by group, the likeliest group
+first; of the first group with a free one, the free one that sends least is the advice. Where none is free, the advice
+is the change that removes the collective altogether and costs least, with its cost.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Advisor:
         (cause,), before = message.causes, self._retry.figures
         assert isinstance(cause, StageCrossing), message
         is_late, mesh = message.name.startswith("send_after"), self._retry.request.mesh
-        changes = stage_candidates(self.program, cause, is_late, mesh, self.tries)
+        changes = [[each] for each in stage_candidates(self.program, cause, is_late, mesh, self.tries)]
         why = f"{cause.text}; wherever stages were tried to begin, as much crosses or something else grows"
 
         def is_met(attempt: Attempt, altogether: bool) -> bool:
@@ -159,27 +159,32 @@ class Advisor:
     def _advice(
         self,
         name: str,
-        changes: Iterable[Change],
+        groups: Iterable[Iterable[Change]],
         is_met: Callable[[Attempt, bool], bool],
         transfers: frozenset[Transfer],
         why: str,
         aim: str,
     ) -> Advice:
-        """Advice from the first change that is free, or else from the cheapest that meets the aim altogether.
+        """Advice from the leanest free change of a group, or else from the cheapest that meets the aim altogether.
 
         ``is_met(attempt, altogether)``: whether a plan meets the aim. ``why`` is said unless the change is free.
         """
         tried, before = 0, self._retry.figures
         met: list[tuple[Change, Attempt]] = []
-        for change in changes:
-            attempt = self._retry.attempt(change)
-            tried += attempt is not None
-            if attempt is None or not is_met(attempt, False):
-                continue
-            if attempt.figures.is_free_after(before):
-                return Advice(name, tried, "", self._suggestion(transfers, change, attempt), aim)
-            if is_met(attempt, True):
-                met.append((change, attempt))
+        for group in groups:
+            free: list[tuple[Change, Attempt]] = []
+            for change in group:
+                attempt = self._retry.attempt(change)
+                tried += attempt is not None
+                if attempt is None or not is_met(attempt, False):
+                    continue
+                if attempt.figures.is_free_after(before):
+                    free.append((change, attempt))
+                elif is_met(attempt, True):
+                    met.append((change, attempt))
+            if free:
+                leanest = min(free, key=lambda pair: pair[1].figures.wire_bytes)
+                return Advice(name, tried, "", self._suggestion(transfers, *leanest), aim)
         if not met:
             return Advice(name, tried, why, None, aim)
         cheapest = min(met, key=lambda pair: pair[1].figures.excess(before))

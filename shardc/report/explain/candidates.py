@@ -28,8 +28,8 @@ from shardc.report.explain.retry import Change, Edit
 
 def candidates(
     related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
-) -> list[Change]:
-    """At most ``count`` different changes, the surest last."""
+) -> list[list[Change]]:
+    """At most ``count`` different changes: those of what is said already, then others one by one, the surest last."""
     axes = set(related.axes)
     zeros: list[Zero | None] = []
     if zero is not None and zero.axis in axes:  # a stage of ZeRO that gathers less often, or no ZeRO
@@ -39,9 +39,12 @@ def candidates(
         items = annotations.items()
         return [(pattern, spec) for near in distances for pattern, spec in items if related.distances[pattern] == near]
 
-    changes = [
+    near = [
         *(_change(pattern, spec, after) for pattern, spec in at(0, 1) for after in _edits(related, pattern, spec)),
         *(Change(removed_calls=(call,)) for call in related.calls),
+    ]
+    changes = [
+        *near,
         *_batch_cuts(related, annotations, inputs),
         *(Change(zero=option, is_zero=True) for option in zeros),
         *(_change(pattern, spec, None) for pattern, spec in at(2)),
@@ -52,7 +55,8 @@ def candidates(
     edits = (Edit(pattern, annotations[pattern], spec if axis_names(spec) else None) for pattern, spec in rest.items())
     sure = Change(tuple(edits), is_zero=bool(zeros), removed_calls=related.calls)  # the axes cut nothing
     likely = list(dict.fromkeys(changes))[:count]
-    return likely if sure in likely else [*likely[: count - 1], sure]
+    chosen = likely if sure in likely else [*likely[: count - 1], sure]
+    return [[each for each in chosen if each in near], *([each] for each in chosen if each not in near)]
 
 
 # The annotations that a collective is related to.

@@ -197,6 +197,50 @@ def test_a_batch_norm_over_a_cut_batch_moves_two_numbers_a_channel_each_way(dtyp
         assert all(torch.isfinite(gradient).all() for gradient in gradients.values() if gradient is not None)
 
 
+class Normed(nn.Module):
+    """A norm over the last dims of what a cut layer makes; ``mul`` after it keeps its gradient from being zero."""
+
+    def __init__(self, norm: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 22, dtype=dtype), norm.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.up(x))
+        return (y * y.sin()).sum()
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "layer": (lambda: nn.LayerNorm(22), 2),
+    "layer without weights": (lambda: nn.LayerNorm(22, elementwise_affine=False), 2),
+    "layer without bias": (lambda: nn.LayerNorm(22, bias=False), 2),
+    "layer over two dims": (lambda: nn.LayerNorm((3, 22)), 2),
+    "root mean square": (lambda: nn.RMSNorm(22, eps=1e-5), 1),
+    "root mean square without weights": (lambda: nn.RMSNorm(22, elementwise_affine=False), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_over_a_cut_hidden_dim_moves_one_or_two_numbers_a_row_each_way(name: str, dtype: torch.dtype) -> None:
+    """The dim of 22 does not divide. In bfloat16 rows are summed in float32."""
+    make, count = NORMS[name]
+    torch.manual_seed(0)
+    model, x = Normed(make(), dtype), torch.randn(5, 3, 8, dtype=dtype)
+    compiled = shardc.compile(model, Mesh(tp=4), {"up.weight": P("tp")}, args=(x,))
+    rows = 5 if "two dims" in name else 15
+    moved = [each for each in compiled.collectives if math.prod(each.local_shape_in) > 1]
+    assert {each.kind for each in moved} == {"all_reduce"}
+    for phase in ("forward", "backward"):
+        assert sum(math.prod(each.local_shape_in) for each in moved if each.phase == phase) == count * rows, phase
+    loss = model(x)
+    found, gradients = compiled.simulate(x)
+    tolerance = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 5e-2, "atol": 0.3}
+    torch.testing.assert_close(found, loss.detach(), **tolerance)
+    named = dict(model.named_parameters())
+    for name, expected in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+        torch.testing.assert_close(gradients[name], expected, **tolerance)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(x=4), Mesh(x=2, y=2)], ids=str)
 @pytest.mark.parametrize("width", [3, 4])
 def test_a_lookup_in_a_dim_that_is_cut_in_blocks_equals_the_whole(mesh: Mesh, width: int) -> None:

@@ -161,10 +161,6 @@ BAD: dict[str, tuple[Target, dict[str, P], tuple[str, str, str], str]] = {
         APART, {"*.attn.k.weight": P(None, "tp")}, ("forward", "all_to_all", "tp"),
         "drop '*.attn.k.weight': P(None, 'tp')",
     ),
-    "q, k and v cut along the wrong dim": (
-        PLAIN, {"*.attn.qkv.weight": P(None, "tp")}, ("backward", "all_to_all", "tp"),
-        "drop '*.attn.qkv.weight': P(None, 'tp')",
-    ),
     "a head cut along its sum": (
         PLAIN, {"head.weight": P(None, "tp")}, ("forward", "all_reduce", "tp"),
         "change 'head.weight' from P(None, 'tp') to P('tp')",
@@ -190,7 +186,7 @@ BAD: dict[str, tuple[Target, dict[str, P], tuple[str, str, str], str]] = {
 
 OBVIOUS = (
     "a bias whole that is added to what is cut",
-    "q, k and v cut along the wrong dim",
+    "k cut along the wrong dim",
     "logits asked for whole",
     "a batch on every rank beside weights that are stored in pieces",
     "a module's output annotated to be whole",

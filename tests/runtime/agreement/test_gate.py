@@ -123,6 +123,32 @@ def test_modules_called_in_another_order_are_refused(gloo):
         assert text.splitlines()[1].endswith(": calls were made in another order, or one was skipped")
 
 
+class OfDict(nn.Module):
+    """Of a batch in a dict, with a flag."""
+
+    def forward(self, batch, scaled=False):
+        total = sum(each.sum() for each in batch.values())
+        return total / 2 if scaled else total
+
+
+def run_other_arguments():
+    rows, found = torch.ones(4, 2), []
+    module = shardc.parallelize(OfDict(), Mesh(dp=4), {}, runtime="distributed")
+    for of_odd in ({"batch": {"ids": rows, "mask": rows}}, {"batch": {"ids": rows}, "scaled": 1.0}):
+        found.append(
+            told(lambda given=of_odd: module(**(given if is_odd() else {"batch": {"ids": rows}, "scaled": 2.0})))
+        )
+    return found
+
+
+def test_other_keys_and_other_values_are_refused_as_one_would_write_them(gloo):
+    for keys, values in gloo.run(run_other_arguments):
+        assert "{'batch': {'ids': _, 'mask': _}}" in keys and "{'batch': {'ids': _}, 'scaled': _}" in keys, keys
+        assert "of a dict the same keys" in keys
+        assert "value 'scaled': 2.0" in values and "value 'scaled': 1.0" in values, values
+        assert "give every rank the same value" in values
+
+
 def run_alone():
     """What one rank does alone, and the others' next call; then all go on."""
     parallel, texts = made("data"), []
