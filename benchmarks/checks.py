@@ -72,7 +72,7 @@ def _trainer(plan: str, size: str, job: Job, way: str) -> Trainer:
     options = {**found.options, "check": "always" if way == WAYS[0] else "never"}
     trainer = Plan(found.axis, found.annotations, options).trainer(new_model(SIZES[size]), job, SIZES[size])
     if way == WAYS[-1]:
-        gate: Any = trainer.model._gate  # type: ignore[attr-defined]
+        gate: Any = trainer.model.shardc.gate  # type: ignore[attr-defined]
         gate.agreement = copy.copy(gate.agreement)  # other modules keep theirs
         gate.agreement.exchange = lambda data, doing: [data] * RANKS  # this rank's message for those of all
     return trainer

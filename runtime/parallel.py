@@ -24,9 +24,10 @@ from .execute.executor import Executor, Runner
 from .execute.inductor import InductorRunner
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
-from .module.module import CompileFn, ParallelModule
+from .module.module import ParallelModule
+from .module.runtime import CompileFn, ModuleRuntime
 from .pipeline.conversion import PipelineConversion, pipeline_on
-from .pipeline.module import PipelineModule
+from .pipeline.module import PipelineModule, PipelineRuntime
 
 RUNTIMES = ("auto", "virtual", "distributed")
 RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
@@ -80,10 +81,13 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
         mesh = Mesh.of(mesh)
     if pipeline is None:
         conversion: Conversion = conversion_on(mesh, device)
-        return ParallelModule(model, conversion, compile_fn, RUNNERS[backend], initial, is_compiled_soon, gate)
+        runner = RUNNERS[backend]
+        return ParallelModule(ModuleRuntime(model, conversion, compile_fn, runner, initial, is_compiled_soon, gate))
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
-    kind = PipelineModule if isinstance(conversion, PipelineConversion) else ParallelModule
-    return kind(model, conversion, compile_fn, make_runner, initial, is_compiled_soon, gate)
+    asked = model, conversion, compile_fn, make_runner, initial, is_compiled_soon, gate
+    if isinstance(conversion, PipelineConversion):
+        return PipelineModule(PipelineRuntime(*asked))
+    return ParallelModule(ModuleRuntime(*asked))
 
 
 def _device_of(model: nn.Module) -> torch.device:

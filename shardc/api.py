@@ -255,7 +255,7 @@ def parallelize(
         compile_fn = partial(_compile, mesh=mesh, **asked)
         module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call, check, meeting)
     if has_call:
-        module.compile_for(args, kwargs)
+        module.shardc.compile_for(args, kwargs)
     return module
 
 

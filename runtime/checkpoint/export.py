@@ -39,7 +39,7 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int =
     folder, module = Path(path), unwrapped(module)
     ranks = ranks_of(module, "exports")
     finish_save(ranks)
-    model: nn.Module = module.__dict__["_model"] if isinstance(module, ParallelModule) else module
+    model: nn.Module = module.shardc.model if isinstance(module, ParallelModule) else module
     tensors, error = None, None
     try:
         tensors = WholeTensors(module, model, ranks)

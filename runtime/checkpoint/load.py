@@ -334,7 +334,8 @@ class Target:
             checkpoint.read(part.key, part.value, part.layout)
         values = checkpoint.index.values
         if isinstance(self.module, ParallelModule) and "random" in values:
-            self.module.seed, self.module.step = values["random"]["seed"], values["random"]["step"]
+            runtime, random = self.module.shardc, values["random"]
+            runtime.seed, runtime.step = random["seed"], random["step"]
         for name, each in (checkpoint.value("extra_state") or {}).items():
             self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(each)
         if self.optimizer is not None:

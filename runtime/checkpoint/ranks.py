@@ -94,7 +94,7 @@ def ranks_of(module: nn.Module, doing: str) -> Ranks:
     Every one of them calls this the first time, which makes their group; it lives as long as the job. Those of a
     parallel module come to it together. ``doing``: ``saves``, ``loads`` or ``exports``.
     """
-    gate = module._gate if isinstance(module, ParallelModule) else None
+    gate = module.shardc.gate if isinstance(module, ParallelModule) else None
     if gate is not None:
         entry = Entry(Kind.CHECKPOINT, gate.digest, request=digest(doing))
         gate.enter(entry, {"request": lambda: f"checkpoint: {doing}"})
@@ -111,7 +111,7 @@ def ranks_of(module: nn.Module, doing: str) -> Ranks:
 
 def _mesh_ranks(module: nn.Module) -> Sequence[int]:
     if isinstance(module, ParallelModule):
-        conversion: Any = module._conversion
+        conversion: Any = module.shardc.conversion
         mesh = conversion.job.device_mesh if isinstance(conversion, PipelineConversion) else None
         mesh = mesh or getattr(conversion, "device_mesh", None)
         return [0] if mesh is None else sorted(mesh.mesh.flatten().tolist())

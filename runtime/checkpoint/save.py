@@ -105,7 +105,7 @@ def save(
     ranks = ranks_of(module, "saves")
     finish_save(ranks)
     if step is None and isinstance(module, ParallelModule):
-        step = module.step
+        step = module.shardc.step
     request = Request(Path(path), ranks, step, keep)
     try:
         sections = {"scheduler": scheduler, "scaler": scaler}

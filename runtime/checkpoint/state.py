@@ -89,7 +89,7 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
     if names.others:
         state.values["extra_state"] = _encoded("extra_state", names.others, state, ranks)
     if isinstance(module, ParallelModule):
-        state.values["random"] = {"seed": module.seed, "step": module.step}
+        state.values["random"] = {"seed": module.shardc.seed, "step": module.shardc.step}
     if optimizer is not None:
         state.values["optimizer"] = _optimizer_values(module, names, optimizer, layouts, state)
     for section, value in others.items():
@@ -100,7 +100,7 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
 
 def is_saved_here(module: nn.Module, name: str) -> bool:
     """Whether this rank's stage of a pipeline is the one that saves a tensor which several stages may hold."""
-    return not isinstance(module, PipelineModule) or module.is_first_home(name)
+    return not isinstance(module, PipelineModule) or module.shardc.is_first_home(name)
 
 
 def layout_of(tensor: Tensor, ranks: Ranks, name: str, like: Layout | None = None) -> Layout:

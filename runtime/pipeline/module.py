@@ -22,7 +22,8 @@ from ..comm.dtensor import local
 from ..comm.failure import waiting
 from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
-from ..module.module import CallRequest, ParallelModule, become
+from ..module.module import ParallelModule
+from ..module.runtime import CallRequest, ModuleRuntime, become
 from ..tensor.global_tensor import GlobalTensor
 from .conversion import PipelineConversion
 from .runner import PipelineRunner
@@ -31,36 +32,29 @@ from .runner import PipelineRunner
 class PipelineModule(ParallelModule):
     """A model of which this rank holds some stages: parameters of other ranks are on meta, with names and shapes alone.
 
-    Until a call reads a parameter all ranks hold it; the ranks that read it then hold it for good. State, by the name
-    of a parameter: ``_homes``, the pipeline's ranks that hold it, of which the first counts it in norms; ``_stages``,
-    the stages that read it. ``_elsewhere``: the ids of parameters that this rank does not hold.
+    Until a call reads a parameter all ranks hold it; the ranks that read it then hold it for good.
     """
 
-    _conversion: PipelineConversion
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
-        self._stages: dict[str, frozenset[int]] = {}
-        super().__init__(*args, **kwargs)  # attributes that are set later are the model's
+    shardc: PipelineRuntime
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds: all of them before the first call is compiled."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            if id(parameter) not in self._elsewhere:
+            if self.shardc.holds(parameter):
                 yield name, parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The parameters and buffers that this rank holds, by name."""
         state = super().state_dict(*args, **kwargs)
-        for name in self._absent():
+        for name in self.shardc.absent():
             state.pop(kwargs.get("prefix", "") + name, None)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the parameters that this rank holds, from a dict of these or of the whole model."""
-        absent = self._absent()
+        absent = self.shardc.absent()
         own = {name: value for name, value in state_dict.items() if name not in absent}
         result = super().load_state_dict(own, False, assign)
         missing = [name for name in result.missing_keys if name not in absent]
@@ -69,24 +63,53 @@ class PipelineModule(ParallelModule):
             raise OrderError("state_dict", what, "names are those of the model", "rename them, or say strict=False")
         return type(result)(missing, result.unexpected_keys)
 
+
+class PipelineRuntime(ModuleRuntime):
+    """What a rank of a pipeline runs.
+
+    State, by the name of a parameter: ``_homes``, the pipeline's ranks that hold it, of which the first counts it in
+    norms; ``_stages``, the stages that read it. ``_elsewhere``: the ids of parameters that this rank does not hold.
+    """
+
+    conversion: PipelineConversion
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._elsewhere, self._homes = set[int](), dict[str, tuple[int, ...]]()
+        self._stages: dict[str, frozenset[int]] = {}
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank holds a parameter."""
+        return id(parameter) not in self._elsewhere
+
+    def absent(self) -> set[str]:
+        """The names of parameters that this rank does not hold."""
+        return {name for (_, name), each in tensors_of(self.model) if id(each) in self._elsewhere}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this rank holds."""
+        return filter(self.holds, self.model.parameters())
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters of all stages is at most ``max_norm``.
 
         Every rank of the pipeline calls it; torch's own function sees one rank's stages alone. Returns the norm before.
         """
         self._enter_clip(max_norm, norm_type)
-        channel = self._conversion.channel
-        own = [each.grad for name, each in self.named_parameters() if self.is_first_home(name)]
+        channel = self.conversion.channel
+        own = [
+            each.grad for name, each in self.model.named_parameters() if self.holds(each) and self.is_first_home(name)
+        ]
         gradients = [gradient for gradient in own if isinstance(gradient, DTensor)]
-        with waiting(lambda: f"clip_grad_norm_ over {channel.axis} and each stage", lambda: self._conversion.ranks):
-            total = norm_over_stages(gradients, norm_type, self._conversion.comm.device, channel.process_groups[0])
+        with waiting(lambda: f"clip_grad_norm_ over {channel.axis} and each stage", lambda: self.conversion.ranks):
+            total = norm_over_stages(gradients, norm_type, self.conversion.comm.device, channel.process_groups[0])
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
-        dtypes = (each.dtype for (kind, _), each in tensors_of(self._model) if kind == "parameter")
+        dtypes = (each.dtype for (kind, _), each in tensors_of(self.model) if kind == "parameter")
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def is_first_home(self, name: str) -> bool:
         """Whether this rank is on the first rank of the pipeline that holds a parameter; before a call all hold it."""
-        return self._homes.get(name, (0,))[0] == self._conversion.channel.at
+        return self._homes.get(name, (0,))[0] == self.conversion.channel.at
 
     def _new_call(self, request: CallRequest) -> CompiledCall:
         call = super()._new_call(request)
@@ -95,8 +118,8 @@ class PipelineModule(ParallelModule):
         raise_all(list(self._misplaced(readers, call.runner.trained)))
         self._stages = call.runner.stages.holders | self._stages
         is_first, self._homes = not self._homes, readers | self._homes
-        parameters = {name: each for (kind, name), each in tensors_of(self._model) if kind == "parameter"}
-        absent = [parameters[name] for name, ranks in self._homes.items() if self._conversion.channel.at not in ranks]
+        parameters = {name: each for (kind, name), each in tensors_of(self.model) if kind == "parameter"}
+        absent = [parameters[name] for name, ranks in self._homes.items() if self.conversion.channel.at not in ranks]
         self._elsewhere |= set(map(id, absent))
         for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
             assert isinstance(each, DTensor), type(each)
@@ -118,7 +141,7 @@ class PipelineModule(ParallelModule):
 
     def _misplaced(self, readers: Mapping[str, tuple[int, ...]], trained: set[str]) -> Iterator[ShardingError]:
         """An error for each parameter that a call reads on a rank without it, or leaves untrained on a rank with it."""
-        axis = self._conversion.pipeline.axis
+        axis = self.conversion.pipeline.axis
         for name, ranks in readers.items():
             homes = self._homes.get(name, ranks)
             if not set(ranks) <= set(homes) or (name in trained and set(ranks) != set(homes)):
@@ -128,15 +151,13 @@ class PipelineModule(ParallelModule):
                     "make a call first that reads all parameters, and say where stages begin: Pipeline(cuts=...)",
                 )  # fmt: skip
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
-        twin = super().__deepcopy__(memo)
-        assert isinstance(twin, PipelineModule)
-        absent, twin._homes, twin._stages = self._absent(), dict(self._homes), dict(self._stages)
-        twin._elsewhere = {id(each) for (_, name), each in tensors_of(twin._model) if name in absent}
+    def copied(self, model: nn.Module) -> PipelineRuntime:
+        """The same of a copy of the model; the copy holds what this rank holds."""
+        twin = super().copied(model)
+        assert isinstance(twin, PipelineRuntime)
+        absent, twin._homes, twin._stages = self.absent(), dict(self._homes), dict(self._stages)
+        twin._elsewhere = {id(each) for (_, name), each in tensors_of(model) if name in absent}
         return twin
-
-    def _absent(self) -> set[str]:
-        return {name for (_, name), each in tensors_of(self._model) if id(each) in self._elsewhere}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import shardc
 from shardc import CaptureError, Mesh, P
 from shardc.capture.refusals import GuardError
 from shardc.runtime.comm.distributed import make_device_mesh
-from shardc.runtime.module.module import MAX_VARIANTS
+from shardc.runtime.module.runtime import MAX_VARIANTS
 from shardc.verify import verify
 
 MESH = Mesh(dp=2, tp=2)
@@ -74,7 +74,7 @@ def trained(name: str, mesh) -> tuple[list[int], list[float]]:
         for mine, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):
             found = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
             apart.append(float((found - theirs.grad).abs().max() / max(1, theirs.grad.abs().max())))
-        (variants,) = parallel._variants.values()
+        (variants,) = parallel.shardc.variants.values()
         counts.append(len(variants.calls))
         calls = parallel.calls.full_tensor() if hasattr(parallel.calls, "full_tensor") else parallel.calls
         assert float(calls) == step + 1, "a run that a guard ended has changed nothing"
@@ -94,7 +94,7 @@ def test_a_guard_holds_in_compiled_code() -> None:
     for count in (3, 5, 3):
         x = (torch.arange(8) < count).double()
         assert torch.equal(model(x), count * x)
-    (variants,) = model._variants.values()
+    (variants,) = model.shardc.variants.values()
     assert len(variants.calls) == 2
 
 

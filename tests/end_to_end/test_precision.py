@@ -258,7 +258,7 @@ def train(stage, compute, reduce, dtype):
     alone = shardc.parallelize(model, Mesh(dp=1), DATA, precision=precision)
     parallel = shardc.parallelize(model, make_device_mesh(Mesh(dp=4)), DATA, zero=zero_of(stage), precision=precision)
     steppers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (alone, parallel)]
-    traffic, losses, unannounced = parallel._conversion.comm.traffic[0], [], {}
+    traffic, losses, unannounced = parallel.shardc.conversion.comm.traffic[0], [], {}
     for step in range(20):
         args = [tensor.to(dtype) for tensor in batch(step % 4)]
         for each, stepper in zip((alone, parallel), steppers, strict=True):

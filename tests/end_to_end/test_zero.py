@@ -125,7 +125,7 @@ def run_training(mesh, annotations, stage, optimizer):
     models = alone, parallel
     steppers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
     schedulers = [torch.optim.lr_scheduler.StepLR(stepper, 1, 0.5) for stepper in steppers]
-    traffic, gathers = parallel._conversion.comm.traffic[0], []
+    traffic, gathers = parallel.shardc.conversion.comm.traffic[0], []
     for step in range(3):
         traffic.clear()
         losses = [[model(*doubles(2 * step + i)) for i in range(2)] for model in models]

@@ -152,7 +152,7 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
 
 def set_trap(module: Any, count: int, spring: Any) -> None:
     """Fail at the next but ``count`` - 1 thing that this rank sends or waits for."""
-    conversion = module._conversion
+    conversion = module.shardc.conversion
     comm, channel, left = conversion.torch_comm, getattr(conversion, "channel", None), [count]
 
     def trapped(method: Any) -> Any:

@@ -97,7 +97,7 @@ def modes() -> list[str]:
     with pytest.raises(ShardingError) as error:
         own(*rows)
     found.append(str(error.value))
-    sharded = [shardc.shard_batch(each, own._conversion.device_mesh, P("dp")) for each in rows]
+    sharded = [shardc.shard_batch(each, own.shardc.conversion.device_mesh, P("dp")) for each in rows]
     assert own(*sharded).item() > 0
     first, never = on("data", check="first"), on("data", check="never")
     for step in range(2):

@@ -136,7 +136,7 @@ def wrong_argument(run):
 
 def error_in_forward(run):
     def change(parallel):
-        parallel._model.activation = "no_such_activation"
+        parallel.shardc.model.activation = "no_such_activation"
 
     run.before[3] = change
 

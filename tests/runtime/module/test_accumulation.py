@@ -21,7 +21,7 @@ def made(mesh, annotations, zero, model=MLP):
     torch.manual_seed(0)
     alone = model().double()
     parallel = shardc.parallelize(alone, make_device_mesh(mesh), annotations, zero=zero)
-    return alone, parallel, parallel._conversion.comm.traffic[0]
+    return alone, parallel, parallel.shardc.conversion.comm.traffic[0]
 
 
 def run_steps(mesh, annotations, zero, microbatches, keeps_gradients=False):

@@ -159,4 +159,4 @@ def test_attributes_of_an_argument_are_seen_in_slots_and_beside_fields() -> None
     for name, value in (("rows", rows() + 1), ("scale", 3.0)):
         setattr(batch, name, value)
         torch.testing.assert_close(parallel(batch), alone(batch))
-    assert len(parallel._variants) == 4, "a tensor in a slot is no constant"
+    assert len(parallel.shardc.variants) == 4, "a tensor in a slot is no constant"

@@ -225,7 +225,7 @@ class TestOnVirtualRanks:
         assert parallel.up.bias.grad is None
 
     def test_many_signatures_are_warned_of(self, monkeypatch):
-        monkeypatch.setattr("shardc.runtime.module.module.MAX_PROGRAMS", 2)
+        monkeypatch.setattr("shardc.runtime.module.runtime.MAX_PROGRAMS", 2)
         _, parallel = models()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -444,7 +444,7 @@ def run_inductor():
             losses.append(model(*batch(step)))
             losses[-1].backward()
             optimizer.step()
-    counted = parallel._conversion.comm.traffic[0].bytes["all_reduce"]
+    counted = parallel.shardc.conversion.comm.traffic[0].bytes["all_reduce"]
     announced = sum(each.wire_bytes for each in parallel.program.collectives)
     return [loss.item() for loss in losses], counted, announced, backward_code()
 
@@ -496,7 +496,7 @@ def test_a_number_of_a_module_that_changes_is_seen_by_the_next_call() -> None:
     torch.testing.assert_close(model(x), 3 * before)
     model.scale = 1.0
     torch.testing.assert_close(model(x), before)
-    assert len(model._variants) == 2, "a signature that was seen is not compiled again"
+    assert len(model.shardc.variants) == 2, "a signature that was seen is not compiled again"
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")

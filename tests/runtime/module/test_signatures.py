@@ -54,13 +54,13 @@ class Counted:
         torch.manual_seed(0)
         self.alone = Model(function).double()
         self.parallel = shardc.parallelize(self.alone, MESH, {"linear.weight": P("tp")})
-        self.count, compile_fn = 0, self.parallel._compile
+        self.count, compile_fn = 0, self.parallel.shardc.compile_fn
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return compile_fn(*args, **kwargs)
 
-        self.parallel._compile = counting
+        self.parallel.shardc.compile_fn = counting
 
     def agree(self, *args: Any, **kwargs: Any) -> int:
         """The results of a call are equal; how often the model was compiled up to now."""
@@ -102,10 +102,10 @@ def test_how_an_argument_is_passed_does_not_matter_and_a_default_may_be_left_out
     model = shardc.parallelize(Named(forward).double(), MESH, {})
     for args, kwargs in (((rows(),), {}), ((), {"x": rows()}), ((rows(), 1.0), {}), ((rows(),), {"shift": 0.0})):
         model(*args, **kwargs)
-    assert len(model._variants) == 1
+    assert len(model.shardc.variants) == 1
     model(rows(), 2.0)
     model(rows(), shift=1.0)
-    assert len(model._variants) == 3
+    assert len(model.shardc.variants) == 3
 
 
 ONE_EACH: dict[str, tuple[Callable[..., Any], list[Any]]] = {
@@ -246,7 +246,7 @@ def test_gradients_on_and_off_and_a_default_dtype_are_part_of_it() -> None:
 
 
 def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.runtime.module.module.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("shardc.runtime.module.runtime.MAX_PROGRAMS", 2)
     model = Counted(plain)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -254,7 +254,7 @@ def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypat
             model.agree(rows(count))
     assert model.count == 4, "the one that was used longest ago is forgotten"
     texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 2 and len(model.parallel._variants) == 2
+    assert len(texts) == 2 and len(model.parallel.shardc.variants) == 2
     assert "the last two differ in input 'args.0' (f64[2, 8], f64[8, 8])\n" in texts[0]
 
 

@@ -109,7 +109,7 @@ def outputs(sizes: dict[str, int]) -> list[tuple[list[bool], float]]:
     for asked in ({}, {"output:logits": P()}):
         annotations = {"x": P("dp"), "scale": P("dp"), **asked}
         piped = shardc.parallelize(model, mesh, annotations, pipeline=Pipeline(microbatches=2))
-        rank, within = mesh.get_local_rank("dp"), piped._conversion.device_mesh
+        rank, within = mesh.get_local_rank("dp"), piped.shardc.conversion.device_mesh
         mine = [shardc.shard_batch(each.chunk(2)[rank], within, P("dp")) for each in (x, scale)]
         for args in ((x, scale), mine):
             result = piped(*args)

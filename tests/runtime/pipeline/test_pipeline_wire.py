@@ -48,9 +48,9 @@ def run_sent() -> int:
     """The bytes that this rank sends in a step, its first and its second alike."""
     piped, sent = new_pipeline("1f1b"), []
     for _ in range(2):
-        before = piped._conversion.channel.sent_bytes
+        before = piped.shardc.conversion.channel.sent_bytes
         piped(data()).backward()
-        sent.append(piped._conversion.channel.sent_bytes - before)
+        sent.append(piped.shardc.conversion.channel.sent_bytes - before)
     assert sent[0] == sent[1]
     return sent[0]
 

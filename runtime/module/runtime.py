@@ -1,0 +1,401 @@
+"""What runs a parallel module: its copied model, the programs of its calls, and where its tensors lie."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.capture.call import call_leaves
+from shardc.capture.model import computed_tensors, state_names, tensors_of
+from shardc.capture.refusals import GuardError
+from shardc.capture.signature import Signature, model_state, signature_of
+from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
+from shardc.language.sharding import Sharding
+from shardc.program.program import Pin, Program
+
+from ..agreement.entry import Entry, Flag, Kind
+from ..agreement.gate import Gate, digest
+from ..agreement.program import ProgramText, guards_of
+from ..agreement.request import request_lines, text_of
+from ..agreement.writes import Writes
+from ..comm.comm import Comm
+from ..comm.failure import telling_others, waiting
+from ..execute.executor import Executor, Runner
+from ..tensor.reduction import complete_norms
+from .accumulation import Accumulation, reduce_now
+from .compiled_call import Compilation, CompiledCall, ModelTensors
+from .conversion import Arrival, Conversion, DistributedConversion
+
+MAX_PROGRAMS = 16
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
+Key = tuple[Hashable, ...]
+
+
+class CompileFn(Protocol):
+    """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations."""
+
+    def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
+                 fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
+
+
+@dataclass(slots=True)
+class CallRequest:
+    """What a call asks for. ``tensors``: the model's, by kind and name; ``arguments``: those among its arguments.
+
+    ``key``: its signature, and what a program depends on besides. ``digest``: of ``text``, where ranks agree on it.
+    ``writes``: whether it places or gathers parameters.
+    """
+
+    kind: Kind
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    key: tuple[Signature, *Key]
+    tensors: ModelTensors
+    arguments: Sequence[tuple[str, Tensor]]
+    digest: bytes = b""
+    writes: bool = False
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters."""
+        return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]
+
+    def text(self, model: nn.Module) -> str:
+        """All that must be equal on every rank."""
+        return "\n".join(
+            request_lines(self.key[0], model, self.arguments, [f"autocast of the mesh {list(self.key)[3:]}"])
+        )
+
+
+class ModuleRuntime:
+    """What a parallel module keeps and does that ``nn.Module`` does not, on a copy of the user's ``model``.
+
+    A call is compiled if its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
+    gradients on or off, a module's flags, numbers and strings. It is compiled again if an op finds values that no
+    program of its signature was compiled for. ``seed`` and ``step`` key random ops; ``step`` counts calls in training
+    mode.
+    """
+
+    def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
+                 make_runner: Callable[[Program, Comm], Runner] = Executor, initial: str = "trust",
+                 is_compiled_soon: bool = False, gate: Gate | None = None) -> None:  # fmt: skip
+        self.gate, self._writes = gate, Writes()
+        self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
+        self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
+        self._shardings: dict[tuple[str, str], Sharding] = {}  # of parameters and buffers, by kind and name
+        self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
+        self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
+        self._latest: Variants | None = None
+        self.seed, self.step = 0, 0
+        copies = conversion.copies(model, initial, is_compiled_soon)
+        self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
+        memo = computed_tensors(model) | copies.by_id  # with the copy of each parameter and buffer, tied ones once
+        for parameter in model.parameters():
+            memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
+        self.model: nn.Module = copy.deepcopy(model, memo)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model, which is compiled first if no program fits the call."""
+        with telling_others():
+            complete_norms()
+            request = self._request(args, kwargs, Kind.FORWARD)
+            random_key, parameters = (self.seed, self.step), request.parameters
+            variants = self._compiled(request)
+            self.step += self.model.training
+            result = variants.run(
+                lambda call: call(request.tensors, [each for _, each in request.arguments], random_key),
+                partial(self._agreed, request),
+            )
+            if self.gate is not None:
+                self._writes.note(parameters if request.writes else None)
+            return result
+
+    def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compile a call without running it; parameters get their shardings."""
+        with telling_others():
+            self._compiled(self._request(args, kwargs, Kind.COMPILE))
+
+    @property
+    def program(self) -> Any:
+        """The compiled program of the latest call."""
+        if self._latest is None:
+            what, problem = "of a module that was not called", "a call is compiled when it is made"
+            raise OrderError("program", what, problem, "call the module once, or give args= to parallelize")
+        return self._latest.latest.compilation
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``.
+
+        Returns the norm before.
+        """
+        self._enter_clip(max_norm, norm_type)
+        comm = self.conversion.comm
+        with waiting(lambda: "clip_grad_norm_", lambda: comm.ranks(comm.mesh.axis_names)):
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, foreach=True)
+
+    def _enter_clip(self, max_norm: float, norm_type: float) -> None:
+        """Come to clipping with all other ranks, once gradients are reduced."""
+        if self.gate is None:
+            return
+        reduce_now(self.parameters())
+        text = f"max_norm={text_of(max_norm)}, norm_type={text_of(norm_type)}"
+        entry = Entry(Kind.CLIP, self.gate.digest, request=digest(text))
+        self.gate.enter(entry, {"request": lambda: text})
+
+    def forget_gathered(self) -> None:
+        """Forget what was gathered of parameters: their values may change now."""
+        if self._gathered is not None:
+            self._gathered.forget()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this rank holds."""
+        return self.model.parameters()
+
+    def copied(self, model: nn.Module) -> ModuleRuntime:
+        """A runtime of a copy of the model, with the same shardings, seed and step."""
+        gate = None if self.gate is None else self.gate.of_copy()
+        twin = type(self)(nn.Module(), self.conversion, self.compile_fn, self._make_runner, gate=gate)
+        twin.model = model
+        twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
+        twin._awaited = self._awaited
+        twin.seed, twin.step = self.seed, self.step
+        return twin
+
+    def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> CallRequest:
+        """What a call asks for."""
+        with self._telling():
+            tensors = dict(tensors_of(self.model))
+            self.conversion.check(tensors)
+            leaves, tree = call_leaves(self.model.forward, args, kwargs)
+            arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+            train = torch.is_grad_enabled() and any(
+                each.requires_grad for each in (*tensors.values(), *(leaf for _, leaf in arguments))
+            )
+            signature = signature_of(leaves, tree, train, model_state(self.model))
+            placements = tuple(each.placements for _, each in arguments if isinstance(each, DTensor))
+            dtypes = tuple(each.dtype for each in tensors.values())
+            device = self.conversion.comm.device.type
+            key = signature, placements, dtypes, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            return CallRequest(kind, args, kwargs, key, tensors, arguments)
+
+    def _compiled(self, request: CallRequest) -> Variants:
+        """The programs for a call, of which all ranks run the latest first; a new signature is compiled."""
+        variants = self.variants.get(request.key)
+        request.digest = b"" if variants is None else variants.request
+        call = self._agreed(request, None if variants is None else variants.latest)
+        if variants is None:
+            variants = self.variants[request.key] = Variants(call, request.digest)
+            if len(self.variants) > MAX_PROGRAMS:
+                self._forget_oldest()
+        variants.calls[0] = call
+        self.variants.move_to_end(request.key)
+        self._latest = variants
+        return variants
+
+    def _agreed(self, request: CallRequest, call: CompiledCall | None) -> CompiledCall:
+        """The compiled call that all ranks run; all of them compile if one of them has none."""
+        gate = self.gate
+        if gate is None:
+            return call or self._new_call(request)
+        is_forward = request.kind == Kind.FORWARD
+        changed = self._writes.since(request.parameters) if is_forward else Flag.UNKNOWN
+        request.digest = request.digest or digest(request.text(self.model))
+        texts = {"request": lambda: request.text(self.model), "is_changed": lambda: self._writes_text(changed)}
+        if is_forward:
+            gate.batches.note(request.arguments, request.digest)
+        texts["draw"] = lambda: f"seed {self.seed}, step {self.step}"
+        while True:
+            gathers = call is not None and call.gathers(request.tensors)
+            program = b"" if call is None else call.text.digest
+            entry = Entry(
+                request.kind, gate.digest, gate.calls + is_forward, request.digest, program, seed=self.seed,
+                step=self.step, is_changed=changed, gathers=gathers,
+            )  # fmt: skip
+            passed = gate.enter(entry, texts if call is None else {**texts, "program": call.text.__str__})
+            if call is not None and not passed.compiles:
+                break
+            call, request.writes = self._new_call(request), True
+        request.writes |= passed.gathers
+        gate.calls += is_forward
+        if call.gather is not None:
+            call.gather.agreed = passed.gathers
+        return call
+
+    def _writes_text(self, changed: Flag) -> str:
+        assert self.gate is not None
+        since = f"since call {self.gate.calls}" if self.gate.calls else "before its first call"
+        return f"{'has' if changed == Flag.YES else 'has not'} written its parameters {since}"
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an error in the block."""
+        return nullcontext() if self.gate is None else self.gate.telling()
+
+    def _new_call(self, request: CallRequest) -> CompiledCall:
+        """Compile a call; its tensors are made outside of inference mode, since later calls may be outside of it."""
+        has_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            with self._telling():
+                fixed, train = self._fixed(request.args, request.kwargs), request.key[0].train
+                compilation = self.compile_fn(
+                    self.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed
+                )
+                program = compilation.program
+                text = ProgramText(program, compilation.convention.constants)
+                runner = self._make_runner(program, self.conversion.comm)
+            if self.gate is not None:
+                entry = Entry(Kind.COMPILED, self.gate.digest, program=text.digest)
+                self.gate.enter(entry, {"program": text.__str__})
+                for guard in guards_of(program):
+                    guard.on_result = self.gate.compare_result
+            with self._telling():
+                self._place(program, runner)
+                self._set_gradient_dtypes(program)
+                return CompiledCall(
+                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text
+                )
+
+    def _forget_oldest(self) -> None:
+        one, other = (signature for signature, *_ in list(self.variants)[-2:])
+        differences = ", ".join(one.differences(other)[:4])
+        what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
+        problem = "the oldest is forgotten, and compiled again when it comes back"
+        remedy = "give it inputs of fewer shapes, or pad them"
+        warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=5)
+        self.variants.popitem(last=False)
+
+    def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
+        """The shardings that earlier calls gave to parameters and buffers, and those of DTensors in the arguments."""
+        leaves, _ = call_leaves(self.model.forward, args, kwargs)
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        arguments = {("input", name): self.conversion.sharding(each, f"input {name!r}") for name, each in tensors}
+        parameters, buffers, _ = state_names(self.model)
+        present: dict[str, Mapping[str, Tensor]] = {"parameter": parameters, "buffer": buffers, "input": dict(tensors)}
+        return tuple(
+            Pin(name, kind, sharding, frozenset(), f"{kind} {name!r} has this sharding already")
+            for (kind, name), sharding in {**self._shardings, **self._computed_shardings, **arguments}.items()
+            if sharding is not None and name in present[kind]
+        )
+
+    def _place(self, program: Program, runner: Runner) -> None:
+        """Give parameters and buffers the shardings that a program reads them in, the first time."""
+        tensors, arrivals = dict(tensors_of(self.model)), dict[tuple[str, str], Arrival]()
+        for put, node in zip(program.inputs, program.placeholders, strict=True):
+            tensor = tensors.get((put.kind, put.name))
+            if tensor is None:
+                continue
+            sharding = program.sharding(node)
+            if put.kind == "parameter" and put.name in program.computed:
+                self._computed_shardings[put.kind, put.name] = program.computed[put.name]
+            if self._shardings.setdefault((put.kind, put.name), sharding) is sharding:
+                label = f"{put.kind} {put.name!r}"
+                if (put.kind, put.name) in self._awaited:
+                    homes = self._homes_of(put.name, runner)
+                    arrivals[put.kind, put.name] = Arrival(tensor, sharding, label, homes)
+                    continue
+                placed = self.conversion.place(tensor, sharding, label)
+                if placed is not tensor:
+                    become(tensor, placed)
+        if self._awaited:
+            self._receive(arrivals, tensors)
+
+    def _receive(self, arrivals: Mapping[tuple[str, str], Arrival], tensors: ModelTensors) -> None:
+        """Give awaited tensors their values: those that a program reads in its shardings, others whole."""
+        conversion = self.conversion
+        assert isinstance(conversion, DistributedConversion), conversion
+        mesh = conversion.torch_comm.mesh
+        whole = {
+            key: Arrival(tensors[key], Sharding.replicated(mesh, tensors[key].ndim), f"{key[0]} {key[1]!r}")
+            for key in sorted(self._awaited - arrivals.keys())
+        }
+        every = [*arrivals.values(), *whole.values()]
+        for each, placed in zip(every, conversion.receive(every), strict=True):
+            become(each.tensor, placed)
+        self._awaited = frozenset()
+
+    def _homes_of(self, name: str, runner: Runner) -> Sequence[int] | None:
+        """The ranks of a pipeline that hold a parameter; None without a pipeline."""
+        return None
+
+    def _set_gradient_dtypes(self, program: Program) -> None:
+        """Let gradients have the dtype that a program computes them in, where it is not their parameter's."""
+        parameters = {name: tensor for (kind, name), tensor in tensors_of(self.model) if kind == "parameter"}
+        for output, node in zip(program.outputs, program.results, strict=True):
+            parameter = parameters.get(output.name) if output.kind == "gradient" and node is not None else None
+            if parameter is None or node is None or parameter.dtype == program.type(node).dtype:
+                continue
+            if not hasattr(parameter, "grad_dtype"):
+                problem = f"torch {torch.__version__} has gradients in their parameter's dtype alone"
+                remedy = "leave gradients= out, or use torch 2.13"
+                raise ShardingError("Precision", f"gradients={program.type(node).dtype}", problem, remedy)
+            parameter.grad_dtype = program.type(node).dtype
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Let every holder of ``tensor``, an optimizer among them, hold the value of ``other``."""
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, other)
+    for kind in HOOKS if isinstance(tensor, nn.Parameter) else ():
+        setattr(tensor, kind, getattr(tensor, kind))  # which tells autograd's side of the tensor, that was swapped
+
+
+def _new_parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter that requires a gradient where ``like`` does, with the hooks that ``like`` has now."""
+    parameter = nn.Parameter(value, requires_grad=like.requires_grad)
+    for kind in HOOKS:
+        setattr(parameter, kind, copy.copy(getattr(like, kind)))
+    return parameter
+
+
+MAX_VARIANTS = 8
+REMEDY = (
+    "let no shape depend on values: torch.where(mask, new, old) for what a mask selects, ignore_index for rows "
+    "that no loss counts, padding to one length; or compute it outside of the model and pass the result"
+)
+
+
+class Variants:
+    """Compiled calls that differ in what their guards check, the latest used first; without guards there is one.
+
+    ``request``: the digest of what a call asks for, where ranks agree on it.
+    """
+
+    def __init__(self, call: CompiledCall, request: bytes = b"") -> None:
+        self.calls, self.request = [call], request
+
+    @property
+    def latest(self) -> CompiledCall:
+        """The compiled call that ran last."""
+        return self.calls[0]
+
+    def run(self, run: Callable[[CompiledCall], Any], agreed: Callable[[CompiledCall | None], CompiledCall]) -> Any:
+        """The result of the first compiled call whose guards all hold; a new one is compiled if there is none.
+
+        ``agreed``: the call that all ranks run in place of one, or of none; they have agreed on the first already. A
+        program whose guard does not hold ends there, on every rank alike, and has changed nothing. CaptureError if too
+        many were compiled already; GuardError if even a new program finds other values than it was captured with.
+        """
+        for i in range(len(self.calls)):
+            call = self.calls[i] = agreed(self.calls[i]) if i else self.calls[i]
+            try:
+                result = run(call)
+            except GuardError as error:
+                latest = error
+                continue
+            self.calls.insert(0, self.calls.pop(i))
+            return result
+        if len(self.calls) == MAX_VARIANTS:
+            what = f"its program depends on values, and {MAX_VARIANTS} programs were compiled already"
+            raise CaptureError(latest.who, f"{what}; now {latest.finding}", REMEDY) from latest
+        self.calls.insert(0, agreed(None))
+        return run(self.calls[0])
