@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.call import flatten, names_of, rebuild
+from shardc.capture.call import flatten, names_of, optional_arguments, rebuild
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
@@ -67,9 +67,18 @@ class Matched:
 def match(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
 ) -> Matched:
-    """The values of a model and of a call that each pattern matches."""
+    """The values of a model and of a call that each pattern matches.
+
+    Annotations of optional arguments that the call leaves out, or gives as None, are left aside.
+    """
     check_annotations(annotations)
-    return match_names(annotations, names_of(model, args, kwargs), mesh)
+    names, left_out = names_of(model, args, kwargs), optional_arguments(model.forward)
+    kept = {
+        pattern: spec
+        for pattern, spec in annotations.items()
+        if named_by(pattern, names) or not _is_about(pattern, left_out)
+    }
+    return match_names(kept, names, mesh)
 
 
 def check_annotations(annotations: Any) -> None:
@@ -253,6 +262,12 @@ def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
         remedy = did_you_mean(prefix, KINDS) or "leave the prefix away"
         raise ShardingError(f"annotation {pattern!r}", f"prefix {prefix!r}", problem, remedy)
     return [("output", rest)] if prefix == "output" else [(prefix, name) for name in glob(rest, names.get(prefix, {}))]
+
+
+def _is_about(pattern: str, arguments: Mapping[str, str]) -> bool:
+    """Whether a pattern matches an argument, or what is inside of it."""
+    prefix, _, rest = pattern.rpartition(":")
+    return prefix in ("", "input") and bool(glob(rest, arguments) or glob(rest.partition(".")[0], arguments))
 
 
 def glob(pattern: str, names: Mapping[str, str]) -> list[str]:

@@ -172,6 +172,12 @@ def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {"param": state | aliases, "input": inputs, "module": modules}
 
 
+def optional_arguments(forward: Callable[..., Any]) -> dict[str, str]:
+    """The names of forward's arguments that are None unless they are given, each with itself."""
+    parameters = inspect.signature(forward).parameters.values()
+    return {parameter.name: parameter.name for parameter in parameters if parameter.default is None}
+
+
 def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """For every tensor without a name of its own the name that it would have, the problem, and the remedy."""
     tensors: set[str] = set()

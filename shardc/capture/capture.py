@@ -69,7 +69,8 @@ from shardc.capture.refusals import (
     python_effects,
     user_location,
 )
-from shardc.capture.signature import Leaves, TensorLeaf
+from shardc.capture.signature import Constant, Leaves, TensorLeaf
+from shardc.capture.unknown import Unknown, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
@@ -113,7 +114,7 @@ def capture(
         raise
     except Exception as error:
         is_explained = is_lookup_by_value(error) or is_collective(error)
-        if is_explained or isinstance(error, (RuntimeError, TypeError, ArithmeticError)):
+        if is_explained or isinstance(error, (RuntimeError, TypeError, ArithmeticError, UnknownValueError)):
             raise capture_error(error, model) from error
         note_place_in_model(error, failing_place(error, model))
         raise
@@ -166,7 +167,9 @@ class _Joint:
                 with override_attribute(torch.compiler, "_is_compiling_flag", is_compiling):
                     try:
                         return self._trace()
-                    except DATA_DEPENDENT as error:
+                    except Exception as error:
+                        if not (isinstance(error, DATA_DEPENDENT) or self.refusals.gave_unknown):
+                            raise
                         latest = error
         raise latest
 
@@ -214,6 +217,8 @@ class _Joint:
             self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
+            if any(isinstance(leaf, Constant) and isinstance(leaf.value, Unknown) for _, leaf in self.outputs):
+                raise UnknownValueError
             casting.check_unchanged()
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
             after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())
@@ -249,6 +254,8 @@ class _Joint:
         guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
         trace = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
         program, constants = assemble(traced, trace, self.tracker.sources, plain_tensors(self.model))
+        skipped = (f"{place} checks values: no step runs it" for place in self.refusals.passed_over)
+        program = replace(program, notes=(*program.notes, *skipped))
         forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
         convention = CallingConvention(forward, self.outputs, self.output_tree, signature, constants)
         return Captured(program, convention, self.aliases)

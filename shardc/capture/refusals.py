@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
+from shardc.capture.unknown import Unknown, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
 from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
@@ -49,12 +50,15 @@ class Refusals(TorchFunctionMode):
     """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a reason.
 
     State: ``is_user_read``, whether the running function of torch reads values for the user's own line; None where no
-    function is running.
+    function is running. ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of
+    the user's has an Unknown.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_user_read: bool | None = None
+        self.passed_over: dict[str, None] = {}
+        self.gave_unknown = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
@@ -71,11 +75,23 @@ class Refusals(TorchFunctionMode):
             try:
                 return format(number.item(), spec)
             except DATA_DEPENDENT:
-                if spec:
-                    raise
-                return str(number)  # it may be part of a message
+                return format(Unknown(self.pass_over), spec) if spec else str(number)  # it may be part of a message
+        except DataDependentOutputException:
+            frame = users_frame(sys._getframe()) if self.is_user_read and before is None else None
+            passing = None if frame is None or func not in _TESTS else passing_check(frame)
+            if frame is not None and passing is not None:
+                self.pass_over(frame)
+                return passing
+            if frame is None or func is not Tensor.item or _caller(sys._getframe(), is_direct=True) is not frame:
+                raise
+            self.gave_unknown = True
+            return Unknown(self.pass_over)
         finally:
             self.is_user_read = before
+
+    def pass_over(self, frame: FrameType) -> None:
+        """Remember that no step runs the check of a line."""
+        self.passed_over[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"] = None
 
 
 _GENERATOR = (
@@ -99,6 +115,10 @@ _READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
     *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
     *(Tensor.__getitem__, Tensor.__setitem__),
+}
+_TESTS = {  # what gives one truth value
+    *(Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, Tensor.__contains__),
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
@@ -179,7 +199,10 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
     code = failing_line(error).split(": ", 1)[-1]
     is_check = code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
-    if isinstance(error, DataDependentOutputException) and is_check:
+    if isinstance(error, UnknownValueError):
+        problem = "a number is computed with that is the value of a tensor, which is unknown during capture"
+        remedy = "leave item() and float() out, and compute with the tensor; a number may be printed and checked"
+    elif isinstance(error, DataDependentOutputException) and is_check:
         problem = f"the model checks the values of a tensor, which are unknown during capture{reason}"
         remedy = "check outside of the model, or write torch._assert(condition, message), which is passed over"
     elif isinstance(error, DataDependentOutputException):
@@ -242,10 +265,24 @@ def user_location(frame: FrameType | None, stop: CodeType | None = None) -> str:
 
 def is_users_line(frame: FrameType | None) -> bool:
     """Whether the user's line called the function of torch that a mode handles in ``frame``."""
-    while frame is not None and (frame.f_code.co_name in _DISPATCH or frame.f_code.co_filename.startswith(_SUBCLASSES)):
+    return users_frame(frame) is not None
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the user's line that called the function of torch that a mode handles in ``frame``, if one did."""
+    frame = _caller(frame)
+    return frame if frame is not None and _is_users(frame.f_code.co_filename) else None
+
+
+def _caller(frame: FrameType | None, is_direct: bool = False) -> FrameType | None:
+    """What called the function that a mode handles in ``frame``; passes methods of subclasses unless ``is_direct``."""
+    while frame is not None:
+        is_method = frame.f_code.co_filename.startswith(_SUBCLASSES) and not is_direct
+        if frame.f_code.co_name not in _DISPATCH and not is_method:
+            break
         is_python = frame.f_code.co_name == _DISPATCH[0]  # the function itself has a frame
         frame = frame.f_back and frame.f_back.f_back if is_python else frame.f_back
-    return frame is not None and _is_users(frame.f_code.co_filename)
+    return frame
 
 
 def failing_line(error: BaseException) -> str:

@@ -179,3 +179,25 @@ def test_the_value_and_the_pattern_are_named_and_all_offenders_at_once():
         "  write at most 1 entry\n"
         "  likewise parameter 'h.1.bias' (annotated by 'param:*'), buffer 'scale' (annotated by 'param:*')"
     )
+
+
+class Optional(nn.Module):
+    """Its targets may be left out, its mask may be None inside of a dict."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, more: dict[str, Tensor] | None = None) -> Tensor:
+        return x.mean() if targets is None else (x - targets).mean()
+
+
+@pytest.mark.parametrize("given", [(), (None,)], ids=["absent", "None"])
+def test_annotations_of_optional_arguments_wait_until_they_are_given(given: tuple[None, ...]) -> None:
+    annotations = {"x": P("dp"), "targets": P("dp"), "input:more.mask": P("dp"), "more.*": P()}
+    found = match(annotations, Optional(), (torch.ones(8), *given), {}, MESH)
+    assert [entry.name for entry in found.entries] == ["x"]
+    found = match(annotations, Optional(), (torch.ones(8), torch.ones(8)), {}, MESH)
+    assert [entry.name for entry in found.entries] == ["x", "targets"]
+
+
+@pytest.mark.parametrize("pattern", ["target", "param:targets", "output", "module:targets", "mask"])
+def test_a_name_of_no_optional_argument_is_still_an_error(pattern: str) -> None:
+    with pytest.raises(ShardingError, match="it matches nothing"):
+        match({pattern: P("dp")}, Optional(), (torch.ones(8),), {}, MESH)

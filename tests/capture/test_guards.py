@@ -211,7 +211,6 @@ class Reads(nn.Module):
 READS: dict[str, Callable[[Tensor], object]] = {
     "bool": lambda x: bool(x.sum() > 0),
     "int": lambda x: int(x.sum()),
-    "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),
     "range": lambda x: range(x.long().sum()),
     "in": lambda x: 3.0 in x,

@@ -1,0 +1,69 @@
+"""Values that are unknown during capture may be checked, printed and stored by a model's own lines, no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checking_models import CHECKS, Model, prints
+from torch import Tensor
+
+import shardc
+from shardc import CaptureError, Mesh, P
+
+MESH, ANNOTATIONS = Mesh(dp=2, tp=2), {"x": P("dp"), "layer.weight": P("tp")}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_model_that_checks_or_prints_values_computes_what_it_does_without(check: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Model(check).double(), torch.randn(4, 8, dtype=torch.float64)
+    parallel, loss = shardc.parallelize(model, MESH, ANNOTATIONS), model(x)
+    found = parallel(x)
+    found.backward()
+    assert torch.allclose(found, loss, rtol=0, atol=1e-14)
+    for expected, parameter in zip(
+        torch.autograd.grad(loss, list(model.parameters())), parallel.parameters(), strict=True
+    ):
+        assert torch.allclose(expected, parameter.grad, rtol=0, atol=1e-14)
+    notes = "\n".join(parallel.program.program.notes)
+    assert ("checking_models.py:" in notes and "no step runs it" in notes) == (check is not prints), notes
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "computed with": lambda y: y * y.mean().item(),
+    "computed with in Python": lambda y: 2 / y.mean().item(),
+    "branched on": lambda y: y if y.mean().item() > 0 else -y,
+    "a condition": lambda y: y.any() and 1,
+    "a part of a check by another name": lambda y: math.sqrt(y.mean().item()),
+    "a size": lambda y: torch.zeros(int(y.sum().item())),
+    "a key": lambda y: {y.mean().item(): 1},
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_is_computed_with_an_unknown_number_is_refused_with_the_line(use: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"test_unknown.py:\d+: .*lambda(.|\n)*unknown during capture|unknown"):
+        shardc.parallelize(Model(use), MESH, ANNOTATIONS)(torch.ones(4, 8))
+
+
+def returns_early(y: Tensor) -> Tensor:
+    if y.isnan().any():
+        return y
+    return -y
+
+
+def raises_or_else(y: Tensor) -> Tensor:
+    if y.isnan().any():
+        raise ValueError("nan")
+    else:
+        return -y
+
+
+@pytest.mark.parametrize("use", [returns_early, raises_or_else])
+def test_a_branch_is_no_check(use: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match="unknown during capture"):
+        shardc.parallelize(Model(use), MESH, ANNOTATIONS)(torch.ones(4, 8))
