@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the models; child processes inherit the path
 
 import torch.distributed as dist
 from ours import PLANS, Plan
