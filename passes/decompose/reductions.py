@@ -81,7 +81,7 @@ def _moments(emit: Emitter) -> tuple[fx.Node, fx.Node]:
     x, dims, keepdim = _reduced(emit)
     count = math.prod(emit.shape(x)[dim] for dim in dims)
     correction = emit.given["correction"]
-    mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims, True), count)
+    mean = _mean(emit, x, dims)
     shifted = emit(aten.sub.Tensor, x, mean)
     total = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, shifted, shifted), dims, keepdim)
     variance = emit(aten.div.Tensor, total, max(0, count - (1 if correction is None else correction)))
@@ -308,18 +308,13 @@ def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
-    shape = emit.shape(grouped)
-    total = emit(aten.sum.dim_IntList, grouped, list(range(2, len(shape))), True)
-    return emit(aten.div.Tensor, total, math.prod(shape[2:]))
+    return _mean(emit, grouped, range(2, len(emit.shape(grouped))))
 
 
 def _moved_of_rows(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """The sums of each row, reduced: two, and one of a norm without a mean."""
-    rows = (
-        program.value_type(program.value(arguments(node)["rstd"]))
-        if "rstd" in arguments(node)
-        else program.types(node)[1]
-    )
+    """Two sums of each row, reduced; one of a norm without a mean."""
+    given = arguments(node)
+    rows = program.value_type(program.value(given["rstd"])) if "rstd" in given else program.types(node)[1]
     assert rows is not None, node
     return (2 if node.target in RMS_NORMS else 4) * rows.nbytes
 
@@ -355,10 +350,14 @@ def _row_norm_backward(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _row_mean(emit: Emitter, x: fx.Node) -> fx.Node:
-    """The mean of each row, with its dims of one element."""
-    shape, ndim = emit.shape(x), len(emit.given["normalized_shape"])
-    total = emit(aten.sum.dim_IntList, x, list(range(len(shape) - ndim, len(shape))), True)
-    return emit(aten.div.Tensor, total, math.prod(shape[-ndim:]))
+    ndim = len(emit.shape(x))
+    return _mean(emit, x, range(ndim - len(emit.given["normalized_shape"]), ndim))
+
+
+def _mean(emit: Emitter, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """The mean over dims, which stay with one element."""
+    count = math.prod(emit.shape(x)[dim] for dim in dims)
+    return emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, list(dims), True), count)
 
 
 def _count(emit: Emitter) -> int:

@@ -15,13 +15,8 @@ from .runtime import ModuleRuntime
 
 RUNTIME = "shardc"  # the one name that is ours
 SHARED = {"training"}  # attributes that are the parallel module's and the model's
-OFFERED = {
-    "seed",
-    "step",
-    "program",
-    "compile_for",
-    "clip_grad_norm_",
-}  # of the runtime, where the model has no such name
+# What the module offers of its runtime, where the model has no attribute of that name.
+OFFERED = {"seed", "step", "program", "compile_for", "clip_grad_norm_"}
 OWN = frozenset({RUNTIME, *vars(nn.Module())})
 
 
@@ -107,7 +102,7 @@ class ParallelModule(nn.Module):
         return RUNTIME not in self.__dict__ or name in OWN or hasattr(type(self), name)
 
     def _owner(self, name: str) -> nn.Module | ModuleRuntime:
-        """Whose an attribute is that is not this module's."""
+        """The object that has an attribute which is not set on this module itself."""
         is_ours = name in OFFERED and not hasattr(self.shardc.model, name)
         return self.shardc if is_ours else self.shardc.model
 

@@ -78,7 +78,7 @@ class CallRequest:
 
 
 class ModuleRuntime:
-    """What a parallel module keeps and does that ``nn.Module`` does not, on a copy of the user's ``model``.
+    """The state and the work of a parallel module: a copy of the user's ``model``, and the programs of its calls.
 
     A call is compiled if its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
     gradients on or off, a module's flags, numbers and strings. It is compiled again if an op finds values that no

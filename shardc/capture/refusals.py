@@ -200,7 +200,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     code = failing_line(error).split(": ", 1)[-1]
     is_check = code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
     if isinstance(error, UnknownValueError):
-        problem = "a number is computed with that is the value of a tensor, which is unknown during capture"
+        problem = "the model computes with the value of a tensor, which is unknown during capture"
         remedy = "leave item() and float() out, and compute with the tensor; a number may be printed and checked"
     elif isinstance(error, DataDependentOutputException) and is_check:
         problem = f"the model checks the values of a tensor, which are unknown during capture{reason}"
@@ -275,7 +275,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _caller(frame: FrameType | None, is_direct: bool = False) -> FrameType | None:
-    """What called the function that a mode handles in ``frame``; passes methods of subclasses unless ``is_direct``."""
+    """The frame that called what a mode handles in ``frame``; unless ``is_direct``, past methods of subclasses."""
     while frame is not None:
         is_method = frame.f_code.co_filename.startswith(_SUBCLASSES) and not is_direct
         if frame.f_code.co_name not in _DISPATCH and not is_method:

@@ -62,15 +62,15 @@ class Unknown:
 
 
 def passing_check(frame: FrameType) -> bool | None:
-    """The truth value with which a check passes, where a frame tests a condition of one; None where it does not.
+    """The truth value that lets a check pass, if a frame is just testing a condition of that check; else None.
 
     The condition is the check's whole test, or a part of it under ``not``, ``and`` and ``or`` alone.
     """
     place = _place(frame)
-    for test, value in _checks(frame.f_code.co_filename):
-        if place is not None and _holds(_span(test), place):
-            return _passing(test, value, place)
-    return None
+    if place is None:
+        return None
+    checks = _checks(frame.f_code.co_filename)
+    return next((_passing(test, value, place) for test, value in checks if _holds(_span(test), place)), None)
 
 
 def _place(frame: FrameType) -> Place | None:
@@ -101,20 +101,14 @@ def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
 
 
 def _passing(test: ast.expr, value: bool, place: Place) -> bool | None:
-    """The value at which the part of a test at ``place`` lets the whole be ``value``."""
-    while _span(test) != place:
-        inner = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
-        if isinstance(test, ast.UnaryOp):
-            if not isinstance(test.op, ast.Not):
-                return None
-            value = not value
-        part = next((each for each in inner if _holds(_span(each), place)), None)
-        if part is None:
-            return None
-        test = part
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # what is tested is its operand
-        test, value = test.operand, not value
-    return value
+    """The value that the part of a test at ``place`` has where the whole is ``value``; None for another part."""
+    is_whole = _span(test) == place
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _passing(test.operand, not value, _span(test.operand) if is_whole else place)
+    if is_whole:
+        return value
+    parts = test.values if isinstance(test, ast.BoolOp) else []
+    return next((_passing(part, value, place) for part in parts if _holds(_span(part), place)), None)
 
 
 def _span(node: ast.expr) -> Place:

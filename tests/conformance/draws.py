@@ -135,7 +135,7 @@ def train(mesh: Mesh, steps: int) -> Run:
 
 
 class Drawing:
-    """What of a localized program draws its dropout masks."""
+    """The part of a localized program that draws its dropout masks."""
 
     def __init__(self, program: Program) -> None:
         alone = program.copy()

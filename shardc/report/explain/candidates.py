@@ -29,7 +29,7 @@ from shardc.report.explain.retry import Change, Edit
 def candidates(
     related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
 ) -> list[list[Change]]:
-    """At most ``count`` different changes: those of what is said already, then others one by one, the surest last."""
+    """At most ``count`` changes in groups: edits of related annotations, then others one by one, the surest last."""
     axes = set(related.axes)
     zeros: list[Zero | None] = []
     if zero is not None and zero.axis in axes:  # a stage of ZeRO that gathers less often, or no ZeRO
