@@ -193,7 +193,8 @@ def with_deaths(instructions: Sequence[Instruction], kept: Collection[int]) -> l
     alive, result = set(kept), []
     for each in reversed(instructions):
         used = {*each.reads, each.result}
-        result.append(replace(each, dead=tuple(sorted(used - alive))))
+        dead = used - alive
+        result.append(replace(each, dead=tuple(sorted(dead))) if dead else each)
         alive |= used
     return result[::-1]
 
@@ -214,7 +215,7 @@ def with_waits(instructions: Sequence[Instruction]) -> list[Instruction]:
             *older, last = *latest.get(axes, ()), each.result
             waits |= started.intersection(older[:-1])
             latest[axes] = (*older[-1:], last)
-        result.append(replace(each, waits=tuple(sorted(waits))))
+        result.append(replace(each, waits=tuple(sorted(waits))) if waits else each)
         started -= waits
         if each.collective:
             started.add(each.result)

@@ -41,6 +41,7 @@ from shardc.capture.call import (
 )
 from shardc.capture.decompositions import Casting, FunctionRewrites, decompositions, unfused_recurrent_layers
 from shardc.capture.higher_order import REPLACED, higher_order_ops
+from shardc.capture.masks import Masks
 from shardc.capture.microbatches import counting_marks, marks_passed
 from shardc.capture.model import (
     borrow,
@@ -64,6 +65,7 @@ from shardc.capture.refusals import (
     failing_place,
     is_collective,
     is_lookup_by_value,
+    is_whole,
     known_number,
     no_seeds,
     python_effects,
@@ -126,8 +128,8 @@ class _Joint:
     """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
     State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``;
-    ``tracker``, which knows where each traced node comes from; ``guards``, where no path of the model has a graph
-    without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
+    ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards``, where no path of the model
+    has a graph without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
     """
 
     model: nn.Module
@@ -139,6 +141,8 @@ class _Joint:
     precision: Precision | None
     outputs: Leaves = field(init=False)
     output_tree: Tree = field(init=False)
+    refusals: Refusals = field(init=False)
+    masks: Masks = field(init=False)
     tracker: SourceTracker = field(init=False)
     guards: Guards | None = None
     tangents: tuple[Input, ...] = ()
@@ -160,10 +164,15 @@ class _Joint:
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
-        """The graph of the model's eager path, else of its path for compilers; without guards if possible."""
-        for has_guards in (False, True):
+        """The graph of the model's eager path, else of its path for compilers.
+
+        Without guards if possible; else with those of torch's ops; else also with those of numbers that the model
+        reads.
+        """
+        for has_guards, reads_numbers in ((False, False), (True, False), (True, True)):
             for is_compiling in (False, True):
                 self.guards = Guards(self.opaque) if has_guards else None
+                self.refusals, self.masks = Refusals(reads_numbers), Masks(by_index=has_guards)
                 with override_attribute(torch.compiler, "_is_compiling_flag", is_compiling):
                     try:
                         return self._trace()
@@ -174,7 +183,6 @@ class _Joint:
         raise latest
 
     def _trace(self) -> fx.GraphModule:
-        self.refusals = Refusals()
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # it imports torch._dynamo, which no patch may disturb
         fake_log = logging.getLogger("torch._subclasses.fake_tensor")
         with (
@@ -182,7 +190,7 @@ class _Joint:
             torch.inference_mode(False),
             torch.autograd.set_multithreading_enabled(False),
             unfused_recurrent_layers(),
-            FunctionRewrites(),
+            FunctionRewrites(self.masks),
             no_checkpoints(),
             higher_order_ops(self.opaque),
             annotating(),
@@ -202,6 +210,7 @@ class _Joint:
             ]
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
+            self.masks.check(traced.graph)
             return traced
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
@@ -255,7 +264,8 @@ class _Joint:
         trace = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
         program, constants = assemble(traced, trace, self.tracker.sources, plain_tensors(self.model))
         skipped = (f"{place} checks values: no step runs it" for place in self.refusals.passed_over)
-        program = replace(program, notes=(*program.notes, *skipped))
+        masked = (f"{each} selects by a mask: all rows are computed, those of it count" for each in self.masks.places)
+        program = replace(program, notes=(*program.notes, *skipped, *masked))
         forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
         convention = CallingConvention(forward, self.outputs, self.output_tree, signature, constants)
         return Captured(program, convention, self.aliases)
@@ -268,8 +278,8 @@ def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dic
 class SourceTracker(TorchDispatchMode):
     """Records where in the user's model each traced node comes from; a backward node has the source of its forward op.
 
-    An op that returns what it finds in values gets a guard, unless the user's own line calls it or there are no
-    ``guards``.
+    An op that returns what it finds in values gets a guard if there are ``guards``; one that the user's own line calls
+    only for whole numbers, which may be sizes.
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
     the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op.
@@ -324,7 +334,8 @@ class SourceTracker(TorchDispatchMode):
         is_user_read = self.refusals.is_user_read
         if is_user_read is None:
             is_user_read = isinstance(error, DataDependentOutputException)
-        if self.guards is None or is_user_read:
+        is_number = self.refusals.reads_numbers and is_whole(args[0])
+        if self.guards is None or (is_user_read and not is_number):
             raise error
         try:
             return self.guards.add(func, args, kwargs, source.location or "the model")

@@ -18,6 +18,7 @@ from torch.nn.functional import dropout, interpolate, scaled_dot_product_attenti
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.call import flatten, rebuild
+from shardc.capture.masks import Masks
 from shardc.capture.refusals import Unfit
 from shardc.language.errors import CaptureError
 from shardc.ops.contraction import grouped_mm
@@ -57,10 +58,17 @@ class FunctionRewrites(TorchFunctionMode):
     - Recurrent layers with dropout between them run layer by layer.
     - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
       with a part of an image needs its neighbours' edges alone.
+    - What a mask selects stays one row for each element of the mask, or becomes a lookup by index.
     """
+
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self.masks = masks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (selected := self.masks.call(func, args, kwargs)) is not NotImplemented:
+            return selected
         if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)):
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)

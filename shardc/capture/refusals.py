@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -49,13 +50,15 @@ class Unfit(RuntimeError):
 class Refusals(TorchFunctionMode):
     """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a reason.
 
-    State: ``is_user_read``, whether the running function of torch reads values for the user's own line; None where no
-    function is running. ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of
-    the user's has an Unknown.
+    ``reads_numbers``: the model's own lines may read whole numbers, each under a guard. State: ``is_user_read``,
+    whether the running function of torch reads values for the user's own line; None where no function is running.
+    ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of the user's has an
+    Unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads_numbers: bool) -> None:
         super().__init__()
+        self.reads_numbers = reads_numbers
         self.is_user_read: bool | None = None
         self.passed_over: dict[str, None] = {}
         self.gave_unknown = False
@@ -69,6 +72,8 @@ class Refusals(TorchFunctionMode):
             raise Unfit(*_GENERATOR)
         before, self.is_user_read = self.is_user_read, func in _READS and is_users_line(sys._getframe())
         try:
+            if func is Tensor.tolist and self.reads_numbers and is_whole(args[0]):
+                return _nested(numbers(args[0]), args[0].shape)
             if func is not Tensor.__format__ or not self.is_user_read or args[0].ndim:
                 return func(*args, **(kwargs or {}))
             number, spec = args
@@ -94,6 +99,30 @@ class Refusals(TorchFunctionMode):
         self.passed_over[f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"] = None
 
 
+def is_whole(x: Tensor) -> bool:
+    """Whether a tensor is of whole numbers, which may be sizes; truth values are none."""
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+@torch.library.custom_op("shardc::numbers", mutates_args=(), schema="(Tensor x) -> int[]")
+def numbers(x: Tensor) -> list[int]:
+    """The numbers of a tensor, in order: one op, and so one guard, for all of them."""
+    return x.flatten().tolist()
+
+
+@numbers.register_fake
+def _(x: Tensor) -> list[int]:
+    raise DataDependentOutputException(torch.ops.shardc.numbers.default)
+
+
+def _nested(numbers: list[int], shape: Sequence[int]) -> Any:
+    """The numbers as ``tolist`` of a tensor of that shape returns them."""
+    if not shape:
+        return numbers[0]
+    step = math.prod(shape[1:])
+    return [_nested(numbers[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
 _GENERATOR = (
     "a generator of the model's own would draw the same numbers in every step, on every rank",
     "leave generator= out: what is drawn depends on seed, step and the index of the element alone",
@@ -114,7 +143,6 @@ _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
     *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
-    *(Tensor.__getitem__, Tensor.__setitem__),
 }
 _TESTS = {  # what gives one truth value
     *(Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero),

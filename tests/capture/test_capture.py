@@ -822,11 +822,6 @@ class Branch(nn.Module):
         return -x
 
 
-class Masked(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum()
-
-
 class Numpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + float(x.detach().numpy().max())
@@ -841,7 +836,6 @@ class InPlace(nn.Module):
     ("model", "line", "problem"),
     [
         (Branch(), "if x.sum() > 0:", "what runs next depends on the value of a tensor"),
-        (Masked(), "return x[x > 0].sum()", "the shape of a result depends on the values of a tensor"),
         (Numpy(), "return x + float(x.detach().numpy().max())", "NumPy reads the values of a tensor"),
     ],
 )

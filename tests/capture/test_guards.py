@@ -40,7 +40,7 @@ def ctc(h: Tensor, given: Tensor) -> Tensor:
 
 FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nonzero": lambda h, given: h[torch.nonzero(given > 1).flatten()].square().sum(),
-    "masked_select": lambda h, given: torch.masked_select(h, (given > 1)[:, None]).square().mean(),
+    "masked_select": lambda h, given: torch.masked_select(h, (given > 1)[:, None]).std(),
     "unique": lambda h, given: (h.sum() * torch.unique(given)).sum(),
     "bincount": lambda h, given: (torch.bincount(given) * h.sum()).mean(),
     "repeat_interleave": lambda h, given: torch.repeat_interleave(h, given, 0).square().sum(),
@@ -212,11 +212,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "bool": lambda x: bool(x.sum() > 0),
     "int": lambda x: int(x.sum()),
     "tolist": lambda x: x.tolist(),
-    "range": lambda x: range(x.long().sum()),
     "in": lambda x: 3.0 in x,
     "equal": lambda x: torch.equal(x, x + 1),
     "allclose": lambda x: torch.allclose(x, x + 1),
-    "mask": lambda x: x[x > 0],
 }
 
 

@@ -68,7 +68,7 @@ def prints(expected: str, actual: str) -> bool:
     return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
 
 
-FOLDERS = ("benchmarks", "passes", "runtime", "runtime/checkpoint", "shardc/cli", "tests")
+FOLDERS = ("benchmarks", "passes", "runtime", "runtime/checkpoint", "shardc/capture", "shardc/cli", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS))
 READMES = {page: (ROOT / page).read_text() for page in PAGES if (ROOT / page).exists()}
 

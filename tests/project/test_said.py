@@ -20,6 +20,7 @@ OUR_OWN = {
     "NotImplementedError",  # a method of an abstract class
     "NoValueError", "Unwritten", "WrongRule",  # caught where they are raised, and said there
     "FormatError",  # what a CheckpointError of the file says
+    "DynamicOutputShapeException", "DataDependentOutputException",  # torch's, which capture_error says
     "GuardError",  # a CaptureError of two findings
     "argparse.ArgumentError",  # of the parts that Parser makes
 }  # fmt: skip
