@@ -8,6 +8,7 @@ from conformance.draws import cases, compare
 from shardc import Mesh
 
 
+@pytest.mark.share
 @pytest.mark.parametrize("mesh", [Mesh(dp=4), Mesh(tp=3), Mesh(dp=2, tp=3, fsdp=2)], ids=repr)
 def test_parameters_masks_and_steps_of_adam_are_those_of_one_rank(mesh: Mesh) -> None:
     assert mesh in cases()

@@ -11,6 +11,7 @@ from random_model import RandomModel, Step, check, check_program
 from shardc import Mesh, P
 
 
+@pytest.mark.share
 @settings(max_examples=12)  # the conformance suite "programs" draws 500
 @given(st.data())
 def test_every_pass_keeps_the_values_of_a_random_model(data: st.DataObject) -> None:

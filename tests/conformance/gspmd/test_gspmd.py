@@ -23,22 +23,26 @@ def results() -> list[tuple[Case, Result]]:
     return [(case, score(case)) for case in small[::3]]
 
 
+@pytest.mark.share
 def test_no_case_has_other_values_or_local_shapes_than_expected(results: list[tuple[Case, Result]]) -> None:
     assert [result for _, result in results if result.outcome == "wrong"] == []
 
 
+@pytest.mark.share
 def test_as_many_cases_are_right_and_lean_as_before(results: list[tuple[Case, Result]]) -> None:
     right = [(case, result) for case, result in results if result.outcome == "right"]
     assert len(right) == 60
     assert sum(is_scored(case) and result.facts["is_lean"] for case, result in right) >= 54
 
 
+@pytest.mark.share
 def test_dims_that_shardy_may_cut_may_be_cut() -> None:
     found = [rules.check(fields) for fields in entries("rules")]
     assert [result for result in found if result.outcome == "wrong"] == []
     assert sum(result.outcome == "right" for result in found) == 32
 
 
+@pytest.mark.share
 def test_annotations_propagate_as_in_shardy() -> None:
     found = [propagation.check(fields) for fields in entries("propagation")]
     assert [result for result in found if result.outcome == "wrong"] == []

@@ -25,7 +25,7 @@ VARIANTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("uneven", [pytest.param(False, marks=pytest.mark.share), True], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_right_on_both_meshes(name: str, uneven: bool) -> None:
     result = run_variant(name, uneven=uneven, count=1)
