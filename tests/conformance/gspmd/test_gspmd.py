@@ -35,14 +35,12 @@ def test_as_many_cases_are_right_and_lean_as_before(results: list[tuple[Case, Re
     assert sum(is_scored(case) and result.facts["is_lean"] for case, result in right) >= 54
 
 
-@pytest.mark.share
 def test_dims_that_shardy_may_cut_may_be_cut() -> None:
     found = [rules.check(fields) for fields in entries("rules")]
     assert [result for result in found if result.outcome == "wrong"] == []
     assert sum(result.outcome == "right" for result in found) == 32
 
 
-@pytest.mark.share
 def test_annotations_propagate_as_in_shardy() -> None:
     found = [propagation.check(fields) for fields in entries("propagation")]
     assert [result for result in found if result.outcome == "wrong"] == []
