@@ -22,6 +22,7 @@ from torch import nn
 
 from shardc.capture.call import call_leaves, flatten, rebuild
 from shardc.capture.refusals import failing_line
+from shardc.cli.huggingface.model import model_and_inputs
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -194,8 +195,7 @@ def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) ->
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(model_type, **options.settings)
-        with torch.device(options.device):
-            model, kwargs = _model_and_inputs(config, options)
+        model, kwargs = model_and_inputs(config, options.batch, options.seq, options.device)
     except UsageError:
         raise
     except Exception as error:
@@ -207,43 +207,6 @@ def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) ->
     data = {name: P("dp") for name in kwargs} if "dp" in mesh.axis_names else {}
     weights = TWO_WEIGHTS_A_BLOCK.get(model_type, {}) if "tp" in mesh.axis_names else {}  # the others follow from them
     return Target(model, (), kwargs, {**data, **weights})
-
-
-def _model_and_inputs(config: Any, options: TargetOptions) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The first kind of model that the type has. Kinds that models are trained as come before others."""
-    import transformers as hf
-    from transformers.models.auto import modeling_auto as auto
-
-    kinds = (
-        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, hf.AutoModelForSeq2SeqLM, _tokens),
-        (auto.MODEL_FOR_MASKED_LM_MAPPING, hf.AutoModelForMaskedLM, _tokens),
-        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM, _tokens),
-        (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, hf.AutoModelForImageClassification, _images),
-    )
-    for mapping, auto_class, inputs in kinds:
-        if type(config) in mapping:
-            return auto_class.from_config(config), inputs(config, options)
-    problem, remedy = "inputs are made up for language and image models only", "write a function: path.py:function"
-    raise UsageError(f"TARGET hf:{config.model_type}", type(config).__name__, problem, remedy)
-
-
-def _tokens(config: Any, options: TargetOptions) -> dict[str, torch.Tensor]:
-    names = ("input_ids", "decoder_input_ids", "labels") if config.is_encoder_decoder else ("input_ids", "labels")
-    config = config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or 64
-    if (options.seq or 0) > longest > 1 and hasattr(config, "max_position_embeddings"):
-        what, problem = f"max_position_embeddings={longest}", "the model has no position for what is longer"
-        raise UsageError(f"--seq {options.seq}", what, problem, f"say --seq {longest} or less")
-    shape = (options.batch or 8, options.seq or min(64, longest))
-    return {name: torch.randint(config.vocab_size, shape) for name in names}
-
-
-def _images(config: Any, options: TargetOptions) -> dict[str, torch.Tensor]:
-    size = getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    batch = options.batch or 8
-    pixels = torch.randn(batch, getattr(config, "num_channels", 3), height, width)
-    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,))}
 
 
 TWO_WEIGHTS_A_BLOCK = {

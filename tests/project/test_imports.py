@@ -52,7 +52,11 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.schema",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
-LOADS_MODELS = {"shardc.cli.target"}  # commands import it once they need a model
+LOADS_MODELS = {
+    "shardc.cli.target",
+    "shardc.cli.huggingface.inputs",
+    "shardc.cli.huggingface.model",
+}  # commands import it once they need a model
 MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {
     "shardc.passes.lower.choose_saved",

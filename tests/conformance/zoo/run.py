@@ -1,7 +1,8 @@
 """The model zoo: each model sharded on small meshes equals the single device; and what that costs.
 
 Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
-and once with sizes that do not divide. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
+and once with sizes that do not divide. ``--all`` takes every model type of transformers instead, as small as it can be
+built, on dp=2,tp=2; one that transformers cannot build or run small is apart. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
 against the single device, and that against the eager model.
 """
 
@@ -19,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardc import Mesh, P
+from shardc import CaptureError, Mesh, P, ShardingError
 from shardc.api import Compiled
 from shardc.costs.count import flops_of
 from shardc.language.text import bytes_text, table
@@ -27,9 +28,10 @@ from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
 from shardc.verify import Difference, verify
 
-from ..suite import Result, exit_code, print_counts, run_cases, write_json
+from ..suite import Result, chosen, exit_code, print_counts, run_cases, write_json
 from . import convolutions as convolutions
 from . import further as further
+from . import small
 from .models import MODELS, Made, Sizes
 
 MESHES = {"dp=2": Mesh(dp=2), "tp=2": Mesh(tp=2), "dp=2,tp=2": Mesh(dp=2, tp=2)}
@@ -112,6 +114,29 @@ def _costs(compiled: Compiled) -> dict[str, Any]:
     }
 
 
+def run_type(model_type: str) -> Result:
+    """The same of any model type of transformers: rows of the batch and every linear weight are cut."""
+    try:
+        model, inputs = small.build(model_type)
+    except small.CannotBuildError as error:
+        return Result(model_type, "apart", str(error))
+    set_dropout(model, 0.0)
+    batch = max(len(value) for value in inputs.values())
+    annotations = {f"input:{name}": P("dp") for name, value in inputs.items() if len(value) == batch}
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    annotations |= {f"param:{name}.weight": P("tp") for name in linear}
+    seen: list[Compiled] = []
+    try:
+        found = verify(model.train(), MESHES["dp=2,tp=2"], annotations, kwargs=inputs, watch=seen.append)
+    except (CaptureError, ShardingError) as error:
+        return Result(model_type, "refused", " | ".join(line.strip() for line in str(error).splitlines()))
+    except Exception as error:  # whatever stops one model, the next is tried
+        return Result(model_type, "wrong", f"a traceback: {type(error).__name__}: {str(error)[:300]}")
+    wrong = [f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small]
+    facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
+    return Result(model_type, "wrong" if wrong else "right", "; ".join(wrong[:4]), facts)
+
+
 # The command.
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -121,14 +146,18 @@ HEADER = ("case", "float64", "float32", "capture s", "passes s", "nodes", *KINDS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which variants, on which meshes."""
     parser.add_argument("--variant", action="append", choices=tuple(SIZES), help="only this one; may be given again")
+    parser.add_argument("--all", action="store_true", help="every model type of transformers, on dp=2,tp=2 alone")
     parser.add_argument("--mesh", action="append", choices=tuple(MESHES), help="only this one; may be given again")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the cases; print a row for each, where the time of compiling went, and the counts."""
     quiet()
-    chosen = list(cases(options.only, options.variant or tuple(SIZES), options.mesh or ()))[:: options.every]
-    results = run_cases(run, chosen, options.jobs)
+    if options.all:
+        results = run_cases(run_type, chosen(small.types(), options), options.jobs)
+    else:
+        found = list(cases(options.only, options.variant or tuple(SIZES), options.mesh or ()))[:: options.every]
+        results = run_cases(run, found, options.jobs)
     print(table(HEADER, [_row(result) for result in results if result.facts]))
     print(_slowest(results))
     print_counts("zoo", results)

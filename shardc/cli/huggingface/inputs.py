@@ -1,0 +1,301 @@
+"""Made-up inputs for a model of transformers, from its config and what its forward takes.
+
+What a type calls its inputs, and which sizes they have, is said in no one place. So there are candidates, the fullest
+first, and the first that a forward on meta tensors takes is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Tensor]
+PARTS = (
+    *("vision_config", "image_config", "vit_config", "backbone_config", "text_config", "audio_config"),
+    *("speech_config", "audio_encoder_config", "encoder_config", "encoder", "decoder", "decoder_config"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of made-up inputs: those asked for, and those that a config fixes."""
+
+    config: Any
+    batch: int
+    seq: int
+
+    def of(self, *names: str, default: Any = None) -> Any:
+        """The first of these fields that the config has, or else a part of it."""
+        for config in (self.config, *_parts(self.config)):
+            for name in names:
+                value = getattr(config, name, None)
+                if value is not None and not hasattr(value, "to_dict"):
+                    return value
+        return default
+
+    @property
+    def image(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        size = self.of("image_size", "img_size", "input_size", default=224)
+        if isinstance(size, Mapping):
+            size = (size.get("height", 224), size.get("width", 224))
+        pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+        return (int(pair[-2]), int(pair[-1])) if len(pair) > 1 else (int(pair[0]), int(pair[0]))
+
+    @property
+    def channels(self) -> int:
+        """Colours of an image."""
+        return int(self.of("num_channels", "in_channels", "in_chans", default=3))
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    for name in PARTS:
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict"):
+            yield part
+            yield from _parts(part)
+
+
+# A tensor, or several ways to make it, by the name of the argument.
+
+
+def _tokens(sizes: Sizes, length: int | None = None) -> Tensor:
+    vocab = int(
+        sizes.config.get_text_config().vocab_size if _has_vocab(sizes.config) else sizes.of("vocab_size", default=64)
+    )
+    special = [getattr(sizes.config, name, None) for name in IMAGE_TOKENS]
+    tokens = torch.randint(vocab, (sizes.batch, length or sizes.seq))
+    for token in filter(None, special):  # where an image would stand
+        tokens[tokens == token] = 1
+    return tokens
+
+
+def _has_vocab(config: Any) -> bool:
+    return isinstance(getattr(config.get_text_config(), "vocab_size", None), int)
+
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_token_id", "video_token_id", "audio_token_id")
+
+
+def _classes(sizes: Sizes) -> Tensor:
+    return torch.randint(max(1, int(getattr(sizes.config, "num_labels", 2))), (sizes.batch,))
+
+
+def _class_of_each_pixel(sizes: Sizes) -> Tensor:
+    return torch.randint(max(1, int(getattr(sizes.config, "num_labels", 2))), (sizes.batch, *sizes.image))
+
+
+def _images(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.batch, sizes.channels, *sizes.image)
+
+
+def _patches(sizes: Sizes) -> Tensor:
+    """The patches of the images of ``_grid``, one a row, as models take them that see images of any size."""
+    patch, times = int(sizes.of("patch_size", default=14)), int(sizes.of("temporal_patch_size", default=1))
+    return torch.randn(int(_grid(sizes).prod(1).sum()), sizes.channels * times * patch * patch)
+
+
+def _grid(sizes: Sizes) -> Tensor:
+    """One frame of two by two merged patches for each row."""
+    side = 2 * _merge(sizes)
+    return torch.tensor([[1, side, side]] * sizes.batch)
+
+
+def _merge(sizes: Sizes) -> int:
+    """So many patches, each way, become one token."""
+    return int(sizes.of("spatial_merge_size", "merge_size", default=2))
+
+
+def _video(sizes: Sizes) -> Tensor:
+    frames = int(sizes.of("num_frames", "frames_per_clip", default=8))
+    return torch.randn(sizes.batch, frames, sizes.channels, *sizes.image)
+
+
+def _wave(sizes: Sizes) -> Tensor:
+    """So many samples that a stack of strides of 320 makes ``seq`` frames."""
+    return torch.randn(sizes.batch, 320 * sizes.seq + 80)
+
+
+def _one_channel_wave(sizes: Sizes) -> Tensor:
+    return _wave(sizes)[:, None]
+
+
+def _bands(sizes: Sizes) -> int:
+    return int(sizes.of("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "mel_bins", default=80))
+
+
+def _whole_spectrogram(sizes: Sizes) -> Tensor:
+    """Bands by frames, as long as the model's positions."""
+    return torch.randn(sizes.batch, _bands(sizes), 2 * int(sizes.of("max_source_positions", default=sizes.seq)))
+
+
+def _frames(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.batch, int(sizes.of("max_length", default=8 * sizes.seq)), _bands(sizes))
+
+
+def _image_of_frames(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.batch, 1, int(sizes.of("spec_size", default=256)) * 4, _bands(sizes))
+
+
+def _history(sizes: Sizes) -> Tensor:
+    """A value for each step of the past, and for as many before as the model looks back."""
+    lags = sizes.of("lags_sequence", default=[0])
+    return torch.randn(sizes.batch, int(sizes.of("context_length", default=sizes.seq)) + max(lags))
+
+
+def _channels_of_history(sizes: Sizes) -> Tensor:
+    channels = int(sizes.of("num_input_channels", "input_size", default=1))
+    return torch.randn(sizes.batch, int(sizes.of("context_length", default=sizes.seq)), channels)
+
+
+def _time_features(sizes: Sizes) -> Tensor:
+    history = _history(sizes)
+    return torch.randn(*history.shape, int(sizes.of("num_time_features", default=0)))
+
+
+def _hidden_states(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.batch, sizes.seq, int(sizes.of("hidden_size", "d_model", default=64)))
+
+
+def _boxes(sizes: Sizes) -> Tensor:
+    return torch.zeros(sizes.batch, sizes.seq, 4, dtype=torch.int64)
+
+
+Maker = Callable[[Sizes], Tensor]
+MAKERS: dict[str, tuple[Maker, ...]] = {
+    "input_ids": (_tokens,),
+    "decoder_input_ids": (_tokens,),
+    "qformer_input_ids": (_tokens,),
+    "bbox": (_boxes,),
+    "pixel_values": (_images, _video, _patches),
+    "grid_thw": (_grid,),
+    "image_grid_thw": (_grid,),
+    "merge_sizes": (lambda sizes: torch.full((sizes.batch,), _merge(sizes)),),
+    "pixel_values_videos": (_video,),
+    "input_features": (_whole_spectrogram, _frames, _image_of_frames),
+    "input_values": (_wave, _frames, _one_channel_wave),
+    "past_values": (_history, _channels_of_history),
+    "past_time_features": (_time_features,),
+    "past_observed_mask": (lambda sizes: torch.ones_like(_history(sizes)),),
+    "hidden_states": (_patches, _hidden_states),
+    "inputs_embeds": (_hidden_states,),
+}
+LABELS: dict[str, Maker] = {  # by a part of the name of the model's class
+    "TokenClassification": _tokens,
+    "Classification": _classes,
+    "SemanticSegmentation": _class_of_each_pixel,
+    "LM": _tokens,
+    "Generation": _tokens,
+    "CTC": _tokens,
+    "Seq2Seq": _tokens,
+}
+OPTIONAL = (
+    "labels",
+    "decoder_input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "bbox",
+)  # the last goes first
+
+
+HAS_VALUES = ("grid_thw", "image_grid_thw", "merge_sizes")  # numbers that a model reads, to know what is one image
+
+
+def text_inputs(sizes: Sizes) -> Inputs:
+    """What a model that is trained on text reads."""
+    names = ("input_ids", "decoder_input_ids", "labels") if sizes.config.is_encoder_decoder else ("input_ids", "labels")
+    return {name: _tokens(sizes) for name in names}
+
+
+def made_up(model: nn.Module, sizes: Sizes) -> Inputs:
+    """Inputs that the model's forward takes. Raises the error of the first candidate if it takes none.
+
+    ``model``: on meta, in bfloat16.
+    """
+    first: Exception | None = None
+    for candidate in candidates(model, sizes):
+        try:
+            with torch.no_grad():
+                model(**_on_meta(candidate))
+            return candidate
+        except Exception as error:  # of code that is not ours, on inputs that may not fit
+            if _reads_values(error):
+                return candidate
+            first = first or error
+    raise first or ValueError("it is not known what its forward takes")
+
+
+def _on_meta(inputs: Inputs) -> Inputs:
+    """Without values, and in bfloat16, in which alone a few of torch's ops run on meta."""
+    return {
+        name: value.to("meta", torch.bfloat16 if value.is_floating_point() else value.dtype)
+        for name, value in inputs.items()
+    }
+
+
+def _reads_values(error: Exception) -> bool:
+    """Whether a forward got as far as to read values, which tensors on meta have not."""
+    texts = ("meta tensor", "register_meta function for torch.nonzero", "not on the expected device meta")
+    return isinstance(error, (RuntimeError, NotImplementedError)) and any(text in str(error) for text in texts)
+
+
+def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
+    """Inputs to try: with an image in the text, then with all that the forward reads, then with less."""
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    needed = [main] if isinstance(main, str) else list(main)
+    needed += [
+        name for name, each in parameters.items() if each.default is each.empty and each.kind.name != "VAR_KEYWORD"
+    ]
+    names = list(dict.fromkeys(name for name in needed if name in parameters and name in MAKERS))
+    if {"input_ids", "pixel_values"} <= parameters.keys():
+        yield from _with_image_tokens(model, sizes)
+    labels = next((make for part, make in LABELS.items() if part in type(model).__name__), None)
+    makers_of = MAKERS | ({"labels": (labels,)} if labels is not None else {})
+    optional = [name for name in OPTIONAL if name in parameters and name in makers_of and name not in names]
+    for count in range(len(optional), -1, -1):
+        for extra in combinations(optional, count):
+            chosen = [*names, *extra]
+            for makers in product(*(makers_of[name] for name in chosen)):
+                yield {name: make(sizes) for name, make in zip(chosen, makers, strict=True)}
+
+
+def _with_image_tokens(model: Any, sizes: Sizes) -> Iterator[Inputs]:
+    """An image for each row of text, where the model puts its features in the place of tokens."""
+    token = next((each for name in IMAGE_TOKENS[:3] if (each := getattr(sizes.config, name, None)) is not None), None)
+    if token is None or not hasattr(model, "get_image_features"):
+        return
+    for images in ({"pixel_values": _images(sizes)}, {"pixel_values": _patches(sizes), "image_grid_thw": _grid(sizes)}):
+        count = _num_image_tokens(model, images, sizes)
+        if count:
+            text = _tokens(sizes, count + sizes.seq)
+            text[:, 1 : 1 + count] = token
+            kinds = {"mm_token_type_ids": (text == token).long()}
+            images |= kinds if "mm_token_type_ids" in inspect.signature(model.forward).parameters else {}
+            yield {"input_ids": text, **images, "labels": text}
+            yield {"input_ids": text, **images}
+
+
+def _num_image_tokens(model: Any, images: Inputs, sizes: Sizes) -> int:
+    """How many tokens the features of one image take; 0 if the model does not take such images."""
+    if "image_grid_thw" in images:
+        return int(images["image_grid_thw"][0].prod()) // _merge(sizes) ** 2
+    try:
+        with torch.no_grad():
+            found = model.get_image_features(**_on_meta(images))
+    except Exception:  # of code that is not ours, on inputs that may not fit
+        return 0
+    return sum(each.shape[:-1].numel() for each in _tensors(found)) // sizes.batch
+
+
+def _tensors(found: Any) -> Iterable[Tensor]:
+    """The features themselves, of what ``get_image_features`` returns in one version or another."""
+    found = getattr(found, "pooler_output", found)
+    return found if isinstance(found, (list, tuple)) else [found]
