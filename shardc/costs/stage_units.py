@@ -178,6 +178,11 @@ def _blocks(flow: Flow) -> list[str]:
     return blocks
 
 
+def items_of(flow: Flow) -> tuple[str, ...]:
+    """The items of module lists, such as ``blocks.0``, in the order in which forward reaches them."""
+    return tuple(dict.fromkeys(block for block in _blocks(flow) if block.rpartition(".")[2].isdigit()))
+
+
 def _module_names(flow: Flow, order: Sequence[int]) -> dict[int, str]:
     """For each position its block, if it is the block's first op in this order; else the largest module it begins."""
     blocks, known, names = _blocks(flow), {""}, {}
