@@ -11,9 +11,9 @@ from shardc.costs.stage_units import Flow, flow_of, items_of
 from shardc.options import Pipeline
 from shardc.program.program import Program
 from shardc.program.stages import stages_of
-from shardc.schedules.orders import ORDERS, fits, schedule_named
+from shardc.schedules.orders import schedule_named
 from shardc.schedules.schedule import Schedule
-from shardc.schedules.search import lower_bound
+from shardc.schedules.search import estimate
 from shardc.schedules.simulate import makespan
 
 MOST_CHUNKS = 2  # stages a rank that ``auto`` chooses by itself: for more, no named order goes in a V
@@ -28,12 +28,14 @@ def fastest_stages(
     stages, and begin within blocks or between them: of such cuts the one is chosen whose schedule ends first, and among
     nearly equal ones the first. ``auto`` without ``chunks`` is compared with one and with two stages a rank. Nothing is
     compared where the user says where stages begin or how much memory there is, and where earlier calls gave parameters
-    to stages. ``annotated``: makes the program with a sharding of every value, whose calls are timed.
+    to stages, or nothing is trained. ``annotated``: makes the program with a sharding of every value, whose calls are
+    timed.
     """
     pipeline, flow = program.options.pipeline, flow_of(program)
     assert pipeline is not None
     is_free = not (options.cuts or options.homes or options.max_memory or options.balance == "memory")
     is_free = is_free and not any(program.source(node).marks for node in flow.ops)
+    is_free = is_free and any(put.kind == "tangent" for put in program.inputs)
     plans = [_with_chunks(pipeline, options, n) for n in _chunks(pipeline, options, flow, is_free)]
     candidates = [(each, stages) for each, split in plans for stages in _cuts(program, flow, split, is_free)]
     if len(candidates) == 1:
@@ -82,9 +84,6 @@ def _seconds(annotated: Program, pipeline: Pipeline, stages: ChosenStages) -> fl
     program = stages.tag(annotated, pipeline)
     found, place = stages_of(program), pipeline.place(program.num_stages)
     costs, edges, ranks = stage_costs(found), tuple(stage_edges(found)), max(place) + 1
-    frame = Schedule(pipeline.schedule, ((),) * ranks, place, pipeline.microbatches, edges)
-    names = [name for name in ORDERS if pipeline.schedule in (name, "auto") and fits(name, len(place), ranks)]
-    orders = (schedule_named(name, edges, len(place), pipeline.microbatches, ranks) for name in names)
-    is_trained = any(put.kind == "tangent" for put in program.inputs)
-    orders = (order if is_trained else order.forward_only() for order in orders if order.place == place)
-    return min((makespan(order, costs) for order in orders), default=lower_bound(frame, costs))
+    if pipeline.schedule == "auto":
+        return estimate(Schedule("auto", ((),) * ranks, place, pipeline.microbatches, edges), costs)
+    return makespan(schedule_named(pipeline.schedule, edges, len(place), pipeline.microbatches, ranks), costs)

@@ -33,7 +33,7 @@ def record(model: nn.Module, pp: int, pipeline: Pipeline) -> StageRecord:
     return StageRecord(shardc.compile(model, Mesh(pp=pp), args=args, pipeline=pipeline).program)
 
 
-def gpt(vocab: int = 128) -> nn.Module:
+def gpt(vocab: int = 128) -> GPT:
     with torch.device("meta"):
         return GPT(Config(layers=LAYERS, vocab=vocab))
 
