@@ -15,11 +15,12 @@ from __future__ import annotations
 from shardc.costs.choose_stages import SplitOptions
 from shardc.costs.fastest_stages import fastest_stages
 from shardc.language.sharding import num_shards
-from shardc.passes.canonicalize.canonicalize import canonicalize
-from shardc.passes.canonicalize.keep_dims import keep_dims
-from shardc.passes.propagate.cut_blocks import cut_blocks
-from shardc.passes.propagate.propagate import propagate
 from shardc.program.program import Program
+
+from ..propagate.cut_blocks import cut_blocks
+from ..propagate.propagate import propagate
+from .canonicalize import canonicalize
+from .keep_dims import keep_dims
 
 
 def cut_stages(program: Program) -> Program:
