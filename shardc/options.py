@@ -119,7 +119,9 @@ class Pipeline:
 
     ``balance``: what is even over the stages; ``cuts``: globs over module paths, at whose start a stage begins, or
     ``shardc.stage_boundary()`` in the model. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-h2``,
-    ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v`` and else 1.
+    ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v``, 1 or 2 for ``auto``
+    as estimated times say, and else 1. Of cuts into several stages a rank, even over ranks or over stages, the one is
+    taken whose schedule ends first by estimated times.
     ``max_memory``: bytes that a rank has for its stages' parameters, gradients, Adam and saved values: stages are cut,
     and ``auto`` chooses, so that these are enough.
     ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all

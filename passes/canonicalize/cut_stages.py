@@ -12,11 +12,15 @@ it was. Which values cross from stage to stage is read off it at the end (shardc
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shardc.costs.choose_stages import SplitOptions, choose_stages
+from shardc.costs.choose_stages import SplitOptions
+from shardc.costs.fastest_stages import fastest_stages
 from shardc.language.sharding import num_shards
 from shardc.program.program import Program
+
+from ..propagate.cut_blocks import cut_blocks
+from ..propagate.propagate import propagate
+from .canonicalize import canonicalize
+from .keep_dims import keep_dims
 
 
 def cut_stages(program: Program) -> Program:
@@ -24,7 +28,6 @@ def cut_stages(program: Program) -> Program:
     pipeline = program.options.pipeline
     if pipeline is None:
         return program
-    program = program.copy()
     options = SplitOptions(
         program.num_stages,
         balance=pipeline.balance,
@@ -35,9 +38,10 @@ def cut_stages(program: Program) -> Program:
         homes={pin.name: pin.stages for pin in program.pins if pin.stages},
         pieces=max((num_shards(pin.sharding.cut_axes) for pin in program.pins if pin.kind == "input"), default=1),
     )
-    assignment = choose_stages(program, options).assignment
-    by_ordinal = {program.source(node).ordinal: stage for node, stage in assignment.items()}
-    for node in program.graph.nodes:
-        source = program.source(node)
-        program.set_source(node, replace(source, stage=assignment.get(node, by_ordinal.get(source.ordinal, -1))))
-    return program
+    pipeline, stages = fastest_stages(program, options, lambda: _annotated(program))
+    return stages.tag(program, pipeline)
+
+
+def _annotated(program: Program) -> Program:
+    """The program before it has stages, in the ops and shardings by which its calls are timed."""
+    return propagate(cut_blocks(keep_dims(canonicalize(program))))

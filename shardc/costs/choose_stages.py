@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.costs.stage_units import Flow, StageLoads, flow_of, mask_of, prefixes, units_of
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.options import BALANCES
+from shardc.options import BALANCES, Pipeline
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
 from shardc.schedules.balance import (
@@ -88,15 +88,29 @@ class ChosenStages:
         """The stage that holds one of these units."""
         return next(stage for stage, mask in enumerate(self.masks) if mask & units)
 
+    def tag(self, program: Program, pipeline: Pipeline) -> Program:
+        """A copy of the captured program, or of that after a few passes, whose calls have these stages."""
+        captured, num_stages = self.loads.flow.program, self.options.num_stages
+        by_ordinal = {captured.source(node).ordinal: stage for node, stage in self.assignment.items()}
+        is_captured = program.level == captured.level
+        by_name = {node.name: stage for node, stage in self.assignment.items() if is_captured}
+        program = replace(program.copy(), num_stages=num_stages, options=replace(program.options, pipeline=pipeline))
+        for node in program.graph.nodes:
+            source = program.source(node)
+            stage = by_name.get(node.name, by_ordinal.get(source.ordinal, -1))
+            program.set_source(node, replace(source, stage=stage))
+        return program
 
-def choose_stages(program: Program, options: SplitOptions) -> ChosenStages:
+
+def choose_stages(program: Program, options: SplitOptions, flow: Flow | None = None) -> ChosenStages:
     """The stages, counted from 0, of every forward call of a captured program; none before that of any operand.
 
     A stage begins where the model calls ``stage_boundary``, and where ``options.cuts`` say. The others begin so that
-    stages are even. A call that reads only inputs is in the stage of its first user. Raises an OptionError for an
-    unknown balance, a glob that matches no module, fewer units than stages, and too little memory.
+    stages are even. A call that reads only inputs is in the stage of its first user. ``flow``: of the program, if it is
+    there already. Raises an OptionError for an unknown balance, a glob that matches no module, fewer units than stages,
+    and too little memory.
     """
-    flow = flow_of(program)
+    flow = flow or flow_of(program)
     positions = _cut_positions(flow, options.cuts, options.num_stages)
     homes = options.homes
     stages_of_op = [frozenset(homes[name] for name in names if name in homes) for names in flow.parameters]

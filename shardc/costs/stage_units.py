@@ -51,6 +51,16 @@ class Flow:
         """The path of the module of each op."""
         return tuple(self.program.source(node).module for node in self.ops)
 
+    @cached_property
+    def flops(self) -> tuple[int, ...]:
+        """The operations of each op with its backward."""
+        return tuple(_with_backward(self, flops_of_call))
+
+    @cached_property
+    def times(self) -> tuple[int, ...]:
+        """The estimated time of each op with its backward, as ``time_of_call``."""
+        return tuple(_with_backward(self, time_of_call))
+
 
 def flow_of(program: Program) -> Flow:
     """The flow of a captured program's forward."""
@@ -113,12 +123,11 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
     if not flow.ops:
         return ()
     starts = sorted({*_starts(flow, num_units, is_fine), *forced})
-    flops, time = (_with_backward(flow, cost) for cost in (flops_of_call, time_of_call))
     firsts, lasts = _module_names(flow, range(len(flow.ops))), _module_names(flow, range(len(flow.ops) - 1, -1, -1))
     units = []
     for start, end in pairwise([*starts, len(flow.ops)]):
         parameters = frozenset[str]().union(*flow.parameters[start:end])
-        cost = sum(flops[start:end]), sum(time[start:end])
+        cost = sum(flow.flops[start:end]), sum(flow.times[start:end])
         units.append(Unit(start, end, firsts[start], lasts[end - 1], parameters, *cost))
     return tuple(units)
 
@@ -176,6 +185,11 @@ def _blocks(flow: Flow) -> list[str]:
         outermost = next((i for i in range(len(path)) if tuple(path[: i + 1]) not in holders), len(path))
         blocks.append(".".join(path[: (depth or outermost) + 1]))
     return blocks
+
+
+def items_of(flow: Flow) -> tuple[str, ...]:
+    """The items of module lists, such as ``blocks.0``, in the order in which forward reaches them."""
+    return tuple(dict.fromkeys(block for block in _blocks(flow) if block.rpartition(".")[2].isdigit()))
 
 
 def _module_names(flow: Flow, order: Sequence[int]) -> dict[int, str]:

@@ -50,6 +50,20 @@ def fastest(
     return best.schedule
 
 
+def estimate(frame: Schedule, costs: Costs) -> float:
+    """About the makespan of ``fastest`` with a frame's place: the least of named orders and of a few listed ones."""
+    ranks, best = frame.num_ranks, inf
+    for name in (name for name in ORDERS if fits(name, frame.num_stages, ranks)):
+        order = schedule_named(name, frame.edges, frame.num_stages, frame.num_microbatches, ranks)
+        if order.place == frame.place:
+            best = min(best, makespan(order, costs, best))
+    saved = [sum(costs.stages[stage].saved for stage in frame.stages_on(rank)) for rank in range(ranks)]
+    for cap, overhang in product((ranks, 3 * ranks // 2), (0.25, 1)):
+        found = greedy(frame, costs, [cap * nbytes for nbytes in saved], Policy(True, overhang), best)
+        best = best if found is None else min(best, found[0])
+    return best
+
+
 @dataclass(slots=True)
 class _Best:
     """The best schedule so far. ``least``: the least peak of all candidates, as long as none fits into memory."""

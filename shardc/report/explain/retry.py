@@ -87,7 +87,8 @@ class Retry:
         if has_other_stages or removed_calls or outputs != outputs_before:
             return Attempt(program)
         unannotated = self.compiled.at(UNANNOTATED)
-        return Attempt(replace(unannotated, pins=program.pins, options=program.options), UNANNOTATED)
+        options = replace(program.options, pipeline=unannotated.options.pipeline)  # with the chunks that it chose
+        return Attempt(replace(unannotated, pins=program.pins, options=options), UNANNOTATED)
 
 
 def _without_calls(program: Program, removed_calls: tuple[str, ...]) -> Program:
