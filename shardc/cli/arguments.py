@@ -14,7 +14,7 @@ from shardc.cli import USAGE
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.language.machine import DEVICES, LINKS
 from shardc.language.mesh import MOST_RANKS, Mesh
-from shardc.options import BUCKET, Pipeline, Remat, Zero
+from shardc.options import ADAM, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 
 TARGET_HELP = """\
@@ -78,6 +78,8 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
+    help_ = f"the optimizer whose states a rank holds, for memory and predicted times ({ADAM})"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ADAM, help=help_)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "

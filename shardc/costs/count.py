@@ -79,9 +79,6 @@ def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: 
 OWN_FORMULAS: dict[Any, Callable[..., int]] = {aten.convolution_backward: _convolution_backward_flops}
 
 
-ADAM_STATES = 2  # exp_avg and exp_avg_sq in the parameter's dtype: 8 bytes for a local fp32 element
-
-
 def nbytes(type_: TensorType | None) -> int:
     """The bytes of a value on one rank; 0 for a value that is no tensor."""
     return 0 if type_ is None else type_.nbytes
@@ -97,13 +94,14 @@ def persistent_bytes(program: Program) -> dict[str, int]:
 
 
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
-    """Bytes by class of these parameters as they are stored, their gradients and Adam's states."""
+    """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states."""
     nodes = parameters_of(program)
     gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}
     return {
         "parameters": sum(nbytes(program.local_type(nodes[name])) for name in names),
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
-        "optimizer": ADAM_STATES * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
+        "optimizer": program.options.optimizer_states
+        * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
     }
 
 
@@ -184,7 +182,7 @@ def link_of(program: Program, collective: Collective) -> Link:
 
 
 def update_seconds(program: Program, names: Collection[str] | None = None) -> float:
-    """The time of Adam's step, of all parameters or of the named ones.
+    """The time of the optimizer's step, of all parameters or of the named ones.
 
     It reads and writes the parameters and their states, and reads the gradients.
     """
@@ -194,4 +192,5 @@ def update_seconds(program: Program, names: Collection[str] | None = None) -> fl
     parameters = parameters_of(program)
     stored = sum(nbytes(program.local_type(parameters[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
-    return program.options.machine.device.update_seconds(2 * (1 + ADAM_STATES) * stored + read)
+    options = program.options
+    return options.machine.device.update_seconds(2 * (1 + options.optimizer_states) * stored + read)

@@ -18,7 +18,7 @@ from shardc.costs.stage_record import StageRecord
 from shardc.language.machine import Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
-from shardc.language.text import bytes_text
+from shardc.language.text import bytes_text, seconds_text
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
@@ -34,7 +34,7 @@ BEFORE_SCHEDULE: tuple[Part, ...] = ("once", "count", "settle")
 
 
 def step_timeline(program: Program) -> Timeline:
-    """One step of a lowered program or a later one, with Adam's step if there are gradients.
+    """One step of a lowered program or a later one, with the optimizer's step if there are gradients.
 
     Its ``makespan`` is the predicted time in seconds on the machine that the program was compiled for. Lanes are those
     of one rank; of a pipeline, all its ranks and their channels.
@@ -142,7 +142,7 @@ def _begin(record: StageRecord) -> Iterator[Task]:
 
 
 def _end(record: StageRecord, scheduled: Timeline) -> Iterator[Task]:
-    """The last messages, the reductions of each stage, and Adam's step of each rank."""
+    """The last messages, the reductions of each stage, and the optimizer's step of each rank."""
     sent, place = dict(_last_messages(record, scheduled)), record.schedule.place
     yield from sent.values()
     for stage, rank in enumerate(place):
@@ -198,8 +198,8 @@ def slow_link_note(program: Program) -> str:
     others = ", ".join(f"{name} on {link.name}" for name, link in best.items() if link is not links[name])
     return (
         f"axis {axis} is on {links[axis].name}: {count} collectives a step send {bytes_text(sent)} over it\n"
-        f"    all that is sent takes {1e3 * sum(now.values()):.3g} ms a step, "
-        f"and {1e3 * sum(then.values()):.3g} ms with {others}\n"
+        f"    all that is sent takes {seconds_text(sum(now.values()))} a step, "
+        f"and {seconds_text(sum(then.values()))} with {others}\n"
         f"    lay the mesh so: ranks that differ in {axis} alone are those joined by {best[axis].name}"
     )
 

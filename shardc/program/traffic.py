@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.text import shortened, table
+from shardc.language.text import bytes_text, shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.piece import fit
 from shardc.program.collective import COLLECTIVES, Collective, reshard
@@ -66,15 +66,15 @@ def _whole(sent: Size) -> Size:
 
 
 def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
-    """A table of traffic with a total; numbers in full, so that the texts of two meshes differ in sizes alone.
-
-    ``has_values`` adds a column with the number of values.
-    """
-    names = {"values": "values"} if has_values else {}
-    names |= {"count": "count", "bytes": "bytes", "wire_bytes": "wire bytes"}
-    rows: list[tuple[Any, ...]] = [(*each.key, *(getattr(each, name) for name in names)) for each in traffic]
-    total = [sum(getattr(each, name) for each in traffic) for name in names]
-    header = ("phase", "kind", "axes", *names.values())
+    """A table of traffic with a total. ``has_values`` adds a column with the number of values."""
+    counts = ("values", "count") if has_values else ("count",)
+    rows = [
+        (*each.key, *(getattr(each, name) for name in counts), bytes_text(each.bytes), bytes_text(each.wire_bytes))
+        for each in traffic
+    ]
+    total = [sum(getattr(each, name) for each in traffic) for name in counts]
+    total += [bytes_text(sum(getattr(each, name) for each in traffic)) for name in ("bytes", "wire_bytes")]
+    header = ("phase", "kind", "axes", *counts, "bytes", "wire bytes")
     return table(header, [*rows, ("total", "", "", *total)]) if rows else "no collectives\n"
 
 
@@ -84,7 +84,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
         return traffic_text(())
     listed = [
         (c.name, "+".join(c.axes), c.phase, f"{c.dtype}{list(c.local_shape_in)}", f"{c.dtype}{list(c.local_shape_out)}",
-         c.wire_bytes, shortened(c.source), cause_text(c.causes, most=2))
+         bytes_text(c.wire_bytes), shortened(c.source), cause_text(c.causes, most=2))
         for c in collectives
     ]  # fmt: skip
     header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
