@@ -48,6 +48,34 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
 
 
+def over_layers(name: str) -> str:
+    """The glob over layers of a name in one of them: ``blocks.*.up.weight`` of ``blocks.3.up.weight``."""
+    return re.sub(r"(?<!\w)\d+(?=(?:\.\d+)*\.[A-Za-z_])", "*", name)
+
+
+def over_calls(text: str) -> str:
+    """The same of a text with names of values, without the numbers by which values of one op differ."""
+    return over_layers(re.sub(r"_\d+(?=$|[ ,;])", "", text))
+
+
+def folded(
+    rows: Iterable[Sequence[object]], column: int = 0, alike: Callable[[str], str] = over_layers
+) -> list[Sequence[object]]:
+    """Rows of a table in which those of equal layers are one, ``blocks.*.up.weight x 12`` in its ``column``.
+
+    Rows are of equal layers if they are the same text after ``alike``. The one stands where the first of them stood.
+    """
+    groups: dict[tuple[str, ...], list[Sequence[object]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(alike(str(cell)) for cell in row), []).append(row)
+    found: list[Sequence[object]] = []
+    for same in groups.values():
+        cells = list(map(over_layers, map(str, same[0])))
+        cells[column] += f" x {len(same)}"
+        found.append(same[0] if len(same) == 1 else cells)
+    return found
+
+
 def shortened(text: str, separator: str = ", ") -> str:
     """A list of what is said of each member of a bucket, cut to the first entry, a count, and the annotations.
 

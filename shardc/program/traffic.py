@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.text import bytes_text, shortened, table
+from shardc.language.text import bytes_text, folded, over_calls, shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.piece import fit
 from shardc.program.collective import COLLECTIVES, Collective, reshard
@@ -79,7 +79,7 @@ def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """The traffic of collectives, then a row for each with its types, bytes and cause."""
+    """The traffic of collectives, then a row for each, or for those of equal layers, with types, bytes and cause."""
     if not collectives:
         return traffic_text(())
     listed = [
@@ -91,7 +91,8 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     if any(c.stage is not None for c in collectives):
         header = ("stage", "times", *header)  # type: ignore[assignment]
         listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
-    return f"{traffic_text(traffic_of(collectives))}\n{table(header, listed)}"
+    rows = folded(listed, header.index("collective"), over_calls)
+    return f"{traffic_text(traffic_of(collectives))}\n{table(header, rows)}"
 
 
 def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:

@@ -5,15 +5,27 @@ import operator
 from dataclasses import replace
 from typing import Literal
 
+import gpt
 import torch
 from torch import fx
 
+from shardc import compile
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
-from shardc.language.text import bytes_text, change_text, count_text, json_text, operations_text, seconds_text, table
+from shardc.language.text import (
+    bytes_text,
+    change_text,
+    count_text,
+    folded,
+    json_text,
+    operations_text,
+    over_calls,
+    seconds_text,
+    table,
+)
 from shardc.ops.contraction import dot
 from shardc.program.collective import all_gather, all_reduce, shard_slice
 from shardc.program.program import Input, Output, Program
@@ -302,6 +314,21 @@ def test_seconds_and_operations_are_printed_in_units_and_never_with_an_exponent(
     assert list(map(operations_text, (0, 20480, 3e18))) == ["0 FLOP", "20.5 kFLOP", "3000.0 PFLOP"]
     assert list(map(count_text, (7, 27008, 7e9))) == ["7", "27.0 k", "7.0 G"]
     assert change_text(2000, 500) == "-1.5 kB" and change_text(1, 3) == "+2 B" and bytes_text(999_999) == "1.0 MB"
+
+
+def test_rows_of_equal_layers_are_one_and_numbers_are_no_layers() -> None:
+    rows = [("h.0.up", "65.5 kB"), ("h.1.up", "65.5 kB"), ("h.2.up", "8 B"), ("head", "1 B"), ("h.3.up", "65.5 kB")]
+    assert folded(rows) == [["h.*.up x 3", "65.5 kB"], ("h.2.up", "8 B"), ("head", "1 B")]
+    assert folded([("0.1.w", 2), ("3.0.w", 2)]) == [["*.*.w x 2", "2"]]
+    calls = [("sum_1", "dot_2 (h.0.fc_1) wants x"), ("sum", "dot (h.1.fc_1) wants x"), ("sum_3", "dot_2 (h.0.fc_2)")]
+    assert folded(calls, alike=over_calls) == [["sum_1 x 2", "dot_2 (h.*.fc_1) wants x"], calls[2]]
+
+
+def test_a_dump_of_equal_layers_has_a_row_for_all_of_them() -> None:
+    model, args, kwargs, annotations = gpt.gpt()
+    program = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    text = program.dump(only="parameters,collectives")
+    assert "blocks.*.mlp.up.weight x 2  " in text and "(blocks.*.attn.proj)" in text and "blocks.0." not in text
 
 
 def test_bytes_are_printed_in_powers_of_a_thousand() -> None:

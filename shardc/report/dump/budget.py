@@ -10,7 +10,7 @@ from typing import Any, get_args
 from shardc.language.errors import UsageError, did_you_mean
 from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
-from shardc.language.text import bytes_text, operations_text, seconds_text, shortened, table
+from shardc.language.text import bytes_text, folded, operations_text, over_calls, seconds_text, shortened, table
 
 SYNTAX = """\
 A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
@@ -215,10 +215,14 @@ def check_text(findings: Sequence[Finding]) -> str:
                 )
                 for each in sorted(finding.collectives, key=lambda c: -c["wire_bytes"] * c.get("times", 1))
             ]  # fmt: skip
-            lines.append(_indented(table(header, rows)))
+            lines.append(_indented(table(header, folded(rows, alike=over_calls))))
         if finding.fallbacks:
             ops = ((each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks)
-            lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), ops)))
+            lines.append(
+                _indented(
+                    table(("run whole, having no rule", "type", "module", "source"), folded(ops, alike=over_calls))
+                )
+            )
         broken.append("\n".join([*lines, *(f"  {line}\n" for line in finding.notes)]))
     holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"

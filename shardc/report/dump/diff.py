@@ -7,7 +7,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from typing import Any
 
-from shardc.language.text import bytes_text, change_text, operations_text, printable, seconds_text, shortened, table
+from shardc.language.text import (
+    bytes_text,
+    change_text,
+    folded,
+    operations_text,
+    over_calls,
+    printable,
+    seconds_text,
+    shortened,
+    table,
+)
 
 Record = Mapping[str, Any]
 Pairs = list[tuple[Record, Record]]
@@ -232,7 +242,7 @@ def _parts(difference: Record) -> Iterator[str]:
             (each["name"], _stored_text(each["before"]), _stored_text(each["after"]))
             for each in difference.get(key, ())
         )
-        yield table((key.removesuffix("s"), "before", "after"), rows)
+        yield table((key.removesuffix("s"), "before", "after"), folded(rows))
     yield _signed_table("run whole, having no rule", difference.get("fallbacks", {}))
     for key, title in NUMBERS.items():
         yield _number_table(title, difference.get(key, {}), UNITS.get(key))
@@ -254,7 +264,7 @@ def _collective_tables(difference: Record) -> Iterator[str]:
         growth = new["wire_bytes"] * new.get("times", 1) - old["wire_bytes"] * old.get("times", 1)
         rows.append(("grew" if growth > 0 else "shrank" if growth < 0 else "changed", old, new))
     header = ("collective", "kind", "axes", "phase", "name", "result", "times", "wire bytes", "source", "cause")
-    yield table(header, (_collective_row(*row) for row in rows))
+    yield table(header, folded((_collective_row(*row) for row in rows), header.index("name"), over_calls))
     totals = (
         (each["phase"] or "total", each["kind"], each["axes"], _pair_text(each["count"]),
          *(_bytes_pair_text(each[key]) for key in ("bytes", "wire_bytes")))
@@ -299,7 +309,7 @@ def _signed_table(title: str, difference: Record) -> str:
     if all(isinstance(each, str) for _, each in signed):
         return table(("", title), signed)
     rows = ((sign, each["op"], each["module"], each["source"]) for sign, each in signed)
-    return table(("", title, "module", "source"), rows)
+    return table(("", title, "module", "source"), folded(rows, 1))
 
 
 def _number_table(title: str, difference: Record, unit: Callable[[float], str] | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from shardc.language.text import bytes_text, printable, seconds_text, table
+from shardc.language.text import bytes_text, folded, over_calls, printable, seconds_text, table
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
@@ -264,7 +264,7 @@ def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:
             rows.append((part.name, *sides, "; ".join(part.ends)))
     for part in whole:
         yield from _lines(part, most)
-    yield from table(header, rows).splitlines()
+    yield from table(header, folded(rows, alike=over_calls)).splitlines()
 
 
 def _collective_row(part: Explanation) -> tuple[object, ...]:
