@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from shardc.language.machine import Link, Machine
+from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
@@ -23,6 +23,7 @@ from shardc.program.lifetime import is_row_of_kept
 from shardc.program.node import is_getitem, is_view
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage
+from shardc.program.text import rank_axes
 
 aten = torch.ops.aten
 
@@ -172,11 +173,18 @@ def collective_seconds(program: Program, collective: Collective) -> float:
     return link_of(program, collective).seconds(collective.kind, collective.wire_bytes, num_ranks)
 
 
-def link_of(program: Program, collective: Collective) -> Link:
+def stage_link(program: Program) -> Link:
+    """The link of messages between the stages of a pipeline."""
+    pipeline = program.options.pipeline
+    assert pipeline is not None
+    return program.options.machine.of_stages(pipeline.axis, prod(rank_axes(program).values()))
+
+
+def link_of(program: Program, collective: Collective) -> Link | HierarchicalLink:
     """The link of a collective; of a message between stages, that of the pipeline's axis."""
     pipeline, machine = program.options.pipeline, program.options.machine
     if collective.kind in ("send", "recv") and pipeline is not None:
-        return machine.of_axis(pipeline.axis)
+        return stage_link(program)
     assert program.mesh is not None
     return machine.link(collective.axes, program.mesh)
 

@@ -11,7 +11,7 @@ from typing import Any
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, step_timeline
+from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.text import seconds_text, table
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -80,7 +80,7 @@ class StepRecord:
             sums[_kind(task)] += task.seconds
         collectives = []
         for lane in lanes:
-            tasks, axes = self.timeline.on(lane), str(lane).removeprefix(OVER)
+            tasks, (axes, _) = self.timeline.on(lane), axes_and_link(lane)
             seconds = {"seconds": rounded(sum(task.seconds for task in tasks)), "waited": rounded(waiting[lane])}
             collectives.append({"axes": axes, "count": len(tasks), **seconds})
         sums = {"computing": sums["computing"], "optimizer": sums[OPTIMIZER], "shared": sums["shared"]}
@@ -89,17 +89,19 @@ class StepRecord:
     def text(self) -> str:
         """A table."""
         entry = self.entry()
-        rows = [
-            (name, "", seconds_text(entry[name]), "")
+        links = dict(axes_and_link(lane) for task in self.timeline.tasks for lane in task.lanes)
+        rows: list[tuple[object, ...]] = [
+            (name, "", seconds_text(entry[name]), "", "")
             for name in ("computing", "shared", "optimizer")
             if entry.get(name)
         ]
         rows += [
-            (OVER + each["axes"], each["count"], seconds_text(each["seconds"]), seconds_text(each["waited"]))
+            (OVER + each["axes"], each["count"], *map(seconds_text, (each["seconds"], each["waited"])),
+             links[each["axes"]])
             for each in entry.get("collectives", ())
-        ]
-        rows.append(("total", "", seconds_text(entry["step"]), ""))
-        return table(("predicted step", "count", "time", "waited for"), rows)
+        ]  # fmt: skip
+        rows.append(("total", "", seconds_text(entry["step"]), "", ""))
+        return table(("predicted step", "count", "time", "waited for", "link"), rows)
 
     def _waiting_seconds(self) -> Counter[object]:
         """For each lane the time for which the computing lane is idle until a task on it ends."""

@@ -20,7 +20,7 @@ from shardc.costs.count import has_machine, nbytes
 from shardc.costs.memory import memory_by_rank, memory_curve
 from shardc.costs.pipeline_memory import bytes_over_time
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step_time import COMPUTING, OVER, Slice, step_timeline
+from shardc.costs.step_time import COMPUTING, Slice, axes_and_link, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program
@@ -173,7 +173,7 @@ def _step_lanes(program: Program) -> dict[str, Any]:
     timeline = step_timeline(program)
     collectives: dict[str, list[list[Any]]] = {}
     for lane in dict.fromkeys(lane for task in timeline.tasks for lane in task.lanes if lane != COMPUTING):
-        collectives[str(lane).removeprefix(OVER)] = [
+        collectives[axes_and_link(lane)[0]] = [
             [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
             for task in timeline.on(lane)
         ]
