@@ -15,6 +15,7 @@ from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
 from shardc.options import (
+    ADAM,
     BUCKET,
     Options,
     Pipeline,
@@ -61,7 +62,7 @@ class Compiled(compiler.Compiled):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes a rank by class: parameters, gradients, optimizer (Adam), saved, peak."""
+        """Bytes a rank by class: parameters, gradients, optimizer, saved, and the peak with all of these."""
         from shardc.costs.memory import memory_of
 
         return memory_of(self.program)
@@ -175,6 +176,7 @@ def compile(
     remat: Remat | None = None,
     bucket: int = BUCKET,
     links: Links = None,
+    optimizer: str = ADAM,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
 ) -> Compiled:
@@ -184,12 +186,13 @@ def compile(
     global shapes; meta tensors will do. ``train=False``: no backward. ``zero``, ``precision``, ``remat``: see
     ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together. ``links``: the machine
     that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of ``shardc bench-links`` or a ``Machine``.
+    ``optimizer``: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
     ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
     that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
 
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
-    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links))
+    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
     options.check(described)
     check_model(model)
     check_call(args, kwargs or {}, train, differentiable, strict)
@@ -222,6 +225,7 @@ def parallelize(
     remat: Remat | None = None,
     bucket: int = BUCKET,
     links: Links = None,
+    optimizer: str = ADAM,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -231,7 +235,7 @@ def parallelize(
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    ``zero``, ``precision``, ``remat``, ``bucket``, ``links`` and ``strict`` as in ``compile``.
+    ``zero``, ``precision``, ``remat``, ``bucket``, ``links``, ``optimizer`` and ``strict`` as in ``compile``.
 
     ``initial``: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
     sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a ShardingError
@@ -245,7 +249,8 @@ def parallelize(
     args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
     asked: dict[str, Any] = {
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
-        "precision": precision, "remat": remat, "bucket": bucket, "links": links, "strict": strict,
+        "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
+        "strict": strict,
     }  # fmt: skip
     with making_together(mesh, runtime, model, asked) as meeting:
         check_model(model)

@@ -20,6 +20,7 @@ from shardc.language.mesh import Mesh
 from shardc.options import Options
 from shardc.passes.order import PROPAGATED, UNANNOTATED, Pass, run_passes
 from shardc.passes.propagate.idle_annotations import idle_annotations
+from shardc.program.idle_axes import idle_axis_notes
 from shardc.program.program import Pin, Program
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def compile_request(model: nn.Module, request: Request) -> Compiled:
     compiled = Compiled(model, local, captured.convention, after, seconds, request)
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
-    notes = (*filter(None, [slow_link_note(compiled.whole)]), *map(note_of, unused))
     whole = compiled.whole
+    notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, unused))
     for name, program in after.items():
         if program is whole or program is local:  # those that people look at
             after[name] = replace(program, notes=(*program.notes, *notes))

@@ -21,6 +21,8 @@ Balance = Literal["params", "flops", "time", "memory"]
 BALANCES: tuple[str, ...] = get_args(Balance)
 SCHEDULES = (*ORDERS, "auto")
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
+ADAM = "adam"
+OPTIMIZERS = {ADAM: 2, "adamw": 2, "momentum": 1, "sgd": 0}  # states of each parameter, of its shape and dtype
 MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 
@@ -262,7 +264,8 @@ class Options:
     """The options of a compilation, beside mesh and annotations.
 
     ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
-    memory of less than twice as many bytes. ``machine``: the one that times are estimated for.
+    memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
+    ``OPTIMIZERS``, whose states count as memory and whose step counts as time.
     """
 
     zero: Zero | None = None
@@ -271,6 +274,12 @@ class Options:
     bucket: int = BUCKET
     pipeline: Pipeline | None = None
     machine: Machine = field(default_factory=Machine)
+    optimizer: str = ADAM
+
+    @property
+    def optimizer_states(self) -> int:
+        """The tensors that the optimizer keeps for each parameter, of its shape and dtype."""
+        return OPTIMIZERS[self.optimizer]
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""
@@ -300,6 +309,10 @@ class Options:
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
             raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
+        if self.optimizer not in OPTIMIZERS:
+            remedy = did_you_mean(str(self.optimizer), OPTIMIZERS) or f"say one of {', '.join(OPTIMIZERS)}"
+            what, problem = f"optimizer={self.optimizer!r}", "its states are not known"
+            raise OptionError("option optimizer", what, problem, remedy)
 
 
 # Checks of the arguments of compile, parallelize and simulate.

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from shardc.cli import USAGE
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
-from shardc.language.machine import DEVICES, LINKS
+from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
-from shardc.options import BUCKET, Pipeline, Remat, Zero
+from shardc.options import ADAM, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 
 TARGET_HELP = """\
@@ -78,10 +78,17 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
+    help_ = f"the optimizer whose states a rank holds, for memory and predicted times ({ADAM})"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ADAM, help=help_)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
         "bench-links wrote",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes", metavar="SIZE=LINK", type=_nodes,
+        help="devices in a node, and the link between nodes, for an axis that crosses them: 8=infiniband; --links are "
+        "then those inside a node, and '*=nvlink' all of them",
     )  # fmt: skip
     parser.add_argument(
         "--strict", action="store_true",
@@ -182,6 +189,15 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # no Python value: text
         return key, value
+
+
+def _nodes(text: str) -> tuple[int, str]:
+    size, _, link = text.partition("=")
+    known = {**LINKS, **SHORT}
+    if link not in known:
+        remedy = did_you_mean(link, known) or "write --nodes 8=infiniband"
+        raise unreadable(text, f"it is no size and one of {', '.join(LINKS)}", remedy)
+    return count(size), link
 
 
 def _zero(text: str) -> Zero:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps, unreadable
-from shardc.cli.compile import compiled, write
+from shardc.cli.compile import compiled, with_idle_axes, write
 from shardc.language.errors import UsageError
 from shardc.language.text import json_text
 from shardc.report.dump.budget import SYNTAX, Budget, check_record, check_text, measure
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("check", what, "there is no budget to hold", remedy)
     record = _record(options)
     findings = [measure(budget, record) for budget in options.budgets]
-    write(json_text(check_record(findings)) if options.format == "json" else check_text(findings), options.output)
+    text = with_idle_axes(check_text(findings), record.get("notes", ()))
+    write(json_text(check_record(findings)) if options.format == "json" else text, options.output)
     return CHECK_FAILED if any(finding.is_broken for finding in findings) else GOOD
 
 

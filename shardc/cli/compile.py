@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardc.cli.arguments import DTYPES
 from shardc.language.errors import ShardingError, UsageError
 from shardc.language.machine import machine_of
+from shardc.language.mesh import idle_axes_among
 from shardc.language.partition import P
 from shardc.language.text import printable
 from shardc.options import Precision
@@ -59,8 +60,10 @@ def compile_target(options: argparse.Namespace, target: Target) -> Compiled:
 
 def compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``shardc.compile`` that every command with a mesh takes."""
-    names = ("zero", "pipeline", "remat", "bucket", "strict")
-    return {name: getattr(options, name) for name in names} | {"links": machine_of(options.links, options.device)}
+    names = ("zero", "pipeline", "remat", "bucket", "strict", "optimizer")
+    return {name: getattr(options, name) for name in names} | {
+        "links": machine_of(options.links, options.device, options.nodes)
+    }
 
 
 def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any]:
@@ -87,6 +90,12 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
     if options.target.startswith("hf:"):
         return typed or dict(target.annotations)
     return {**target.annotations, **typed}
+
+
+def with_idle_axes(text: str, notes: Iterable[str]) -> str:
+    """A text with a line for each note about an axis of the mesh that cuts nothing."""
+    idle = idle_axes_among(notes)
+    return "\n".join([text, *(f"{each}\n" for each in idle)]) if idle else text
 
 
 def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import LARGEST, add_command, add_compile_options, add_output_options, sizes, unreadable
-from shardc.cli.compile import compile_target, compiled, load_quietly, write
+from shardc.cli.compile import compile_target, compiled, load_quietly, with_idle_axes, write
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.language.text import json_text
 
@@ -72,13 +72,16 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
     if options.symbolic or options.symbol or options.at:
         return _run_symbolic(options)
-    cost = compiled(options).cost
+    program = compiled(options)
+    cost = program.cost
     record = {"version": 1, "mesh": options.mesh.sizes, **cost.record()}
-    write(cost.text() if options.format == "text" else json_text(record), options.output)
+    text = with_idle_axes(cost.text(), program.whole.notes)
+    write(text if options.format == "text" else json_text(record), options.output)
     return GOOD
 
 
 def _run_symbolic(options: argparse.Namespace) -> int:
+    from shardc.program.idle_axes import idle_axis_notes
     from shardc.report.symbolic.plan import numbers_text, plan_record, plan_text, symbolic_plan
 
     target = symbolic_target(options)
@@ -108,8 +111,9 @@ def _run_symbolic(options: argparse.Namespace) -> int:
             print(f"shardc: {anew}{plan.refusal(point, reason)}", file=sys.stderr)
         if not reason or options.recompile:
             costs.append((point, target.compile(point).cost if reason else plan.at(point)))
-    text = json_text(plan_record(plan, costs)) if options.format == "json" else plan_text(plan, costs)
-    write(text, options.output)
+    notes = idle_axis_notes(plan.here)
+    text = with_idle_axes(plan_text(plan, costs), notes)
+    write(json_text(plan_record(plan, costs)) if options.format == "json" else text, options.output)
     return GOOD if len(costs) == len(points) else CHECK_FAILED
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli import GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, count
-from shardc.cli.compile import compiled, progress, write
+from shardc.cli.compile import compiled, progress, with_idle_axes, write
 from shardc.language.errors import ShardingError, UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         replaces = options.target.startswith("hf:")  # there --annotate replaces the target's annotations
         parts = [explanation.text(None if options.verbose else LONGEST_CHAIN), alternatives_text(choices)]
         text = "\n".join(filter(None, [*parts, advice.text(replaces) if advice else ""]))
+        text = with_idle_axes(text, program.whole.notes)
     write(text, options.output)
     return GOOD
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from shardc.language.machine import Link, Machine
+from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
@@ -23,6 +23,7 @@ from shardc.program.lifetime import is_row_of_kept
 from shardc.program.node import is_getitem, is_view
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage
+from shardc.program.text import rank_axes
 
 aten = torch.ops.aten
 
@@ -79,9 +80,6 @@ def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: 
 OWN_FORMULAS: dict[Any, Callable[..., int]] = {aten.convolution_backward: _convolution_backward_flops}
 
 
-ADAM_STATES = 2  # exp_avg and exp_avg_sq in the parameter's dtype: 8 bytes for a local fp32 element
-
-
 def nbytes(type_: TensorType | None) -> int:
     """The bytes of a value on one rank; 0 for a value that is no tensor."""
     return 0 if type_ is None else type_.nbytes
@@ -97,13 +95,14 @@ def persistent_bytes(program: Program) -> dict[str, int]:
 
 
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
-    """Bytes by class of these parameters as they are stored, their gradients and Adam's states."""
+    """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states."""
     nodes = parameters_of(program)
     gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}
     return {
         "parameters": sum(nbytes(program.local_type(nodes[name])) for name in names),
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
-        "optimizer": ADAM_STATES * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
+        "optimizer": program.options.optimizer_states
+        * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
     }
 
 
@@ -174,17 +173,24 @@ def collective_seconds(program: Program, collective: Collective) -> float:
     return link_of(program, collective).seconds(collective.kind, collective.wire_bytes, num_ranks)
 
 
-def link_of(program: Program, collective: Collective) -> Link:
+def stage_link(program: Program) -> Link:
+    """The link of messages between the stages of a pipeline."""
+    pipeline = program.options.pipeline
+    assert pipeline is not None
+    return program.options.machine.of_stages(pipeline.axis, prod(rank_axes(program).values()))
+
+
+def link_of(program: Program, collective: Collective) -> Link | HierarchicalLink:
     """The link of a collective; of a message between stages, that of the pipeline's axis."""
     pipeline, machine = program.options.pipeline, program.options.machine
     if collective.kind in ("send", "recv") and pipeline is not None:
-        return machine.of_axis(pipeline.axis)
+        return stage_link(program)
     assert program.mesh is not None
     return machine.link(collective.axes, program.mesh)
 
 
 def update_seconds(program: Program, names: Collection[str] | None = None) -> float:
-    """The time of Adam's step, of all parameters or of the named ones.
+    """The time of the optimizer's step, of all parameters or of the named ones.
 
     It reads and writes the parameters and their states, and reads the gradients.
     """
@@ -194,4 +200,5 @@ def update_seconds(program: Program, names: Collection[str] | None = None) -> fl
     parameters = parameters_of(program)
     stored = sum(nbytes(program.local_type(parameters[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
-    return program.options.machine.device.update_seconds(2 * (1 + ADAM_STATES) * stored + read)
+    options = program.options
+    return options.machine.device.update_seconds(2 * (1 + options.optimizer_states) * stored + read)

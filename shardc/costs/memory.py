@@ -20,7 +20,7 @@ from shardc.program.program import Program, parameters_of
 from shardc.program.stages import has_stages, stages_of
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "saved", "gathered", "peak")
-CURVE_CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
+CURVE_CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working", "optimizer")
 
 
 def memory_of(program: Program) -> dict[str, int]:
@@ -28,17 +28,25 @@ def memory_of(program: Program) -> dict[str, int]:
 
     ``parameters``: as they are stored, with the copies that are kept to compute on; shared bytes count once.
     ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
-    Adam's two states in the parameter's dtype (the fp32 master copy of ZeRO's paper is a parameter here). ``saved``:
-    activations that forward makes and backward reads. ``gathered``: the most that is gathered of parameters at a time.
-    ``peak``: the most that is alive at a time, inputs included, optimizer states not.
+    its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a parameter
+    here). ``saved``: activations that forward makes and backward reads. ``gathered``: the most that is gathered of
+    parameters at a time. ``peak``: the most that is alive at a time, inputs and optimizer included.
     """
     if has_stages(program):
         return max(memory_by_rank(program), key=lambda memory: memory["peak"])
     parameters, live = parameters_of(program), list(storages(program))
     gathered = [storage for storage in live if is_gathered(program, storage.value[0], parameters)]
     saved = sum(storage.nbytes for storage in live if storage.is_saved)
-    most = (max(bytes_alive(those).values(), default=0) for those in (gathered, live))
-    return {**persistent_bytes(program), "saved": saved, **dict(zip(("gathered", "peak"), most, strict=True))}
+    most_gathered, most = (max(bytes_alive(those).values(), default=0) for those in (gathered, live))
+    memory = {**persistent_bytes(program), "saved": saved, "gathered": most_gathered, "peak": most}
+    return with_optimizer(program, memory)
+
+
+def with_optimizer(program: Program, memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes by class with the optimizer's states in ``peak``; an offloading pipeline has them in the host's memory."""
+    pipeline = program.options.pipeline
+    is_on_host = pipeline is not None and pipeline.offload
+    return {**memory, "peak": memory["peak"] + (0 if is_on_host else memory["optimizer"])}
 
 
 def memory_by_rank(program: Program) -> list[dict[str, int]]:
@@ -46,7 +54,7 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
 
     ``saved``: the most that microbatches under way keep between two actions of the schedule. ``gathered``: all of it,
     since it lives for the whole step. ``peak``: over the whole step, with the inputs of all microbatches, the sums of
-    gradients and what is added to them, and messages.
+    gradients and what is added to them, messages, and the optimizer's states.
     """
     stages, schedule, parameters = stages_of(program), schedule_of(program), parameters_of(program)
     gathered = [storage for storage in storages(program) if is_gathered(program, storage.value[0], parameters)]
@@ -57,7 +65,7 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
         stored = stored_bytes(program, {name for stage in here for name in stage.parameters})
         copies = sum(storage.nbytes for calls in once for storage in gathered if storage.value[0] in calls)
         by_class = {**stored, "saved": saved, "gathered": copies, "peak": peak}
-        memory.append({name: by_class[name] for name in MEMORY_CLASSES})
+        memory.append(with_optimizer(program, {name: by_class[name] for name in MEMORY_CLASSES}))
     return memory
 
 
@@ -99,7 +107,8 @@ def memory_curve(program: Program) -> MemoryCurve:
     """The memory of a program without stages; the highest sum over classes is the ``peak`` of ``memory_of``.
 
     ``parameters``: as stored, with the copies kept to compute on. ``inputs``: data and buffers. ``gathered``,
-    ``saved``: see ``memory_of``. ``outputs``, ``gradients``: results. ``working``: freed in the phase that made it.
+    ``saved``, ``optimizer``: see ``memory_of``. ``outputs``, ``gradients``: results. ``working``: freed in the phase
+    that made it.
     """
     parts = split(program)
     places = (*parts.update, *parts.forward, *parts.backward)
@@ -113,7 +122,9 @@ def memory_curve(program: Program) -> MemoryCurve:
             live["gathered"].append(storage)
         else:
             live[_class(storage, len(places), starts)].append(storage)
-    return MemoryCurve(places, starts, {name: _changes(those, len(places)) for name, those in live.items()})
+    changes = {name: _changes(those, len(places)) for name, those in live.items()}
+    states = persistent_bytes(program)["optimizer"]
+    return MemoryCurve(places, starts, {**changes, "optimizer": [(0, states)] if states else []})
 
 
 def _class(storage: Storage, end: int, starts: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 from shardc.costs.count import flops_of_call, nbytes
 from shardc.costs.stage_schedule import schedule_of, stage_costs
 from shardc.costs.stage_units import prefixes
-from shardc.language.text import table
+from shardc.language.text import bytes_text, count_text, table
 from shardc.program.program import Program, parameters_of
 from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, stages_of
 from shardc.program.text import value_names
@@ -132,8 +132,9 @@ class StageRecord:
     def _stage_table(self) -> str:
         entries, whole = self.entries(), sum(self.flops) or 1
         rows = [
-            (each["stage"], each["rank"], *(path or "(model)" for path in each["modules"]), each["elements"],
-             each["parameter_bytes"], f"{each['flops'] / whole:.1%}", *each["calls"].values())
+            (each["stage"], each["rank"], *(path or "(model)" for path in each["modules"]),
+             count_text(each["elements"]), bytes_text(each["parameter_bytes"]), f"{each['flops'] / whole:.1%}",
+             *each["calls"].values())
             for each in entries
         ]  # fmt: skip
         header = ["stage", "rank", "first module", "last module", "parameters", "bytes", "FLOPs", *entries[0]["calls"]]
@@ -143,7 +144,7 @@ class StageRecord:
     def _crossing_table(self) -> str:
         names = {node.name: shown for node, shown in value_names(self.program).items()}
         rows = [
-            (entry["stage"], sent["to"], sent["after"], names[value["name"]], value["type"], value["bytes"],
+            (entry["stage"], sent["to"], sent["after"], names[value["name"]], value["type"], bytes_text(value["bytes"]),
              sent["times"], sent["over"] or "on one rank")
             for entry in self.entries() for sent in entry["sent"] for value in sent["values"]
         ]  # fmt: skip

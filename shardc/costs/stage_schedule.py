@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from shardc.costs.count import resident_bytes, seconds
+from shardc.costs.count import resident_bytes, seconds, stage_link
 from shardc.program.node import is_view, operand
 from shardc.program.program import Program
 from shardc.program.stages import SCHEDULED, Part, Stages, cached_on_program, stages_of
@@ -55,9 +55,7 @@ def stage_costs(stages: Stages) -> Costs:
 
     Seconds of each scheduled part of each stage, bytes that parts save for each other, bytes of messages.
     """
-    pipeline = stages.program.options.pipeline
-    assert pipeline is not None
-    link = stages.program.options.machine.of_axis(pipeline.axis)
+    link = stage_link(stages.program)
     sent = {edge: _nbytes(stages.program, nodes) for edge, nodes in stage_edges(stages).items()}
     costs = (_stage_cost(stages, index) for index in range(len(stages.stages)))
     return Costs(tuple(costs), link.latency, link.bandwidth, sent)

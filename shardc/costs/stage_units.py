@@ -17,7 +17,6 @@ from shardc.program.node import is_cast, is_getitem, is_random, is_view, operand
 from shardc.program.program import Input, Program, Value
 
 FLOPS_PER_BYTE = 100  # operations in the time of a byte of memory traffic: about 10 on a CPU, 100 on a GPU in fp32
-TRAINING_COPIES = 4  # of a trained parameter: itself, its gradient and the two states of Adam
 
 
 @dataclass(frozen=True)
@@ -316,9 +315,9 @@ class StageLoads:
         return frozenset().union(*(unit.parameters for i, unit in enumerate(self.units) if stage >> i & 1))
 
     def training_bytes(self, name: str) -> int:
-        """The bytes of a parameter with its gradient and Adam's states."""
-        put = self.parameters[name]
-        return put.type.nbytes * (TRAINING_COPIES if put.requires_grad else 1)
+        """The bytes of a parameter with its gradient and the optimizer's states."""
+        put, states = self.parameters[name], self.flow.program.options.optimizer_states
+        return put.type.nbytes * (2 + states if put.requires_grad else 1)
 
     def received(self, stage: int) -> tuple[CrossingValue, ...]:
         """The values that a stage receives, each once."""

@@ -11,8 +11,8 @@ from typing import Any
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, step_timeline
-from shardc.language.text import table
+from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
+from shardc.language.text import seconds_text, table
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import flops_text, memory_text
@@ -38,7 +38,7 @@ class StepCost:
         return {"traffic": traffic, "memory": dict(self.memory), "flops": self.flops}
 
     def text(self) -> str:
-        """Three tables, with numbers in full."""
+        """Three tables."""
         traffic, flops = traffic_text(self.traffic, has_values=True), flops_text({"one rank": self.flops})
         return f"{traffic}\n{memory_text(self.memory)}\n{flops}"
 
@@ -80,21 +80,28 @@ class StepRecord:
             sums[_kind(task)] += task.seconds
         collectives = []
         for lane in lanes:
-            tasks, axes = self.timeline.on(lane), str(lane).removeprefix(OVER)
+            tasks, (axes, _) = self.timeline.on(lane), axes_and_link(lane)
             seconds = {"seconds": rounded(sum(task.seconds for task in tasks)), "waited": rounded(waiting[lane])}
             collectives.append({"axes": axes, "count": len(tasks), **seconds})
         sums = {"computing": sums["computing"], "optimizer": sums[OPTIMIZER], "shared": sums["shared"]}
         return {**step, **{name: rounded(took) for name, took in sums.items()}, "collectives": collectives}
 
     def text(self) -> str:
-        """A table, in milliseconds."""
+        """A table."""
         entry = self.entry()
-        rows = [(name, "", _ms(entry[name]), "") for name in ("computing", "shared", "optimizer") if entry.get(name)]
-        rows += [
-            (OVER + each["axes"], each["count"], _ms(each["seconds"]), _ms(each["waited"]))
-            for each in entry.get("collectives", ())
+        links = dict(axes_and_link(lane) for task in self.timeline.tasks for lane in task.lanes)
+        rows: list[tuple[object, ...]] = [
+            (name, "", seconds_text(entry[name]), "", "")
+            for name in ("computing", "shared", "optimizer")
+            if entry.get(name)
         ]
-        return table(("predicted step", "count", "ms", "waited for"), [*rows, ("total", "", _ms(entry["step"]), "")])
+        rows += [
+            (OVER + each["axes"], each["count"], *map(seconds_text, (each["seconds"], each["waited"])),
+             links[each["axes"]])
+            for each in entry.get("collectives", ())
+        ]  # fmt: skip
+        rows.append(("total", "", seconds_text(entry["step"]), "", ""))
+        return table(("predicted step", "count", "time", "waited for", "link"), rows)
 
     def _waiting_seconds(self) -> Counter[object]:
         """For each lane the time for which the computing lane is idle until a task on it ends."""
@@ -115,7 +122,3 @@ def _kind(task: Task) -> str:
     name = task.name
     assert isinstance(name, Slice), name
     return "shared" if name.is_share else OPTIMIZER if name.name == OPTIMIZER else "computing"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f}"

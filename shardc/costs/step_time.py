@@ -7,18 +7,27 @@ is computed after it; its first reader waits for it. Collectives over the same a
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from torch import fx
 
-from shardc.costs.count import call_seconds, collective_seconds, link_of, nbytes, on_machine, seconds, update_seconds
+from shardc.costs.count import (
+    call_seconds,
+    collective_seconds,
+    link_of,
+    nbytes,
+    on_machine,
+    seconds,
+    stage_link,
+    update_seconds,
+)
 from shardc.costs.pipeline_memory import ways_after
 from shardc.costs.stage_record import StageRecord
-from shardc.language.machine import Link, Machine
+from shardc.language.machine import HierarchicalLink, Link
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
-from shardc.language.text import bytes_text
+from shardc.language.text import bytes_text, seconds_text
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
@@ -30,11 +39,12 @@ from shardc.program.traffic import collectives_of
 from shardc.schedules.timeline import Task, Timeline, timeline
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
+BY = " by "  # in the name of a lane, between its axes and a link that crosses nodes
 BEFORE_SCHEDULE: tuple[Part, ...] = ("once", "count", "settle")
 
 
 def step_timeline(program: Program) -> Timeline:
-    """One step of a lowered program or a later one, with Adam's step if there are gradients.
+    """One step of a lowered program or a later one, with the optimizer's step if there are gradients.
 
     Its ``makespan`` is the predicted time in seconds on the machine that the program was compiled for. Lanes are those
     of one rank; of a pipeline, all its ranks and their channels.
@@ -44,6 +54,12 @@ def step_timeline(program: Program) -> Timeline:
     record = StageRecord(program)
     scheduled = record.timeline
     return timeline((*_begin(record), *scheduled.tasks, *_end(record, scheduled)), scheduled.ranks)
+
+
+def axes_and_link(lane: Hashable) -> tuple[str, str]:
+    """The axes of a lane of collectives, and its link where that crosses nodes."""
+    axes, _, link = str(lane).removeprefix(OVER).partition(BY)
+    return axes, link
 
 
 # One rank.
@@ -107,7 +123,8 @@ class _Lanes:
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
         name = self._slice(node, collective.kind)
         self.makers[node] = (name,)
-        yield Task(name, (f"{OVER}{', '.join(collective.axes)}",), seconds, after)
+        by = f"{BY}{link.name}" if isinstance(link, HierarchicalLink) else ""
+        yield Task(name, (f"{OVER}{', '.join(collective.axes)}{by}",), seconds, after)
         if link.overlap < 1:
             share = Slice(name.name, f"{name.text} (its share)", name.phase, collective.kind, is_share=True)
             self.last = (share,)
@@ -142,7 +159,7 @@ def _begin(record: StageRecord) -> Iterator[Task]:
 
 
 def _end(record: StageRecord, scheduled: Timeline) -> Iterator[Task]:
-    """The last messages, the reductions of each stage, and Adam's step of each rank."""
+    """The last messages, the reductions of each stage, and the optimizer's step of each rank."""
     sent, place = dict(_last_messages(record, scheduled)), record.schedule.place
     yield from sent.values()
     for stage, rank in enumerate(place):
@@ -157,7 +174,7 @@ def _last_messages(record: StageRecord, scheduled: Timeline) -> Iterator[tuple[C
     """The messages that ranks send once all microbatches are done."""
     program, place, pipeline = record.program, record.schedule.place, record.program.options.pipeline
     assert pipeline is not None
-    link = program.options.machine.of_axis(pipeline.axis)
+    link = stage_link(program)
     for way in ways_after(record.stages):
         ends = place[way.source], place[way.target]
         if ends[0] != ends[1]:
@@ -198,8 +215,8 @@ def slow_link_note(program: Program) -> str:
     others = ", ".join(f"{name} on {link.name}" for name, link in best.items() if link is not links[name])
     return (
         f"axis {axis} is on {links[axis].name}: {count} collectives a step send {bytes_text(sent)} over it\n"
-        f"    all that is sent takes {1e3 * sum(now.values()):.3g} ms a step, "
-        f"and {1e3 * sum(then.values()):.3g} ms with {others}\n"
+        f"    all that is sent takes {seconds_text(sum(now.values()))} a step, "
+        f"and {seconds_text(sum(then.values()))} with {others}\n"
         f"    lay the mesh so: ranks that differ in {axis} alone are those joined by {best[axis].name}"
     )
 
@@ -208,7 +225,7 @@ def _seconds_by_axis(
     program: Program, collectives: Sequence[Collective], links: Mapping[str, Link]
 ) -> dict[str, float]:
     """The time of each axis's collectives in a step over these links; those of several axes count in equal parts."""
-    elsewhere = on_machine(program, Machine(links, program.options.machine.device))
+    elsewhere = on_machine(program, replace(program.options.machine, links=links))
     seconds = dict.fromkeys(links, 0.0)
     for each in collectives:
         names = _axes(program, each)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
+from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Any, Literal
 
 from shardc.language.errors import OptionError, did_you_mean, raise_all
-from shardc.language.mesh import MICROBATCH, Mesh
+from shardc.language.mesh import MICROBATCH, AxisPart, Mesh
 from shardc.language.partition import parse_part
 from shardc.language.text import read_file, table
 
@@ -41,7 +41,7 @@ class Link:
         remedy = "say Link(latency=5e-6, bandwidth=4e10), or name a preset"
         raise_all([OptionError("Link", f"{name}={getattr(self, name)!r}", what, remedy) for name, what in wrong])
 
-    def seconds(self, kind: CollectiveKind, wire_bytes: int, num_ranks: int) -> float:
+    def seconds(self, kind: CollectiveKind, wire_bytes: float, num_ranks: int) -> float:
         """Seconds of a collective over ``num_ranks`` ranks, each of which sends ``wire_bytes``."""
         latency, bandwidth = self.of_kind(kind)
         return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
@@ -49,6 +49,40 @@ class Link:
     def of_kind(self, kind: str) -> tuple[float, float]:
         """Latency and bandwidth of one kind of collective."""
         return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchicalLink:
+    """The network of a group of ranks that is in several nodes: ``num_inside`` of them in each, ``num_nodes`` nodes.
+
+    A reduction goes inside each node first, then between nodes with the part that a rank has, and back; so does a
+    gather, the other way round. Each rank has a link between nodes of its own.
+    """
+
+    inside: Link
+    between: Link
+    num_inside: int
+    num_nodes: int
+
+    @property
+    def overlap(self) -> float:
+        """The part of a collective's time in which its rank computes at full speed."""
+        return min(self.inside.overlap, self.between.overlap)
+
+    @property
+    def name(self) -> str:
+        """Both links, with how many ranks each joins, for messages."""
+        return f"{self.inside.name} in nodes of {self.num_inside} and {self.between.name} between {self.num_nodes}"
+
+    def seconds(self, kind: CollectiveKind, wire_bytes: float, num_ranks: int) -> float:
+        """Seconds of a collective over ``num_ranks`` ranks, each of which sends ``wire_bytes``."""
+        if kind in (*WHOLE_PAYLOAD, "rechunk"):  # some rank's whole payload goes to another node
+            return self.between.seconds(kind, wire_bytes, num_ranks)
+        num_peers = self.num_inside - 1  # with each of them an all_to_all has one part in common, all others one a node
+        parts = num_peers * (1 if kind == "all_to_all" else self.num_nodes)
+        bytes_inside = wire_bytes * parts / (num_ranks - 1)
+        seconds_inside = self.inside.seconds(kind, bytes_inside, self.num_inside)
+        return seconds_inside + self.between.seconds(kind, wire_bytes - bytes_inside, self.num_nodes)
 
 
 def slowest(links: Iterable[Link]) -> Link:
@@ -139,21 +173,50 @@ class Machine:
     """``links`` by mesh axis, with ``"*"`` for all other axes, and the ``device`` of a rank; presets by their names.
 
     ``Machine({"tp": "nvlink", "dp": "infiniband"}, "h100")``. The default is about a GPU of 2020 with links of a
-    sixteenth of its memory's rate.
+    sixteenth of its memory's rate. ``node``: devices in a node, which ranks that follow each other fill, the last axis
+    of the mesh first; ``links`` are then those inside a node, and ``between`` the one between nodes:
+    ``Machine({"*": "nvlink"}, "h100", node=8, between="infiniband")``.
     """
 
     links: Mapping[str, Link] = field(default_factory=dict)
     device: Device = DEFAULT_DEVICE
+    node: int = 0
+    between: Link | None = None
 
     def __post_init__(self) -> None:
         links: Mapping[str, Any] = self.links
         object.__setattr__(self, "links", {axis: _link(axis, each) for axis, each in links.items()})
         object.__setattr__(self, "device", _device(self.device))
+        between: Any = self.between
+        if type(self.node) is not int or self.node < 0 or bool(self.node) != (between is not None):
+            what, problem = f"node={self.node!r}, between={between!r}", "a node has a size, and a link to other nodes"
+            raise OptionError("Machine", what, problem, "say both, as node=8, between='infiniband', or neither")
+        object.__setattr__(self, "between", None if between is None else _link("between", between))
 
-    def link(self, axes: Iterable[str], mesh: Mesh) -> Link:
-        """The link of a group of ranks along these printed axis parts; the slowest where there are several."""
-        names = [part.name for axis in axes if (part := parse_part(axis, mesh)).name != MICROBATCH and part.size > 1]
-        return slowest([self.of_axis(name) for name in names] or [self.of_axis(ANY)])
+    def link(self, axes: Iterable[str], mesh: Mesh) -> Link | HierarchicalLink:
+        """The link of a group of ranks along these printed axis parts; the slowest where there are several.
+
+        It is a hierarchical one where the group is in several nodes with several ranks in each.
+        """
+        parts = [part for axis in axes if (part := parse_part(axis, mesh)).name != MICROBATCH and part.size > 1]
+        inside = slowest([self.of_axis(part.name) for part in parts] or [self.of_axis(ANY)])
+        if self.between is None:
+            return inside
+        num_inside, num_ranks = prod(self._num_in_node(part, mesh) for part in parts), prod(part.size for part in parts)
+        if num_inside == 1 < num_ranks:
+            return self.between
+        is_in_one = num_inside == num_ranks
+        return inside if is_in_one else HierarchicalLink(inside, self.between, num_inside, num_ranks // num_inside)
+
+    def _num_in_node(self, part: AxisPart, mesh: Mesh) -> int:
+        """The ranks in one node of those along an axis part."""
+        behind = prod(mesh.shape[mesh.axis_names.index(part.name) :])  # ranks of the axis and of those after it
+        stride = behind // (part.pre * part.size)
+        return part.size if part.size * stride <= self.node else gcd(part.size, max(1, self.node // stride))
+
+    def of_stages(self, axis: str, num_ranks: int) -> Link:
+        """The link of messages between the stages of a pipeline on ``num_ranks`` ranks, whose first axis it is."""
+        return self.between if self.between is not None and num_ranks > self.node else self.of_axis(axis)
 
     def of_axis(self, name: str) -> Link:
         """The link of one axis."""
@@ -185,23 +248,26 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, version 1, which ``shardc bench-links`` writes."""
+        nodes = {"node": self.node, "between": asdict(self.between)} if self.between is not None else {}
         return {
             "version": VERSION,
             "links": {axis: asdict(link) for axis, link in self.links.items()},
             "device": asdict(self.device),
+            **nodes,
         }
 
 
 Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # what a user may pass as links=
 
 
-def machine_of(links: Links, device: Device | str | None = None) -> Machine:
+def machine_of(links: Links, device: Device | str | None = None, nodes: tuple[int, str] | None = None) -> Machine:
     """The machine that a user describes: links by axis, ``tp=nvlink,dp=ib``, a file of ``shardc bench-links``, or one.
 
-    ``device`` takes precedence over that of a file.
+    ``device`` takes precedence over that of a file, and ``nodes``, the devices in each and the link between them.
     """
     machine = links if isinstance(links, Machine) else _read(links)
-    return Machine(machine.links, machine.device if device is None else _device(device))
+    node, between = (machine.node, machine.between) if nodes is None else (nodes[0], _link("between", nodes[1]))
+    return Machine(machine.links, machine.device if device is None else _device(device), node, between)
 
 
 def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
@@ -223,7 +289,9 @@ def load(path: str | Path) -> Machine:
     try:
         record = json.loads(read_file(path))
         assert record["version"] == VERSION, record["version"]
-        return Machine({axis: _link_of(**each) for axis, each in record["links"].items()}, Device(**record["device"]))
+        links = {axis: _link_of(**each) for axis, each in record["links"].items()}
+        between = _link_of(**record["between"]) if "between" in record else None
+        return Machine(links, Device(**record["device"]), record.get("node", 0), between)
     except OSError as error:
         raise _unreadable(path, str(error.strerror)) from None
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:

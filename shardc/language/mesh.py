@@ -229,3 +229,16 @@ def unused_parts(mesh: Mesh, axes: Axes) -> Axes:
         if pre < size:
             rest.append(AxisPart(name, pre, size // pre))
     return tuple(rest)
+
+
+_CUTS_NOTHING = "cuts nothing, so that its"
+
+
+def idle_axis_text(name: str, size: int, remedy: str) -> str:
+    """The sentence about an axis that cuts no value."""
+    return f"axis {name} {_CUTS_NOTHING} {size} ranks do the same work: {remedy}"
+
+
+def idle_axes_among(notes: Iterable[str]) -> tuple[str, ...]:
+    """The notes that are sentences about axes that cut no value."""
+    return tuple(note for note in notes if note.startswith("axis ") and _CUTS_NOTHING in note)

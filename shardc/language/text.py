@@ -1,4 +1,4 @@
-"""Text for people and tools: rows in columns, bytes in units, JSON with a line for each entry."""
+"""Text for people and tools: rows in columns, numbers in units, JSON with a line for each entry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,34 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
 
 
+def over_layers(name: str) -> str:
+    """The glob over layers of a name in one of them: ``blocks.*.up.weight`` of ``blocks.3.up.weight``."""
+    return re.sub(r"(?<!\w)\d+(?=(?:\.\d+)*\.[A-Za-z_])", "*", name)
+
+
+def over_calls(text: str) -> str:
+    """The same of a text with names of values, without the numbers by which values of one op differ."""
+    return over_layers(re.sub(r"_\d+(?=$|[ ,;])", "", text))
+
+
+def folded(
+    rows: Iterable[Sequence[object]], column: int = 0, alike: Callable[[str], str] = over_layers
+) -> list[Sequence[object]]:
+    """Rows of a table in which those of equal layers are one, ``blocks.*.up.weight x 12`` in its ``column``.
+
+    Rows are of equal layers if they are the same text after ``alike``. The one stands where the first of them stood.
+    """
+    groups: dict[tuple[str, ...], list[Sequence[object]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(alike(str(cell)) for cell in row), []).append(row)
+    found: list[Sequence[object]] = []
+    for same in groups.values():
+        cells = list(map(over_layers, map(str, same[0])))
+        cells[column] += f" x {len(same)}"
+        found.append(same[0] if len(same) == 1 else cells)
+    return found
+
+
 def shortened(text: str, separator: str = ", ") -> str:
     """A list of what is said of each member of a bucket, cut to the first entry, a count, and the annotations.
 
@@ -59,13 +87,45 @@ def shortened(text: str, separator: str = ", ") -> str:
     return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
+# Units for people. Every text form writes its bytes, seconds and operations by these; JSON has whole numbers.
+
+
 def bytes_text(count: float) -> str:
     """``512 B``, ``2.0 MB``: powers of a thousand."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    return _in_units(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def operations_text(count: float) -> str:
+    """``512 FLOP``, ``2.0 GFLOP``: floating-point operations, in powers of a thousand."""
+    return _in_units(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def count_text(count: float) -> str:
+    """``512``, ``2.0 M``: how many of something, in powers of a thousand."""
+    return _in_units(count, ("", "k", "M", "G", "T")).rstrip()
+
+
+def _in_units(count: float, units: Sequence[str]) -> str:
+    """A number below a thousand in the first unit that makes it so; the first unit has no fractions."""
+    if abs(count) < 1000:
+        return f"{count} {units[0]}"
+    size, power = count / 1000, 1
+    while abs(size) >= 999.95 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    return f"{size:.1f} {units[power]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """``20.0 us``, ``1.311 ms``, ``2.5 s``."""
+    for factor, unit, digits in ((1e6, "us", 1), (1e3, "ms", 3)):
+        if abs(seconds * factor) < 1000:
+            return f"{seconds * factor:.{digits}f} {unit}"
+    return f"{seconds:.3f}".rstrip("0").rstrip(".") + " s"
+
+
+def change_text(before: float, after: float, text: Callable[[float], str] = bytes_text) -> str:
+    """``+1.1 kB``, ``-20 B``: the difference of two numbers."""
+    return f"{'-' if after < before else '+'}{text(abs(after - before))}"
 
 
 def json_text(record: Mapping[str, Any]) -> str:

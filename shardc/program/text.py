@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shardc.language.mesh import MICROBATCH
-from shardc.language.text import printable, table
+from shardc.language.text import bytes_text, folded, operations_text, over_calls, printable, table
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
@@ -162,8 +162,8 @@ def _argument(value: Any, names: dict[fx.Node, str]) -> str:
 
 
 def remarks_of(program: Program) -> dict[fx.Node, str]:
-    """For each reshard and collective its causes and the bytes that one rank sends, in full."""
-    by_name = {each.name: f"{each.wire_bytes} B on the wire" for each in collectives_of(program)}
+    """For each reshard and collective its causes and the bytes that one rank sends."""
+    by_name = {each.name: f"{bytes_text(each.wire_bytes)} on the wire" for each in collectives_of(program)}
     remarks = {}
     for node in program.calls:
         parts = [by_name[node.name]] if node.name in by_name else []
@@ -173,18 +173,20 @@ def remarks_of(program: Program) -> dict[fx.Node, str]:
     return remarks
 
 
-# Tables. Bytes are given in full, so that two meshes print the same but for sizes.
+# Tables.
 
 
 def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
-    """Each parameter and buffer with its sharding, its local type and bytes, and the stages that hold it."""
+    """Parameters and buffers, each with its sharding, its local type and bytes, and the stages that hold it."""
     rows = []
     for put, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
         if local is not None and put.kind in ("parameter", "buffer"):
             stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
-            rows.append((put.name, type_text(program, node), str(local), local.nbytes, stages))
-    return table(("parameter", "sharding", "on one rank", "bytes", "stage"), rows) if rows else "no parameters\n"
+            rows.append((put.name, type_text(program, node), str(local), bytes_text(local.nbytes), stages))
+    return (
+        table(("parameter", "sharding", "on one rank", "bytes", "stage"), folded(rows)) if rows else "no parameters\n"
+    )
 
 
 def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
@@ -192,17 +194,20 @@ def fallbacks_text(program: Program, nodes: Sequence[fx.Node]) -> str:
     names, called = value_names(program), op_names(program)
     sources = ((node, program.source(node)) for node in nodes)
     rows = [(names[node], call_text(node, names, called), place.module, place.location) for node, place in sources]
-    return table(("run whole, having no rule", "call", "module", "source"), rows) if rows else ""
+    return (
+        table(("run whole, having no rule", "call", "module", "source"), folded(rows, alike=over_calls)) if rows else ""
+    )
 
 
 def memory_text(memory: Mapping[str, int]) -> str:
     """Bytes on one rank by class."""
-    return table(("memory of one rank", "bytes"), memory.items())
+    return table(("memory of one rank", "bytes"), ((name, bytes_text(size)) for name, size in memory.items()))
 
 
 def flops_text(counts: Mapping[str, int]) -> str:
     """Floating-point operations, of one rank and of the whole program."""
-    return table(("floating-point operations", "count"), counts.items())
+    rows = ((name, operations_text(count)) for name, count in counts.items())
+    return table(("floating-point operations", "count"), rows)
 
 
 def range_name(program: Program, node: fx.Node) -> str:

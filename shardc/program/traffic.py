@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.text import shortened, table
+from shardc.language.text import bytes_text, folded, over_calls, shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.piece import fit
 from shardc.program.collective import COLLECTIVES, Collective, reshard
@@ -66,32 +66,33 @@ def _whole(sent: Size) -> Size:
 
 
 def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
-    """A table of traffic with a total; numbers in full, so that the texts of two meshes differ in sizes alone.
-
-    ``has_values`` adds a column with the number of values.
-    """
-    names = {"values": "values"} if has_values else {}
-    names |= {"count": "count", "bytes": "bytes", "wire_bytes": "wire bytes"}
-    rows: list[tuple[Any, ...]] = [(*each.key, *(getattr(each, name) for name in names)) for each in traffic]
-    total = [sum(getattr(each, name) for each in traffic) for name in names]
-    header = ("phase", "kind", "axes", *names.values())
+    """A table of traffic with a total. ``has_values`` adds a column with the number of values."""
+    counts = ("values", "count") if has_values else ("count",)
+    rows = [
+        (*each.key, *(getattr(each, name) for name in counts), bytes_text(each.bytes), bytes_text(each.wire_bytes))
+        for each in traffic
+    ]
+    total = [sum(getattr(each, name) for each in traffic) for name in counts]
+    total += [bytes_text(sum(getattr(each, name) for each in traffic)) for name in ("bytes", "wire_bytes")]
+    header = ("phase", "kind", "axes", *counts, "bytes", "wire bytes")
     return table(header, [*rows, ("total", "", "", *total)]) if rows else "no collectives\n"
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """The traffic of collectives, then a row for each with its types, bytes and cause."""
+    """The traffic of collectives, then a row for each, or for those of equal layers, with types, bytes and cause."""
     if not collectives:
         return traffic_text(())
     listed = [
         (c.name, "+".join(c.axes), c.phase, f"{c.dtype}{list(c.local_shape_in)}", f"{c.dtype}{list(c.local_shape_out)}",
-         c.wire_bytes, shortened(c.source), cause_text(c.causes, most=2))
+         bytes_text(c.wire_bytes), shortened(c.source), cause_text(c.causes, most=2))
         for c in collectives
     ]  # fmt: skip
     header = ("collective", "axes", "phase", "in", "out", "wire bytes", "source", "cause")
     if any(c.stage is not None for c in collectives):
         header = ("stage", "times", *header)  # type: ignore[assignment]
         listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
-    return f"{traffic_text(traffic_of(collectives))}\n{table(header, listed)}"
+    rows = folded(listed, header.index("collective"), over_calls)
+    return f"{traffic_text(traffic_of(collectives))}\n{table(header, rows)}"
 
 
 def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:

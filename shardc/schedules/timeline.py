@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import ceil
 
 from shardc.language.errors import ShardingError
+from shardc.language.text import bytes_text, seconds_text
 from shardc.schedules.schedule import COMPUTE, Action
 
 
@@ -206,9 +207,9 @@ def _line(timeline: Timeline, rank: Hashable, columns: int, labels: dict[Hashabl
 
 def _summary(timeline: Timeline) -> list[str]:
     return [
-        f"makespan {timeline.makespan:g} s, bubble {timeline.bubble:g} s, longest gap {timeline.gap:g} s, "
-        f"idle {timeline.idle_fraction:.2%}",
-        f"peak bytes {', '.join(f'{peak:,}' for peak in timeline.peak_bytes)}",
+        f"makespan {seconds_text(timeline.makespan)}, bubble {seconds_text(timeline.bubble)}, "
+        f"longest gap {seconds_text(timeline.gap)}, idle {timeline.idle_fraction:.2%}",
+        f"peak {', '.join(map(bytes_text, timeline.peak_bytes))}",
     ]
 
 

@@ -8,21 +8,18 @@ import gpt
 import pytest
 import torch
 from cases import few
-from measuring import measured
+from measuring import measured, without_optimizer
 from targets import convolution, mlp
 from torch import fx
 
-from shardc import Mesh, P, Precision, Remat, Zero, compile
+from shardc import Mesh, P, Precision, Remat, ShardingError, Zero, compile
 from shardc.costs.memory import memory_of
 from shardc.language.sharding import TensorType
+from shardc.options import OPTIMIZERS
 from shardc.program.program import Input, Output, Program
 
 aten = torch.ops.aten
 FSDP = gpt.DATA | {"param:*": P("dp")}
-
-
-def announced(memory: dict[str, int]) -> dict[str, int]:
-    return {name: memory[name] for name in ("saved", "peak")}
 
 
 def is_within_a_percent(found: dict[str, int], wanted: dict[str, int]) -> bool:
@@ -44,7 +41,7 @@ def is_within_a_percent(found: dict[str, int], wanted: dict[str, int]) -> bool:
 def test_the_bytes_announced_for_a_gpt_are_those_alive(mesh: Mesh, annotations: Any, dropout: float) -> None:
     model, args, _, _ = gpt._target(gpt.Config(dropout=dropout), annotations)
     compiled = compile(model, mesh, annotations, args=args)
-    found, wanted = measured(compiled, *args), announced(compiled.memory)
+    found, wanted = measured(compiled, *args), without_optimizer(compiled.memory)
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
@@ -54,7 +51,7 @@ def test_the_bytes_announced_for_a_gpt_are_those_alive(mesh: Mesh, annotations: 
 def test_outputs_images_and_uneven_pieces_are_announced_too(target: Any, mesh: Mesh) -> None:
     model, args, kwargs, annotations = target()
     compiled = compile(model, mesh, annotations, args=args, kwargs=kwargs)
-    found, wanted = measured(compiled, *args, **kwargs), announced(compiled.memory)
+    found, wanted = measured(compiled, *args, **kwargs), without_optimizer(compiled.memory)
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
@@ -65,7 +62,7 @@ def test_memory_that_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
     model, args, _, _ = gpt._target(gpt.Config(layers=1), annotations)
     options: dict[str, Any] = {"zero": Zero(stage=stage), "precision": Precision(), "remat": Remat("blocks.*")}
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, **options)
-    found, wanted = measured(compiled, *args), announced(compiled.memory)
+    found, wanted = measured(compiled, *args), without_optimizer(compiled.memory)
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
@@ -73,7 +70,7 @@ def test_zero_3_holds_two_layers_gathered_at_a_time_and_says_so() -> None:
     """The bytes are those alive; at the peak they are what is stored, and at most what is gathered and saved."""
     model, args, _, _ = gpt._target(gpt.Config(layers=4), gpt.DATA)
     compiled = compile(model, Mesh(dp=4), gpt.DATA, args=args, zero=Zero(stage=3))
-    found, wanted = measured(compiled, *args), announced(compiled.memory)
+    found, wanted = measured(compiled, *args), without_optimizer(compiled.memory)
     assert is_within_a_percent(found, wanted), (found, wanted)
     block = sum(4 * parameter.numel() for parameter in model.blocks[0].parameters())
     assert (
@@ -105,3 +102,15 @@ def test_a_view_owns_nothing_and_a_reshape_that_copies_owns_its_bytes() -> None:
         "gathered": 0,
         "peak": 5 * 32,  # and x, and gradient or used in copied's place
     }  # fmt: skip
+
+
+def test_the_peak_counts_the_states_of_the_optimizer_that_is_named() -> None:
+    model, args, kwargs, _ = mlp()
+    peaks = set()
+    for name, states in OPTIMIZERS.items():
+        memory = compile(model, Mesh(dp=2), {"x": P("dp")}, args=args, kwargs=kwargs, optimizer=name).memory
+        assert memory["optimizer"] == states * memory["parameters"]
+        peaks.add(memory["peak"] - memory["optimizer"])
+    assert len(peaks) == 1
+    with pytest.raises(ShardingError, match="optimizer='adm'\n  its states are not known\n  did you mean adam"):
+        compile(model, Mesh(dp=2), {}, args=args, kwargs=kwargs, optimizer="adm")

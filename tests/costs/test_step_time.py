@@ -18,7 +18,8 @@ from shardc.costs.count import call_seconds, collective_seconds, update_seconds
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice
-from shardc.language.machine import LINKS, Device, Link, Machine, machine_of, num_steps
+from shardc.language.errors import OptionError
+from shardc.language.machine import LINKS, Device, HierarchicalLink, Link, Machine, machine_of, num_steps
 from shardc.program.communication import is_collective
 from shardc.program.stages import PARTS
 
@@ -183,7 +184,7 @@ def test_an_axis_that_sends_much_over_a_slow_link_is_warned_of() -> None:
     assert [note.splitlines()[0] for note in notes] == [
         "axis tp is on ethernet: 8 collectives a step send 524.3 kB over it"
     ]
-    assert "takes 0.68 ms a step, and 0.312 ms with dp on ethernet, tp on nvlink" in notes[0]
+    assert "takes 680.0 us a step, and 312.0 us with dp on ethernet, tp on nvlink" in notes[0]
 
 
 @pytest.mark.parametrize("links", [{"tp": "nvlink", "dp": "ethernet"}, {"tp": "ethernet", "dp": "ethernet"}, {}])
@@ -199,3 +200,46 @@ def test_a_pipeline_whose_messages_are_slow_is_warned_of() -> None:
         pipeline=shardc.Pipeline(microbatches=2),
     ).program.notes  # fmt: skip
     assert "axis tp is on a wire" in found[0] and "tp on nvlink" in found[0]
+
+
+def test_a_collective_over_an_axis_that_crosses_nodes_is_hierarchical() -> None:
+    machine, nvlink, ib = Machine({"*": "nvlink"}, node=8, between="infiniband"), LINKS["nvlink"], LINKS["infiniband"]  # type: ignore[dict-item, arg-type]
+    link, size = machine.link(("dp",), Mesh(dp=16)), 1_600_000_000  # bytes of the whole operand
+    assert isinstance(link, HierarchicalLink) and (link.num_inside, link.num_nodes) == (8, 2)
+    inside, between = size * 7 // 8, size // 16  # what a rank sends of it in a node, and to its peer in the other node
+    for kind, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        seconds = link.seconds(kind, times * size * 15 // 16, 16)
+        parts = nvlink.seconds(kind, times * inside, 8) + ib.seconds(kind, times * between, 2)
+        assert seconds == pytest.approx(parts)
+        assert (
+            nvlink.seconds(kind, times * size * 15 // 16, 16) < seconds < ib.seconds(kind, times * size * 15 // 16, 16)
+        )
+    to_peers = nvlink.seconds("all_to_all", size * 7 // 16, 8) + ib.seconds("all_to_all", size * 8 // 16, 2)
+    assert link.seconds("all_to_all", size * 15 // 16, 16) == pytest.approx(to_peers)
+    assert link.seconds("collective_permute", size, 16) == ib.seconds("collective_permute", size, 16)
+
+
+def test_the_last_axes_of_the_mesh_fill_a_node() -> None:
+    machine, mesh = machine_of("tp=nvlink", nodes=(8, "ib")), Mesh(dp=4, sp=4, tp=4)
+    assert machine.link(("tp",), mesh) is LINKS["nvlink"] and machine.link(("dp",), mesh) is LINKS["infiniband"]
+    found = machine.link(("sp",), mesh)
+    assert isinstance(found, HierarchicalLink) and (found.num_inside, found.num_nodes) == (2, 2)
+    both = machine.link(("dp", "tp"), mesh)
+    assert isinstance(both, HierarchicalLink) and (both.num_inside, both.num_nodes) == (4, 4)
+    assert machine.link(("sp:(2)2",), mesh) is machine.of_axis("sp")  # the two that are neighbours
+    assert machine.link(("dp",), Mesh(dp=3)) is machine.of_axis("dp")
+    assert machine.of_stages("pp", 16) is LINKS["infiniband"] and machine.of_stages("tp", 8) is LINKS["nvlink"]
+    for node, between in ((8, None), (0, "ib"), (-1, "ib")):
+        with pytest.raises(OptionError, match="a node has a size, and a link to other nodes"):
+            Machine({}, node=node, between=between)  # type: ignore[arg-type]
+
+
+def test_dump_and_trace_say_which_collectives_cross_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["targets:mlp", "--mesh", "dp=2,tp=4", "--links", "*=nvlink", "--nodes", "2=infiniband"]
+    assert main(["dump", *command, "--only", "time"]) == 0
+    assert "nvlink in nodes of 2 and infiniband between 2" in capsys.readouterr().out
+    assert main(["trace", *command]) == 0
+    assert "collectives over tp by nvlink in nodes of 2 and infiniband between 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["dump", *command[:-1], "2=infinband"])
+    assert "did you mean infiniband" in capsys.readouterr().err

@@ -5,15 +5,27 @@ import operator
 from dataclasses import replace
 from typing import Literal
 
+import gpt
 import torch
 from torch import fx
 
+from shardc import compile
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, TensorType
-from shardc.language.text import bytes_text, json_text, table
+from shardc.language.text import (
+    bytes_text,
+    change_text,
+    count_text,
+    folded,
+    json_text,
+    operations_text,
+    over_calls,
+    seconds_text,
+    table,
+)
 from shardc.ops.contraction import dot
 from shardc.program.collective import all_gather, all_reduce, shard_slice
 from shardc.program.program import Input, Output, Program
@@ -108,7 +120,7 @@ forward
     relu_default: f32[16@dp, 256@tp] = relu(dot)  # mlp.py:5
   mlp.down
     dot_1: f32[16@dp, 64]{sum tp} = dot(relu_default, mlp.down.weight, "b k, k n -> b n")  # mlp.down.py:6
-    all_reduce: f32[16@dp, 64] = all_reduce(dot_1, ("tp",), "sum")  # mlp.down.py:7; 3072 B on the wire, because \
+    all_reduce: f32[16@dp, 64] = all_reduce(dot_1, ("tp",), "sum")  # mlp.down.py:7; 3.1 kB on the wire, because \
 dot_1 (mlp.down) is f32[16@dp, 64]{sum tp}, sum wants f32[16@dp, 64]; tp from mlp.down.weight=tp,-
   (model)
     sum_default: f32[] = sum(all_reduce, dtype=float32)
@@ -117,7 +129,7 @@ backward
   mlp.down
     ones_default: f32[16@dp, 64] = ones([16, 64])  # mlp.down.py:9
     dot_2: f32[256@tp, 64]{sum dp} = dot(relu_default, ones_default, "b k, b n -> k n")  # mlp.down.py:10
-    all_reduce_1: f32[256@tp, 64] = all_reduce(dot_2, ("dp",), "sum")  # mlp.down.py:11; 16384 B on the wire
+    all_reduce_1: f32[256@tp, 64] = all_reduce(dot_2, ("dp",), "sum")  # mlp.down.py:11; 16.4 kB on the wire
 
 results
   output loss: f32[] = sum_default
@@ -165,10 +177,10 @@ def test_collectives_are_counted_by_phase_kind_and_axes_in_bytes_of_one_rank() -
     ]
     text = collectives_text(found)
     assert text.startswith(
-        "phase     kind        axes  count  bytes  wire bytes\n"
-        "forward   all_reduce  tp        1   2048        3072\n"
-        "backward  all_reduce  dp        1  16384       16384\n"
-        "total                           2  18432       19456\n"
+        "phase     kind        axes  count    bytes  wire bytes\n"
+        "forward   all_reduce  tp        1   2.0 kB      3.1 kB\n"
+        "backward  all_reduce  dp        1  16.4 kB     16.4 kB\n"
+        "total                           2  18.4 kB     19.5 kB\n"
     )
     assert CAUSE in text
 
@@ -187,23 +199,23 @@ def test_a_slice_is_no_collective_and_a_gather_pays_for_its_output() -> None:
 
 def test_parameters_show_what_one_rank_holds() -> None:
     assert parameters_text(megatron()) == (
-        "parameter        sharding         on one rank  bytes\n"
-        "mlp.up.weight    f32[64, 256@tp]  f32[64, 64]  16384\n"
-        "mlp.down.weight  f32[256@tp, 64]  f32[64, 64]  16384\n"
+        "parameter        sharding         on one rank    bytes\n"
+        "mlp.up.weight    f32[64, 256@tp]  f32[64, 64]  16.4 kB\n"
+        "mlp.down.weight  f32[256@tp, 64]  f32[64, 64]  16.4 kB\n"
     )
 
 
 def test_memory_is_by_class_on_one_rank() -> None:
     parameter = 64 * 64 * 4
     x, hidden, loss = 8 * 64 * 4, 8 * 64 * 4, 4
-    # the peak is at the last all_reduce: inputs, the loss, and the gradient before and after
+    # the peak is at the last all_reduce: inputs, the loss, the gradient before and after, and Adam's states all along
     assert memory_of(megatron()) == {
         "parameters": 2 * parameter,
         "gradients": parameter,
         "optimizer": 2 * parameter,
         "saved": hidden,
         "gathered": 0,
-        "peak": 2 * parameter + x + loss + 2 * parameter,
+        "peak": 2 * parameter + x + loss + 2 * parameter + 2 * parameter,
     }
 
 
@@ -294,6 +306,29 @@ def test_the_drawing_boxes_modules_and_colours_collectives() -> None:
 def test_a_table_aligns_numbers_right_and_leaves_empty_columns_out() -> None:
     text = table(("name", "count", "why"), [("a", 1, ""), ("long", 10, "")])
     assert text == "name  count\na         1\nlong     10\n"
+
+
+def test_seconds_and_operations_are_printed_in_units_and_never_with_an_exponent() -> None:
+    times = list(map(seconds_text, (0, 2e-5, 1.311e-3, 0.9, 2.5, 123456)))
+    assert times == ["0.0 us", "20.0 us", "1.311 ms", "900.000 ms", "2.5 s", "123456 s"]
+    assert list(map(operations_text, (0, 20480, 3e18))) == ["0 FLOP", "20.5 kFLOP", "3000.0 PFLOP"]
+    assert list(map(count_text, (7, 27008, 7e9))) == ["7", "27.0 k", "7.0 G"]
+    assert change_text(2000, 500) == "-1.5 kB" and change_text(1, 3) == "+2 B" and bytes_text(999_999) == "1.0 MB"
+
+
+def test_rows_of_equal_layers_are_one_and_numbers_are_no_layers() -> None:
+    rows = [("h.0.up", "65.5 kB"), ("h.1.up", "65.5 kB"), ("h.2.up", "8 B"), ("head", "1 B"), ("h.3.up", "65.5 kB")]
+    assert folded(rows) == [["h.*.up x 3", "65.5 kB"], ("h.2.up", "8 B"), ("head", "1 B")]
+    assert folded([("0.1.w", 2), ("3.0.w", 2)]) == [["*.*.w x 2", "2"]]
+    calls = [("sum_1", "dot_2 (h.0.fc_1) wants x"), ("sum", "dot (h.1.fc_1) wants x"), ("sum_3", "dot_2 (h.0.fc_2)")]
+    assert folded(calls, alike=over_calls) == [["sum_1 x 2", "dot_2 (h.*.fc_1) wants x"], calls[2]]
+
+
+def test_a_dump_of_equal_layers_has_a_row_for_all_of_them() -> None:
+    model, args, kwargs, annotations = gpt.gpt()
+    program = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
+    text = program.dump(only="parameters,collectives")
+    assert "blocks.*.mlp.up.weight x 2  " in text and "(blocks.*.attn.proj)" in text and "blocks.0." not in text
 
 
 def test_bytes_are_printed_in_powers_of_a_thousand() -> None:

@@ -13,7 +13,7 @@ def test_text_shows_each_rank_over_time() -> None:
         "rank 1 ...F0-F1-...I0-F2-I1-W0-I2-W1-W2-\n"
         "rank 2 ......F0-I0-F1-I1-F2-I2-W0-W1-W2-\n"
         "makespan 11 s, bubble 2 s, longest gap 2 s, idle 18.18%\n"
-        "peak bytes 3, 3, 3\n"
+        "peak 3 B, 3 B, 3 B\n"
     )
 
 

@@ -78,6 +78,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 # Pipelines.
 
 
+def without_optimizer(memory: dict[str, int], is_offloaded: bool = False) -> dict[str, int]:
+    """``saved`` and ``peak`` of announced memory without the optimizer's states, which no measured step has."""
+    states = 0 if is_offloaded else memory["optimizer"]
+    return {"saved": memory["saved"], "peak": memory["peak"] - states}
+
+
 def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     """``saved`` and ``peak`` of a step, for each rank of the pipeline that of its stages' rank that has most."""
     program = compiled.program

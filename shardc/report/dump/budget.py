@@ -10,7 +10,7 @@ from typing import Any, get_args
 from shardc.language.errors import UsageError, did_you_mean
 from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
-from shardc.language.text import shortened, table
+from shardc.language.text import bytes_text, folded, operations_text, over_calls, seconds_text, shortened, table
 
 SYNTAX = """\
 A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
@@ -18,7 +18,7 @@ A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
   all_gather@tp>4      more than 4 all_gathers over axis tp in a step; all_gather@tp: any
   wire/backward>1GB    all that a rank sends in backward; wire/all_gather>1GB: in all_gathers
   fallback, note       an op without a rule; a note of the compiler; fallback>2: more of them
-  memory>8GB           the peak of one rank and its optimizer state; also peak, parameters, gradients, saved, ...
+  memory>8GB           the peak of one rank, with the optimizer's states; also parameters, gradients, saved, ...
   flops>1e12           floating-point operations of one rank in a step
   step>50ms            the predicted time of a step, on the machine of --links and --device
 Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >= the amount itself breaks it, too.
@@ -171,16 +171,15 @@ def _amount(budget: Budget, record: Mapping[str, Any]) -> tuple[float, str]:
     """The measure of memory, time or operations of one rank, and its text."""
     if budget.subject == "step":
         seconds = _table(budget, record, "time")["step"]
-        return seconds, f"{1e3 * seconds:.3f} ms predicted"
+        return seconds, f"{seconds_text(seconds)} predicted"
     if budget.subject == "flops":
         count = _table(budget, record, "flops")["per_rank"]
-        return count, f"{count:,} floating-point operations of one rank"
+        return count, f"{operations_text(count)} of one rank"
     memory = _table(budget, record, "memory")
-    if budget.subject != "memory":
-        return memory[budget.subject], f"{memory[budget.subject]:,} bytes of one rank"
-    peak, optimizer = memory["peak"], memory["optimizer"]
-    text = f"{peak + optimizer:,} bytes of one rank: {peak:,} at the peak, {optimizer:,} of the optimizer"
-    return peak + optimizer, text
+    if budget.subject not in ("memory", "peak"):
+        return memory[budget.subject], f"{bytes_text(memory[budget.subject])} of one rank"
+    peak, states = memory["peak"], bytes_text(memory["optimizer"])
+    return peak, f"{bytes_text(peak)} of one rank at the peak, with {states} of the optimizer"
 
 
 def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) -> Finding:
@@ -188,12 +187,14 @@ def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) ->
     if budget.in_bytes and budget.subject != "wire":  # of each collective
         most = max((each["wire_bytes"] for each in counted), default=0)
         broken = tuple(each for each in counted if budget.is_broken(each["wire_bytes"]))
-        text = f"{len(broken)} of {len(counted)}, the largest sends {most:,} bytes" if counted else "none of them"
+        text = f"{len(broken)} of {len(counted)}, the largest sends {bytes_text(most)}" if counted else "none of them"
         return Finding(budget, bool(broken), text, broken)
     count = sum(each.get("times", 1) for each in counted)
     sent = sum(each["wire_bytes"] * each.get("times", 1) for each in counted)
     is_broken = budget.is_broken(sent if budget.in_bytes else count)
-    text = f"one rank sends {sent:,} bytes in {count}" if budget.in_bytes else f"{count or 'none'} of them in a step"
+    text = (
+        f"one rank sends {bytes_text(sent)} in {count}" if budget.in_bytes else f"{count or 'none'} of them in a step"
+    )
     return Finding(budget, is_broken, text, tuple(counted) if is_broken else ())
 
 
@@ -210,14 +211,18 @@ def check_text(findings: Sequence[Finding]) -> str:
             rows = [
                 (
                     each["id"], "+".join(each["axes"]), each["phase"], each.get("stage", ""), each.get("times", ""),
-                    each["wire_bytes"], shortened(each["source"], ", "), shortened(each["cause"], "; "),
+                    bytes_text(each["wire_bytes"]), shortened(each["source"], ", "), shortened(each["cause"], "; "),
                 )
                 for each in sorted(finding.collectives, key=lambda c: -c["wire_bytes"] * c.get("times", 1))
             ]  # fmt: skip
-            lines.append(_indented(table(header, rows)))
+            lines.append(_indented(table(header, folded(rows, alike=over_calls))))
         if finding.fallbacks:
             ops = ((each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks)
-            lines.append(_indented(table(("run whole, having no rule", "type", "module", "source"), ops)))
+            lines.append(
+                _indented(
+                    table(("run whole, having no rule", "type", "module", "source"), folded(ops, alike=over_calls))
+                )
+            )
         broken.append("\n".join([*lines, *(f"  {line}\n" for line in finding.notes)]))
     holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"

@@ -7,21 +7,35 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from typing import Any
 
-from shardc.language.text import printable, shortened, table
+from shardc.language.text import (
+    bytes_text,
+    change_text,
+    folded,
+    operations_text,
+    over_calls,
+    printable,
+    seconds_text,
+    shortened,
+    table,
+)
 
 Record = Mapping[str, Any]
 Pairs = list[tuple[Record, Record]]
 
 STORED = ("parameters", "buffers", "inputs", "outputs")
 NUMBERS = {
-    "memory": "memory of one rank, bytes",
+    "memory": "memory of one rank",
     "flops": "floating-point operations",
     "schedule": "schedule",
-    "time": "predicted step, seconds",
+    "time": "predicted step",
 }
 PHASES = ("forward", "backward", "update", "")  # "" stands for all of them
 PAYLOAD = ("dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "times", "stage")
 TOTALS = ("count", "bytes", "wire_bytes")
+UNITS: Mapping[str, Callable[[float], str]] = {  # how the numbers of a table are written, or those of one name
+    "memory": bytes_text, "flops": operations_text, "time": seconds_text,
+    "makespan": seconds_text, "bubble": seconds_text, "parameter_bytes": bytes_text,
+}  # fmt: skip
 
 
 def diff(before: Record, after: Record) -> dict[str, Any]:
@@ -228,10 +242,10 @@ def _parts(difference: Record) -> Iterator[str]:
             (each["name"], _stored_text(each["before"]), _stored_text(each["after"]))
             for each in difference.get(key, ())
         )
-        yield table((key.removesuffix("s"), "before", "after"), rows)
+        yield table((key.removesuffix("s"), "before", "after"), folded(rows))
     yield _signed_table("run whole, having no rule", difference.get("fallbacks", {}))
     for key, title in NUMBERS.items():
-        yield _number_table(title, difference.get(key, {}))
+        yield _number_table(title, difference.get(key, {}), UNITS.get(key))
     for stage in difference.get("stages", ()):
         yield _number_table(f"stage {stage['stage']}", {key: pair for key, pair in stage.items() if key != "stage"})
     yield _number_table("op, how many", difference.get("ops", {}))
@@ -250,20 +264,21 @@ def _collective_tables(difference: Record) -> Iterator[str]:
         growth = new["wire_bytes"] * new.get("times", 1) - old["wire_bytes"] * old.get("times", 1)
         rows.append(("grew" if growth > 0 else "shrank" if growth < 0 else "changed", old, new))
     header = ("collective", "kind", "axes", "phase", "name", "result", "times", "wire bytes", "source", "cause")
-    yield table(header, (_collective_row(*row) for row in rows))
+    yield table(header, folded((_collective_row(*row) for row in rows), header.index("name"), over_calls))
     totals = (
-        (each["phase"] or "total", each["kind"], each["axes"], *(_pair_text(each[key]) for key in TOTALS))
+        (each["phase"] or "total", each["kind"], each["axes"], _pair_text(each["count"]),
+         *(_bytes_pair_text(each[key]) for key in ("bytes", "wire_bytes")))
         for each in difference["totals"]
-    )
+    )  # fmt: skip
     yield table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), totals)
 
 
 def _collective_row(sign: str, old: Record, new: Record) -> tuple[object, ...]:
     results = [f"{each['dtype']}{each['local_shape_out']}" for each in (old, new)]
     times = [each.get("times", "") for each in (old, new)]
-    sent = [each["wire_bytes"] for each in (old, new)]
+    sent = _bytes_pair_text([each["wire_bytes"] for each in (old, new)])
     return (
-        sign, new["kind"], "+".join(new["axes"]), new["phase"], new["id"], *map(_pair_text, (results, times, sent)),
+        sign, new["kind"], "+".join(new["axes"]), new["phase"], new["id"], *map(_pair_text, (results, times)), sent,
         shortened(new["source"], ", "), shortened(new["cause"], "; "),
     )  # fmt: skip
 
@@ -271,6 +286,13 @@ def _collective_row(sign: str, old: Record, new: Record) -> tuple[object, ...]:
 def _pair_text(pair: Sequence[Any]) -> str:
     """``old -> new``, or one text where both are equal."""
     return " -> ".join(dict.fromkeys(map(str, pair)))
+
+
+def _bytes_pair_text(pair: Sequence[int]) -> str:
+    """The same of bytes; the change is said where both read alike and are not."""
+    texts = dict.fromkeys(map(bytes_text, pair))
+    is_lost = len(texts) == 1 and len({*pair}) > 1
+    return f"{', '.join(texts)}, {change_text(pair[0], pair[1])}" if is_lost else " -> ".join(texts)
 
 
 def _stored_text(entry: Record | None) -> str:
@@ -287,17 +309,23 @@ def _signed_table(title: str, difference: Record) -> str:
     if all(isinstance(each, str) for _, each in signed):
         return table(("", title), signed)
     rows = ((sign, each["op"], each["module"], each["source"]) for sign, each in signed)
-    return table(("", title, "module", "source"), rows)
+    return table(("", title, "module", "source"), folded(rows, 1))
 
 
-def _number_table(title: str, difference: Record) -> str:
+def _number_table(title: str, difference: Record, unit: Callable[[float], str] | None = None) -> str:
     """Each number before and after, with the difference; other values are only marked as changed."""
     rows: list[tuple[Any, ...]] = []
     for name, (old, new) in difference.items():
+        text = UNITS.get(name) or unit or "{:,}".format
         if all(isinstance(each, int | float) for each in (old, new)):
-            rows.append((name, old, new, f"{new - old:+,}" if isinstance(new - old, int) else f"{new - old:+.3g}"))
+            rows.append((name, text(old), text(new), change_text(old, new, text)))
         elif all(each is None or isinstance(each, int | float | str) for each in (old, new)):
-            rows.append((name, *("none" if each is None else each for each in (old, new)), ""))
+            cells = (_cell_text(each, text) for each in (old, new))
+            rows.append((name, *cells, ""))
         else:
             rows.append((name, "", "", "changed"))
     return table((title, "before", "after", "change"), rows)
+
+
+def _cell_text(value: float | str | None, text: Callable[[float], str]) -> str:
+    return "none" if value is None else value if isinstance(value, str) else text(value)

@@ -17,7 +17,7 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord, rank_flops
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.language.text import json_text, table
+from shardc.language.text import bytes_text, count_text, json_text, operations_text, table
 from shardc.options import BALANCES
 from shardc.program.program import Input, Output, Program
 from shardc.program.stages import has_stages
@@ -82,7 +82,7 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
     for each, node in pairs:
         local = None if node is None else program.local_type(node)
         if node is not None and local is not None and each.kind == kind:
-            rows.append((each.name, type_text(program, node), str(local), local.nbytes))
+            rows.append((each.name, type_text(program, node), str(local), bytes_text(local.nbytes)))
     return table((kind, "sharding", "on one rank", "bytes"), rows)
 
 
@@ -111,7 +111,9 @@ def stages_text(stages: ChosenStages, format: str = "text") -> str:
     record = stages_record(stages)
     if format == "json":
         return json_text(record)
-    rows = ((each["name"], each["parameters"], ", ".join(map(str, each["stages"]))) for each in record["shared"])
+    rows = (
+        (each["name"], count_text(each["parameters"]), ", ".join(map(str, each["stages"]))) for each in record["shared"]
+    )
     shared = table(("shared parameter", "parameters", "stages"), rows)
     return "\n".join(filter(None, [_stage_table(record), _crossing_table(record), shared]))
 
@@ -179,8 +181,8 @@ def _stage_table(record: Mapping[str, Any]) -> str:
             entry["stage"],
             ", ".join(first or "(model)" for first, _ in entry["modules"]),
             ", ".join(last or "(model)" for _, last in entry["modules"]),
-            entry["parameters"], entry["flops"], f"{entry['time']:.1%}", entry["activation_bytes"],
-            entry["memory_bytes"], entry["received_bytes"],
+            count_text(entry["parameters"]), operations_text(entry["flops"]), f"{entry['time']:.1%}",
+            *(bytes_text(entry[name]) for name in ("activation_bytes", "memory_bytes", "received_bytes")),
         )
         for entry in record["stages"]
     ]  # fmt: skip
@@ -191,7 +193,7 @@ def _stage_table(record: Mapping[str, Any]) -> str:
 
 def _crossing_table(record: Mapping[str, Any]) -> str:
     rows = (
-        (entry["stage"], each["from"], each["value"], each["type"], each["bytes"])
+        (entry["stage"], each["from"], each["value"], each["type"], bytes_text(each["bytes"]))
         for entry in record["stages"]
         for each in entry["received"]
     )

@@ -20,7 +20,7 @@ from shardc.costs.count import has_machine, nbytes
 from shardc.costs.memory import memory_by_rank, memory_curve
 from shardc.costs.pipeline_memory import bytes_over_time
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step_time import COMPUTING, OVER, Slice, step_timeline
+from shardc.costs.step_time import COMPUTING, Slice, axes_and_link, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program
@@ -92,7 +92,8 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
     ``inputs``: by node, the user's name and kind, and bytes. ``calls``: by node, as the text form prints them.
     ``annotations``, ``steps``, ``why``, ``because``: see ``_why``. ``layouts``: see ``_layout``. ``curve``: memory over
     time, of a pipeline instead ``ranks`` and ``timeline``. ``lanes``: the predicted timeline, where the machine is
-    known. ``asking``: what a user types before and after the name of a collective to learn what removes it.
+    known. ``optimizer``: its name. ``asking``: what a user types before and after the name of a collective to learn
+    what removes it.
     """
     names, ops = value_names(program), op_names(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -107,6 +108,7 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
         "report": {
             "model": type(compiled.model).__name__,
             "asking": [f"{explain} ", ""] if explain else ["print(program.advise('", "').text())"],
+            "optimizer": program.options.optimizer,
             "device_ids": program.mesh and program.mesh.device_ids,
             "inputs": inputs,
             "calls": {node.name: call_text(node, names, ops) for node in calls},
@@ -138,11 +140,11 @@ def _over_time(program: Program) -> dict[str, Any]:
         lanes = {"lanes": _step_lanes(program)} if has_machine(program) else {}
         return {"curve": memory_curve(program).record(), **lanes}
     record = StageRecord(program)
-    curves = zip(memory_by_rank(program), bytes_over_time(record.stages, record.schedule), strict=True)
-    return {
-        "timeline": _schedule_lanes(record),
-        "ranks": [{"memory": memory, "curve": curve} for memory, curve in curves],
-    }
+    ranks = []
+    for memory, curve in zip(memory_by_rank(program), bytes_over_time(record.stages, record.schedule), strict=True):
+        states = memory["peak"] - max(nbytes for _, nbytes in curve)  # of the optimizer, all the time
+        ranks.append({"memory": memory, "curve": [(action, nbytes + states) for action, nbytes in curve]})
+    return {"timeline": _schedule_lanes(record), "ranks": ranks}
 
 
 def _schedule_lanes(record: StageRecord) -> dict[str, Any]:
@@ -171,7 +173,7 @@ def _step_lanes(program: Program) -> dict[str, Any]:
     timeline = step_timeline(program)
     collectives: dict[str, list[list[Any]]] = {}
     for lane in dict.fromkeys(lane for task in timeline.tasks for lane in task.lanes if lane != COMPUTING):
-        collectives[str(lane).removeprefix(OVER)] = [
+        collectives[axes_and_link(lane)[0]] = [
             [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
             for task in timeline.on(lane)
         ]

@@ -3,9 +3,9 @@
 For a message between pipeline stages it is a change by which less crosses: other beginnings of stages, or fewer stages.
 
 A change is free if it removes the collective, a rank sends fewer bytes a step, and neither its peak memory, with and
-without Adam's state, nor its floating-point operations grow. Changes are compiled group by group, the likeliest group
-first; of the first group with a free one, the free one that sends least is the advice. Where none is free, the advice
-is the change that removes the collective altogether and costs least, with its cost.
+without the optimizer's states, nor its floating-point operations grow. Changes are compiled group by group, the
+likeliest group first; of the first group with a free one, the free one that sends least is the advice. Where none is
+free, the advice is the change that removes the collective altogether and costs least, with its cost.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Advice:
         if s.instead:
             yield f"  what it moves then goes by {' and '.join(s.instead)}"
         yield f"  a rank then sends {_change_text(s.before.wire_bytes, s.after.wire_bytes)} a step"
-        yield f"  its peak memory is {_change_text(s.before.peak, s.after.peak)}"
+        yield f"  its peak memory with the optimizer is {_change_text(s.before.peak, s.after.peak)}"
         if s.after.optimizer != s.before.optimizer:
-            yield f"  its optimizer state is {_change_text(s.before.optimizer, s.after.optimizer)}"
+            yield f"  of that the optimizer's states are {_change_text(s.before.optimizer, s.after.optimizer)}"
         if s.after.flops != s.before.flops:
             yield f"  it computes {s.after.flops / max(1, s.before.flops):.2f} times as much"
         yield f"  in Python        {s.python}"

@@ -20,6 +20,7 @@ from shardc.language.cut import factor_cuts
 from shardc.language.mesh import Axes
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div
+from shardc.language.text import bytes_text
 from shardc.passes.decompose.decompose import (
     DECOMPOSITIONS,
     WINDOWED,
@@ -81,11 +82,12 @@ def alternatives_text(alternatives: Sequence[Alternative]) -> str:
     lines: list[str] = []
     for question in dict.fromkeys(each.question for each in alternatives):
         ways = [each for each in alternatives if each.question == question]
-        width, digits = max(len(each.way) for each in ways), max(len(str(each.wire_bytes)) for each in ways)
+        sent = [bytes_text(each.wire_bytes) for each in ways]
+        width, digits = max(len(each.way) for each in ways), max(map(len, sent))
         lines.append(f"ways {question}, and what a rank sends")
-        for each in ways:
+        for each, nbytes in zip(ways, sent, strict=True):
             note = ", ".join(filter(None, ("chosen" * each.is_chosen, each.note)))
-            line = f"  {each.way.ljust(width)}  {str(each.wire_bytes).rjust(digits)} B"
+            line = f"  {each.way.ljust(width)}  {nbytes.rjust(digits)}"
             lines.append(line + (f"  ({note})" if note else ""))
     return "".join(f"{line}\n" for line in lines)
 
@@ -235,7 +237,7 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
     least = max(nbytes for way in chosen for _, nbytes in ways[way])
     for way, each in list(ways.items())[: MOST + len(chosen)]:
         most = max(nbytes for _, nbytes in each)
-        note = f"holds {most} B at a time" if most > least else ""
+        note = f"holds {bytes_text(most)} at a time" if most > least else ""
         yield Alternative(question, way, sum(sent for sent, _ in each), way in chosen, note)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from shardc.language.text import printable, table
+from shardc.language.text import bytes_text, folded, over_calls, printable, seconds_text, table
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
@@ -184,16 +184,12 @@ def _lines(explanation: Explanation, most: int | None) -> Iterator[str]:
     if sent:
         of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
         times = f", {sent.times} times a step" if sent.times > 1 else ""
-        wire = f"{sent.wire_bytes} B on the wire a rank{times}, about {_seconds_text(sent.seconds)}"
+        wire = f"{bytes_text(sent.wire_bytes)} on the wire a rank{times}, about {seconds_text(sent.seconds)}"
         yield f"{e.name}: {sent.kind} over {', '.join(sent.axes)}, {sent.phase}{of_stage}, {wire}"
     else:
         yield f"{e.kind} {e.name}" + (f": {e.type}" if e.type else "") + _place(e.module, e.location)
     yield from (f"  {line}" for line in _body(e, most))
     yield from (f"  {line}" for line in _parts(e, most))
-
-
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
 def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
@@ -268,7 +264,7 @@ def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:
             rows.append((part.name, *sides, "; ".join(part.ends)))
     for part in whole:
         yield from _lines(part, most)
-    yield from table(header, rows).splitlines()
+    yield from table(header, folded(rows, alike=over_calls)).splitlines()
 
 
 def _collective_row(part: Explanation) -> tuple[object, ...]:
@@ -276,7 +272,7 @@ def _collective_row(part: Explanation) -> tuple[object, ...]:
     sent, of, ends = part.sent, part.has.name if part.has else "", "; ".join(part.ends)
     if sent is None:
         return part.name, "", "", "", of, ends, "; ".join(part.notes)
-    return part.name, "+".join(sent.axes), sent.phase, sent.wire_bytes, of, ends, _seconds_text(sent.seconds)
+    return part.name, "+".join(sent.axes), sent.phase, bytes_text(sent.wire_bytes), of, ends, seconds_text(sent.seconds)
 
 
 class Chains:

@@ -125,9 +125,9 @@ class Attempt:
 class Figures:
     """The cost of a step of a plan on one rank.
 
-    ``wire_bytes`` sent; ``peak`` bytes alive at once without Adam's state, which is ``optimizer``; ``flops``. With a
-    pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages. All else
-    is of the rank that has most of it.
+    ``wire_bytes`` sent; ``peak`` bytes alive at once, ``optimizer`` of them in the optimizer's states; ``flops``. With
+    a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages. All
+    else is of the rank that has most of it.
     """
 
     wire_bytes: int
@@ -138,14 +138,13 @@ class Figures:
     crossing: int = 0
 
     def is_free_after(self, before: Figures) -> bool:
-        """Whether less is sent, and neither peak memory, with and without Adam's state, nor operations grow."""
-        is_no_larger = self.peak <= before.peak and self.peak + self.optimizer <= before.peak + before.optimizer
+        """Whether less is sent, and neither peak memory, with and without the optimizer, nor operations grow."""
+        is_no_larger = self.peak <= before.peak and self.peak - self.optimizer <= before.peak - before.optimizer
         return self.wire_bytes < before.wire_bytes and is_no_larger and self.flops <= before.flops
 
     def excess(self, before: Figures) -> float:
         """The sum of the relative growth of bytes sent, memory and operations."""
-        pairs = [(self.wire_bytes, before.wire_bytes), (self.peak + self.optimizer, before.peak + before.optimizer)]
-        pairs.append((self.flops, before.flops))
+        pairs = [(self.wire_bytes, before.wire_bytes), (self.peak, before.peak), (self.flops, before.flops)]
         return sum(max(0, now - then) / max(1, then) for now, then in pairs)
 
 

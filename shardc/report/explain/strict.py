@@ -22,6 +22,7 @@ from torch import fx
 
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError
+from shardc.language.text import bytes_text
 from shardc.passes.order import SETTLED
 from shardc.program.collective import COLLECTIVES, reshard
 from shardc.program.communication import axes_of, collective_at, is_collective
@@ -46,7 +47,7 @@ def _fallbacks(program: Program) -> Iterator[ShardingError]:
             name = node.target if hasattr(node.target, "_schema") else op_name(node.target)
             yield ShardingError(
                 _place(program, node),
-                f"{type_text(program, node)}, for which one rank sends {sent} bytes",
+                f"{type_text(program, node)}, for which one rank sends {bytes_text(sent)}",
                 f"{name} has no rule: its operands are gathered, and it runs whole on every rank",
                 "say which dims its tensors share with shardc.register_rule, or compute it without this op",
             )
@@ -67,7 +68,7 @@ def _unrequested_gathers(program: Program, requests: _Requests) -> Iterator[Shar
             continue  # the fallback is listed already
         if requests.is_stored(node) or requests.is_for_users(node, users) or requests.is_for_weights(node, users):
             continue
-        axes, sent = ", ".join(collective.axes), f"one rank sends {collective.wire_bytes} bytes"
+        axes, sent = ", ".join(collective.axes), f"one rank sends {bytes_text(collective.wire_bytes)}"
         types = f"{type_text(program, operand(node))} to {type_text(program, node)}"
         (cause,) = collective.causes
         origins = ", ".join(f"{axis} from {origin.annotation}" for axis, origin in cause.origins.items())

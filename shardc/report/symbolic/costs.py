@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from shardc.costs.count import flops_of, flops_of_call, persistent_bytes, stored_bytes
-from shardc.costs.memory import MEMORY_CLASSES, bytes_alive, is_gathered, memory_by_rank
+from shardc.costs.memory import MEMORY_CLASSES, bytes_alive, is_gathered, memory_by_rank, with_optimizer
 from shardc.costs.pipeline_memory import rank_bytes
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost
@@ -72,7 +72,9 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
         "gathered": max(bytes_alive(gathered).values(), default=0),
         "peak": max(bytes_alive(live).values(), default=0),
     }
-    return {**persistent_bytes(program), **{name: expression_of(size) for name, size in at_place.items()}}
+    return with_optimizer(
+        program, {**persistent_bytes(program), **{name: expression_of(size) for name, size in at_place.items()}}
+    )
 
 
 def _pipeline_memory(program: Program, sizes: _Sizes, final: Program) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def _pipeline_memory(program: Program, sizes: _Sizes, final: Program) -> dict[st
         "gathered": sum(sizes.of_storage(one).nbytes for one in gathered if nodes[one.value[0]] in gathered_here),
         "peak": peak,
     }
-    return {name: expression_of(nbytes[name]) for name in MEMORY_CLASSES}
+    return with_optimizer(program, {name: expression_of(nbytes[name]) for name in MEMORY_CLASSES})
 
 
 def fullest(program: Program) -> int:

@@ -74,8 +74,8 @@ RECORD: dict[str, Any] = {
         ("wire/all_gather>4999", True, 2),
         ("wire@tp/forward/all_gather>3000", False, 0),
         ("peak>39", True, 0),
-        ("memory>59B", True, 0),
-        ("memory>60B", False, 0),
+        ("memory>39B", True, 0),
+        ("memory>40B", False, 0),
         ("flops>1e3", True, 0),
         ("note", False, 0),
         ("step>40ms", True, 0),
@@ -166,7 +166,7 @@ def test_check_takes_a_dump_in_place_of_a_target(tmp_path: Path, capsys: pytest.
     assert main(["check", str(path), "--fail-on", "fallback>1", "--max-memory", "1kB"]) == 0
     assert capsys.readouterr().out == (
         "holds   fallback>1: 1 of them\n"
-        "holds   memory>1kB: 60 bytes of one rank: 40 at the peak, 20 of the optimizer\n"
+        "holds   memory>1kB: 40 B of one rank at the peak, with 20 B of the optimizer\n"
         "none of 2 budgets broken\n"
     )
     assert main(["check", str(path), "--fail-on", "wire>1kB", "--fail-on", "note", "--format", "json"]) == 1

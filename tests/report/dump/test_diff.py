@@ -114,10 +114,14 @@ def _flops(record: dict[str, Any]) -> None:
     ("change", "key", "line"),
     [
         (_renamed, "collectives", "\n+           all_gather  tp    forward  all_reduce_tp  "),
-        (_bigger, "collectives", "grew        all_reduce  tp    forward  all_reduce_tp  float32[4, 8]  128 -> 256  "),
+        (
+            _bigger,
+            "collectives",
+            "grew        all_reduce  tp    forward  all_reduce_tp  float32[4, 8]  128 B -> 256 B  ",
+        ),
         (_fewer_notes, "notes", "+  one"),
         (_fallback, "fallbacks", "+  dot                        up      targets.py:"),
-        (_flops, "flops", "whole                       20480  none"),
+        (_flops, "flops", "whole                      20.5 kFLOP  none"),
     ],
 )
 def test_every_change_is_found_and_printed(
@@ -180,7 +184,7 @@ def test_the_command_compares_targets_and_passes(tmp_path: Path, capsys: pytest.
     passes = ["targets:mlp@lower_reshards", "targets:mlp@bucket_collectives"]
     assert main(["diff", *passes, *ON_FOUR]) == 1
     out = capsys.readouterr().out
-    assert "\nbackward  all_reduce  dp    4 -> 1   1120        1120\n" in out and "parameter " not in out
+    assert "\nbackward  all_reduce  dp    4 -> 1  1.1 kB      1.1 kB\n" in out and "parameter " not in out
     assert main(["diff", "targets:mlp@propagat", "targets:mlp", *ON_FOUR]) == 2
     assert "did you mean propagate?" in capsys.readouterr().err
 

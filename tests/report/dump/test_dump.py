@@ -91,8 +91,8 @@ def test_only_names_several_tables_and_globs(megatron: Compiled) -> None:
     assert len(record["parameters"]) == 4 and [entry["name"] for entry in record["outputs"]] == ["loss"]
     assert megatron.dump(only="inputs,fallbacks") == (
         "input   sharding      on one rank  bytes\n"
-        "x       f32[8@dp, 8]  f32[4, 8]      128\n"
-        "target  f32[8@dp, 8]  f32[4, 8]      128\n\n"
+        "x       f32[8@dp, 8]  f32[4, 8]    128 B\n"
+        "target  f32[8@dp, 8]  f32[4, 8]    128 B\n\n"
         "no fallbacks\n"
     )
 

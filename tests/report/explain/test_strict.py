@@ -115,7 +115,7 @@ def refused(function: Callable[[Any, Tensor], Any], annotations: dict[str, Any])
 def test_a_gather_that_no_one_asked_for_names_its_line_what_moves_and_why() -> None:
     error = refused(sorts, {"up.weight": P("tp")})
     assert line(sorts, 2) in error.who or line(sorts, 1) in error.who
-    assert error.what.endswith("one rank sends 128 bytes") and "f32[4, 16@tp] to f32[4, 16]" in error.what
+    assert error.what.endswith("one rank sends 128 B") and "f32[4, 16@tp] to f32[4, 16]" in error.what
     assert "no annotation asks for it" in error.problem and "tp from up.weight: P('tp')" in error.problem
     assert "shardc.annotate" in error.remedy
 

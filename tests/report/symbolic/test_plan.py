@@ -293,7 +293,16 @@ def test_sizes_that_depend_on_the_number_of_modules_have_no_expression() -> None
 
 COST = ["cost", "targets:mlp", "--mesh", "dp=2,tp=2"]
 SYMBOLIC = [*COST, "--symbol", "B=x.0", "--at", "dp=64,B=512"]
-PIPELINE = ["cost", "targets:for_mesh", "--mesh", "dp=2,pp=2", "--pipeline", "pp,microbatches=2", *SYMBOLIC[4:]]
+PIPELINE = [
+    "cost",
+    "targets:for_mesh",
+    "--mesh",
+    "dp=2,pp=2",
+    "--pipeline",
+    "pp,microbatches=2",
+    *SYMBOLIC[4:-1],
+    "dp=64,B=256",
+]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ const CLASSES = {
   outputs: 'outputs',
   gradients: 'gradients',
   working: 'working',
-  optimizer: 'optimizer (Adam)',
+  optimizer: `optimizer (${report.optimizer})`,
 };
 const PHASES = ['update', 'forward', 'backward'].filter(phase => data.collectives.some(each => each.phase === phase));
 
@@ -40,7 +40,7 @@ function overview() {
     ` in ${counted(sentCount, 'collective')}`,
     ' and holds at most ',
     element('b', {}, bytes(data.memory.peak)),
-    ' at a time.',
+    ` at a time, with the optimizer (${report.optimizer}).`,
   ];
   const cards = element('div', { class: 'cards' }, cutCard(), sentCard(), heldCard(), lookCard());
   return element(
@@ -205,7 +205,7 @@ function heldCard() {
     );
   return card(
     'What a rank holds',
-    element('p', { class: 'figure' }, element('b', {}, bytes(peak)), ' at the peak, without optimizer state'),
+    element('p', { class: 'figure' }, element('b', {}, bytes(peak)), ` at the peak, with the optimizer (${report.optimizer})`),
     element(
       'ul',
       { class: 'plain meters wide' },

@@ -22,7 +22,7 @@ function predictedTime() {
   const waited = total(time.collectives, each => each.waited);
   const words = [
     `${seconds(time.step)} a step, predicted: ${seconds(time.computing)} of forward and backward`,
-    time.optimizer ? `, ${seconds(time.optimizer)} of Adam` : '',
+    time.optimizer ? `, ${seconds(time.optimizer)} of the optimizer` : '',
     `; for ${seconds(waited)} a rank waits for what is sent.`,
   ];
   return section(
