@@ -1,7 +1,7 @@
 """Reshards of several axes and parts of axes at once send no more than an exhaustive search, in 99 % of random pairs.
 
-In the others the plan misses a sequence of two permutes, or one with two dims more that the axes visit on the way; or
-it only reduces, gathers and slices: then axes of neither end take no part, so that one reduction stays one collective.
+In the others the plan misses a sequence of two permutes, or one in which a half of an axis goes its own way; or it only
+reduces, gathers and slices: then axes of neither end take no part, so that one reduction stays one collective.
 """
 
 from __future__ import annotations
