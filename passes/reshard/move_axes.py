@@ -247,18 +247,24 @@ def cheapest_path(space: Space) -> Path | None:
 
 
 def may_be_shared(space: Space, path: Path) -> bool:
-    """Whether an axis that neither end uses might pay: to join its pieces costs up to the smallest value on the path.
+    """Whether axes that neither end uses might pay: to join their pieces costs up to the smallest value on the path.
 
-    The permutes and all_to_alls on the path, which change no size, must cost more than that.
+    What the path sends for moves that change no size and for reductions must cost more than that. A path that only
+    reduces, gathers and slices stays as it is.
     """
-    states = [space.src, *(move.after for move in path.moves)]
-    smallest = min(map(space.local, states))
-    moved = sum(
-        space.local(move.before) - (space.local(move.before) // space.pieces(move.atoms) if move.atoms else 0)
-        for move in path.moves
-        if move.kind in ("all_to_all", "collective_permute")
-    )
-    return moved > smallest + space.latency
+    smallest = min(map(space.local, (space.src, *(move.after for move in path.moves))))
+    moves = [move for move in path.moves if move.kind in ("all_to_all", "collective_permute")]
+    reductions = [move for move in path.moves if move.kind in ("all_reduce", "reduce_scatter")]
+    sent = sum(_sent(space, move) for move in moves + reductions)
+    return bool(moves) and sent > smallest + space.latency
+
+
+def _sent(space: Space, move: Move) -> int:
+    """What a rank sends in a move on a value that grows no larger."""
+    local = space.local(move.before)
+    if move.kind == "collective_permute":
+        return local
+    return (2 if move.kind == "all_reduce" else 1) * (local - local // space.pieces(move.atoms))
 
 
 @dataclass

@@ -288,7 +288,8 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
 
 
 MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
-MAX_SPARE = 3  # a dim that does not change is used on the way only with so few parts in play
+MAX_SPARE = 4  # a dim that does not change is used on the way only with so few parts in play
+MAX_SHARED = 5  # of the parts that neither end uses only so many may cut on the way that all in play are so many
 
 
 def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: bool = False) -> Sequence[Step]:
@@ -303,12 +304,12 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
         return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
     steps = list(steps_of(path.moves, space, atoms, active, src, shape))
-    unused = unused_parts(src.mesh, src.used_parts + dst.used_parts)
-    largest = max(unused, key=lambda part: part.size, default=None)  # which may share what is moved
-    if largest is None or largest.size == 1 or not may_be_shared(space, path):
+    unused = [part for part in unused_parts(src.mesh, src.used_parts + dst.used_parts) if part.size > 1]
+    if not unused or not may_be_shared(space, path):
         return steps
-    atoms, spare = (*atoms, largest), frozenset({len(atoms)})
-    space = replace(_space(src, dst, shape, ends, atoms, active), reorders=reorders, spare=spare)
+    spare = tuple(sorted(unused, key=lambda part: -part.size)[: max(1, MAX_SHARED - len(atoms))])
+    atoms, numbers = atoms + spare, range(len(atoms), len(atoms + spare))
+    space = replace(_space(src, dst, shape, ends, atoms, active), reorders=reorders, spare=frozenset(numbers))
     if (shared := cheapest_path(space)) is None:
         return steps
     others = list(steps_of(shared.moves, space, atoms, active, src, shape))
