@@ -6,7 +6,6 @@ BIN := .venv/bin
 WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
-CONFORMANCE := OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance
 
 .PHONY: demo test test-all sweep soak conformance bench lint format types wheel-test readme examples clean
 
@@ -30,15 +29,8 @@ sweep: .venv/installed-test
 soak: .venv/installed-test
 	$(PYTEST) -m soak
 
-# Every case of each suite, but of the zoo each seventh, which takes each mesh and variant in turn, and none with dropout:
-# all of it takes ten minutes, and with dropout some processors round the batch norms of mobilenet apart in float32.
 conformance: .venv/installed-test
-	$(CONFORMANCE) gspmd
-	$(CONFORMANCE) op_db --samples 1
-	$(CONFORMANCE) programs --examples 500
-	$(CONFORMANCE) pipelines
-	$(CONFORMANCE) draws
-	$(CONFORMANCE) zoo --variant even --variant uneven --every 7
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance all
 
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
 bench: .venv/installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,51 +13,66 @@ from shardc.language.errors import UsageError
 
 # Kinds of models by the names of transformers' mappings: those that models are trained as come before others.
 KINDS = (
-    *("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
-    *("SPEECH_SEQ_2_SEQ", "CTC", "AUDIO_CLASSIFICATION", "OBJECT_DETECTION", "SEMANTIC_SEGMENTATION"),
+    *(
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "MASKED_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "CAUSAL_LM",
+        "IMAGE_CLASSIFICATION",
+    ),
+    *("MULTIMODAL_LM", "CTC", "AUDIO_CLASSIFICATION", "OBJECT_DETECTION", "SEMANTIC_SEGMENTATION"),
     *("UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION", "DEPTH_ESTIMATION", "VIDEO_CLASSIFICATION"),
     *("TIME_SERIES_PREDICTION", "VISUAL_QUESTION_ANSWERING", "SEQUENCE_CLASSIFICATION", "MASK_GENERATION"),
     *("TEXT_TO_WAVEFORM", "BACKBONE", "PRETRAINING"),
 )
+TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")  # their inputs need no try
 
 
-TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")
+def model_classes(config: Any) -> dict[str, type[nn.Module]]:
+    """The classes that transformers maps a config's type to, by kind; ``BASE`` is the bare model.
 
-
-def model_class(config: Any) -> tuple[str, type[nn.Module] | None]:
-    """The first kind that transformers maps a config's type to, and its class; ``BASE`` is the bare model.
-
-    None for a type that is a part of another model alone.
+    There are none for a type that is only a part of another's model.
     """
     from transformers.models.auto import modeling_auto as auto
 
     mappings = {kind: getattr(auto, f"MODEL_FOR_{kind}_MAPPING", {}) for kind in KINDS} | {"BASE": auto.MODEL_MAPPING}
-    for kind, mapping in mappings.items():
-        if type(config) in mapping:
-            found: Any = mapping[type(config)]
-            return kind, found[0] if isinstance(found, (list, tuple)) else found
-    return "", None
+    found = {kind: mapping[type(config)] for kind, mapping in mappings.items() if type(config) in mapping}
+    return {kind: each[0] if isinstance(each, (list, tuple)) else each for kind, each in found.items()}
 
 
 def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: str) -> tuple[nn.Module, Inputs]:
-    """A model with random weights and inputs for it; ``batch`` is 8 and ``seq`` at most 64 unless they are given."""
-    kind, cls = model_class(config)
-    if cls is None:
+    """A model with random weights and inputs for it; ``batch`` is 8 and ``seq`` at most 64 unless they are given.
+
+    It is of the first kind that transformers can build and that inputs can be made up for; if there is none, the error
+    of the first kind is raised.
+    """
+    classes = model_classes(config)
+    if not classes:
         problem = "it is a part of another type's model, and transformers makes none of it alone"
         remedy = "name the type of the whole model, or write a function: path.py:function"
         raise UsageError(f"TARGET hf:{config.model_type}", type(config).__name__, problem, remedy)
     longest = _longest(config, seq)
     sizes = Sizes(config, batch or 8, seq or min(64, longest))
-    make: Any = cls._from_config  # type: ignore[attr-defined]
-    with torch.device(device):
-        model: nn.Module = make(config)
-    if kind in TEXT:
-        inputs = text_inputs(sizes)
-    else:
-        with torch.device("meta"):
-            probe = make(config).to(torch.bfloat16)
-        inputs = made_up(probe, sizes)
-    return model, {name: value if name in HAS_VALUES else value.to(device) for name, value in inputs.items()}
+    first: Exception | None = None
+    for kind, cls in classes.items():
+        make: Any = cls._from_config  # type: ignore[attr-defined]
+        try:
+            inputs = text_inputs(sizes) if kind in TEXT else made_up(on_meta(make, config), sizes)
+            with torch.device(device):
+                model: nn.Module = make(config)
+        except Exception as error:  # of transformers
+            first = first or error
+        else:
+            return model, {name: each if name in HAS_VALUES else each.to(device) for name, each in inputs.items()}
+    assert first is not None
+    raise first
+
+
+def on_meta(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    """A model without values, for a try of inputs."""
+    with torch.device("meta"):
+        return make(config).to(torch.bfloat16)
 
 
 def _longest(config: Any, seq: int | None) -> int:

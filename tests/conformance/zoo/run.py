@@ -1,9 +1,9 @@
 """The model zoo: each model sharded on small meshes equals the single device; and what that costs.
 
 Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
-and once with sizes that do not divide. ``--all`` takes every model type of transformers instead, as small as it can be
-built, on dp=2,tp=2; one that transformers cannot build or run small is apart. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
-against the single device, and that against the eager model.
+and once with sizes that do not divide. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
+against the single device, and that against the eager model. ``--all`` takes every model type of transformers, as small
+as it can be built, on dp=2,tp=2; one that transformers cannot build or run small is apart.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from shardc.cli.huggingface.inputs import Inputs, Sizes, made_up
-from shardc.cli.huggingface.model import model_class
+from shardc.cli.huggingface.model import model_classes, on_meta
 
 VOCAB = 99
 MOST_PARAMETERS = 60_000_000
@@ -64,19 +64,22 @@ def _text(error: Exception) -> str:
 
 
 def _run(config: Any) -> tuple[nn.Module, Inputs]:
-    kind, cls = model_class(config)
-    if cls is None:
-        raise CannotBuildError("it is a part of another type's model")
-    make: Any = cls._from_config  # type: ignore[attr-defined]
-    with torch.device("meta"):
-        probe = make(config).to(torch.bfloat16)
-    if sum(parameter.numel() for parameter in probe.parameters()) > MOST_PARAMETERS:
-        raise CannotBuildError("it is large at its smallest")
-    torch.manual_seed(0)
-    inputs, model = made_up(probe, Sizes(config, 4, 16)), make(config)
-    with torch.no_grad():
-        model.eval()(**inputs)
-    return model, inputs
+    """The first kind of model of a config whose forward runs, with inputs."""
+    first: Exception = CannotBuildError("it is a part of another type's model")
+    for number, cls in enumerate(model_classes(config).values()):
+        make: Any = cls._from_config  # type: ignore[attr-defined]
+        try:
+            probe = on_meta(make, config)
+            if sum(parameter.numel() for parameter in probe.parameters()) > MOST_PARAMETERS:
+                raise CannotBuildError("it is large at its smallest")
+            torch.manual_seed(0)
+            inputs, model = made_up(probe, Sizes(config, 4, 16)), make(config)
+            with torch.no_grad():
+                model.eval()(**inputs)
+            return model, inputs
+        except Exception as error:  # of transformers
+            first = error if number == 0 else first
+    raise first
 
 
 def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
@@ -92,7 +95,7 @@ def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
 
 
 def _limited(fields: dict[str, Any], limits: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """The fields of a config with sizes limited, those of its parts too, and lists of layers as long as their number."""
+    """The fields of a config with sizes limited, its parts' too, and lists of layers as long as their number."""
     result: dict[str, Any] = {}
     depths = {value for name, value in fields.items() if _is_size(value) and _limit(name, limits) == 2 and value > 2}
     for name, value in fields.items():
