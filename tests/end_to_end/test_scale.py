@@ -26,7 +26,7 @@ def compile_for(ranks: int, annotations: dict[str, P], tensor_parallel: int) -> 
 def text_without_sizes(compiled: shardc.Compiled) -> str:
     """The dump with every number that stands alone as ``#``, and no widths of columns; the numbers of names stay."""
     text = re.sub(r"(?<![\w.])\d[\d.]*(?![\w])", "#", compiled.dump())
-    return re.sub(r" +", " ", re.sub(r"# [kMGTP]?B", "# B", text))
+    return re.sub(r" +", " ", re.sub(r"# [kMGTP]?(B|FLOP)", r"# \1", text))
 
 
 PLANS = [

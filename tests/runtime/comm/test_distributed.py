@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_pool import ByPath
 from localized import row_parallel, row_parallel_inputs, row_parallel_values
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -271,7 +272,7 @@ def fail_on_one_rank():
 def test_a_launched_job_returns_results_and_names_the_rank_that_fails():
     assert launch(os.getpid, 1) != [os.getpid()]
     with pytest.raises(RuntimeError, match=r"(?s)\Arank 1 failed:.*ValueError: this rank has a problem\s*\Z") as failed:
-        launch(fail_on_one_rank, 2)
+        launch(ByPath(__file__, "fail_on_one_rank"), 2)
     assert "rank 0" not in str(failed.value)  # which waited for rank 1
 
 
@@ -285,7 +286,7 @@ def die_on_one_rank():
 @pytest.mark.sweep
 def test_a_launched_job_says_how_a_rank_died_and_where_another_waited_for_it():
     with pytest.raises(RuntimeError) as failed:
-        launch(die_on_one_rank, 2)
+        launch(ByPath(__file__, "die_on_one_rank"), 2)
     assert str(failed.value).splitlines() == [
         "rank 1 died with exit code -9, SIGKILL",
         "rank 0 was in the gather of output 'logits' over dp, ranks 0, 1: rank 1 is gone",
@@ -308,4 +309,4 @@ def test_ranks_in_different_numbers_of_groups_are_told_rather_than_left_waiting(
         "ranks 1, 2: making their process group\n  some of them are in more groups than others, as torch counts\n"
         "  make the meshes of all ranks, and run their modules once, before meshes of some ranks"
     )
-    assert launch(make_group_after_one_of_some_ranks, 4) == [None, told, told, None]
+    assert launch(ByPath(__file__, "make_group_after_one_of_some_ranks"), 4) == [None, told, told, None]
