@@ -51,6 +51,8 @@ class Masks:
             func, args = Tensor.__getitem__, tuple(torch.broadcast_tensors(*args))
         if func in _AT_INDEX and any(map(is_mask, _entries(args[1]))):
             return self._at_mask(func, *args)
+        if self.by_index and func in _INDEX_PUT and len(args) > 2 and any(map(is_mask, args[1])):
+            return func(args[0], self._by_index(tuple(args[1])), *args[2:], **kwargs)
         if not self.selections:
             return NotImplemented
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
@@ -327,6 +329,7 @@ _ALONG_DIM = "softmax log_softmax logsumexp cumsum argmax argmin amax amin"
 _LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits soft_margin_loss"
 _MASKED_SELECT = set(_functions("masked_select"))
 _AT_INDEX = (Tensor.__getitem__, Tensor.__setitem__)
+_INDEX_PUT = set(_functions("index_put", "index_put_"))
 _MEAN = set(_functions("mean"))
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")),
