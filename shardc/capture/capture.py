@@ -76,6 +76,7 @@ from shardc.capture.unknown import Unknown, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
+from shardc.program.node import nodes_after
 from shardc.program.opaque import Opaque, hold_opaques
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Phase, Source
@@ -318,8 +319,8 @@ class SourceTracker(TorchDispatchMode):
         except DATA_DEPENDENT as error:
             return self._value_at_capture(error, func, args, kwargs or {}, source)
         finally:
-            while (last := last.next).op != "root":
-                self.sources[last] = source
+            for node in nodes_after(last):
+                self.sources[node] = source
 
     def _value_at_capture(
         self, error: Exception, func: Any, args: Any, kwargs: Mapping[str, Any], source: Source

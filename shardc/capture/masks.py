@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from shardc.capture.refusals import user_location
-from shardc.program.node import ancestors, is_random
+from shardc.program.node import ancestors, is_random, nodes_after
 
 aten = torch.ops.aten
 
@@ -85,8 +85,7 @@ class Masks:
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         last = next(reversed(graph.nodes))
         result = selection.values.flatten(0, selection.mask.ndim - 1)[:1]
-        while (last := last.next).op != "root":
-            self.stand_ins.add(last)
+        self.stand_ins.update(nodes_after(last))
         self.selections[id(result)] = result, selection
         return result
 

@@ -35,7 +35,7 @@ from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import ancestors, is_random, op_name
+from shardc.program.node import ancestors, is_random, nodes_after, op_name
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -384,8 +384,7 @@ class Guards:
         """The tensors that are made in the block have no value before the program runs."""
         last = next(reversed(self._graph.nodes))
         yield
-        while (last := last.next).op != "root":
-            self._unknown.add(last)
+        self._unknown.update(nodes_after(last))
 
     def add(self, func: Any, args: Any, kwargs: Mapping[str, Any], where: str) -> Any:
         """The result of an op on the values at capture, and a guard from now on that it is the same in every step.

@@ -107,6 +107,12 @@ def set_operands(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
+def nodes_after(last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph that come after one of its nodes."""
+    while (last := last.next).op != "root":
+        yield last
+
+
 def ancestors(*ends: fx.Node) -> set[fx.Node]:
     """The nodes and all that they depend on."""
     return reached(ends, lambda node: node.all_input_nodes)
