@@ -16,11 +16,11 @@ from torch import fx
 
 from shardc.capture.decompositions import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
-from shardc.language.mesh import Axes, AxisPart
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
 from shardc.program.node import is_annotation, is_cast
-from shardc.program.program import Program, Value, ends_of
+from shardc.program.program import Program, Value, ends_of, is_small_output
 from shardc.program.provenance import PARAMETER
 
 from .plan_reshard import move_bytes
@@ -53,9 +53,11 @@ def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
 def _output_shardings(arrivals: Arrivals) -> list[Sharding | None]:
     """The sharding of each result: a gradient's or a buffer's is its owner's, an output's as pinned or else as it is.
 
-    None where there is no result.
+    A small output is whole, but in a pipeline, where it comes in microbatches. None where there is no result.
     """
     program = arrivals.program
+    assert program.mesh is not None
+    is_in_microbatches = MICROBATCH in program.mesh.axis_names
     pinned = {("output", pin.name) for pin in program.pins if pin.kind == "output"}
     shardings: list[Sharding | None] = []
     for output, owner, result in ends_of(program):
@@ -64,6 +66,9 @@ def _output_shardings(arrivals: Arrivals) -> list[Sharding | None]:
             continue
         producer, index = program.value(result)
         current, propagated = arrivals.shardings[producer, index], program.shardings(producer)[index]
+        if is_small_output(program, output, result) and not is_in_microbatches:
+            shardings.append(Sharding(program.mesh, (WHOLE,) * len(current.dims)))
+            continue
         is_fixed = (output.kind, output.name) in pinned or current.partial
         shardings.append(propagated if is_fixed else current)
     return shardings

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardc.capture.call import CallingConvention
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
-from shardc.program.program import Input, Output, Program, ends_of
+from shardc.program.program import Input, Output, Program, ends_of, is_small_output
 
 from ..agreement.entry import Entry, Flag, Kind
 from ..agreement.gate import Gate, digest
@@ -258,11 +258,11 @@ class CompiledCall:
         return self.conversion.converter(sharding, shape, f"{end.kind} {end.name!r}")
 
     def _is_returned_plain(self, i: int) -> bool:
-        """Whether an output is 0-dim, or an annotation says that it is whole."""
-        name, node = self.program.outputs[i].name, self.program.results[i]
-        pins = [pin for pin in self.program.pins if (pin.kind, pin.name) == ("output", name)]
+        """Whether an output is small, or an annotation says that it is whole."""
+        output, node = self.program.outputs[i], self.program.results[i]
+        pins = [pin for pin in self.program.pins if (pin.kind, pin.name) == ("output", output.name)]
         is_annotated = any(not pin.sharding.cut_axes and (pin.is_returned_whole or not pin.open) for pin in pins)
-        return is_annotated or node is None or not self.program.type(node).shape
+        return is_annotated or node is None or is_small_output(self.program, output, node)
 
 
 class ProgramFunction(torch.autograd.Function):

@@ -49,8 +49,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are global values, as plain tensors or DTensors.
 
-        0-dim outputs are plain. On a DeviceMesh other outputs are DTensors unless an annotation ``output:NAME`` is
-        ``P()``.
+        0-dim outputs and vectors of at most 1,024 elements are plain. On a DeviceMesh other outputs are DTensors unless
+        an annotation ``output:NAME`` is ``P()``.
         """
         return self.shardc.forward(args, kwargs)
 

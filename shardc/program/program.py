@@ -5,6 +5,7 @@ Only this file reads or writes ``node.meta``. A node's arguments hold numbers, s
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -387,6 +388,16 @@ def ends_of(program: Program) -> Iterator[End]:
         else:
             kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
             yield output, stored.get((kind, output.name)), result
+
+
+SMALL_OUTPUT = 1024  # elements
+
+
+def is_small_output(program: Program, output: Output, result: fx.Node) -> bool:
+    """Whether a result is returned whole where no annotation says how: 0-dim, or a vector of at most SMALL_OUTPUT."""
+    shape = program.global_type(result).shape
+    is_pinned = any((pin.kind, pin.name) == ("output", output.name) for pin in program.pins)
+    return output.kind == "output" and not is_pinned and len(shape) <= 1 and math.prod(shape) <= SMALL_OUTPUT
 
 
 def gradient_names(program: Program) -> dict[str, tuple[str, str]]:

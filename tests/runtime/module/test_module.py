@@ -11,7 +11,7 @@ import pytest
 import torch
 from gloo_pool import ByPath
 from one_device import assert_same, assert_same_state
-from parallel_models import FSDP, MEGATRON, MLP, OPTIMIZERS, TIED, Shared, Summed, TiedModel, batch, doubles, ids, whole
+from parallel_models import FSDP, MEGATRON, MLP, OPTIMIZERS, TIED, PerRow, Shared, Summed, TiedModel, batch, doubles, ids, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,6 +21,7 @@ import shardc
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
+from shardc.program.program import SMALL_OUTPUT
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.launch import launch
 from shardc.runtime.module.conversion import shard_batch
@@ -361,6 +362,24 @@ def run_outputs():
     assert_same(whole(x)[0], a)
 
 
+def run_small_outputs():
+    """A vector of few elements is plain, and trains; a long one and one that an annotation cuts stay cut."""
+    weights = {"x": P("dp"), "linear.weight": P("tp")}
+    for rows in (8, 7):  # of 4 ranks, where 7 are uneven
+        alone, parallel = on_gloo(PerRow, weights, differentiable=("0", "1", "2"))
+        results = [model(*doubles(0, rows)) for model in (parallel, alone)]
+        assert [type(each) for each in results[0]] == [torch.Tensor, torch.Tensor, GlobalTensor]
+        for loss, losses, y in results:
+            (loss + losses[1] + losses.norm() + y.square().mean()).backward()
+        assert_same(results[0][1], results[1][1])
+        assert_same(parallel.linear.weight.grad, alone.linear.weight.grad)
+    _, cut = on_gloo(PerRow, {"x": P("dp"), "output:1": P("dp")})
+    assert cut(*doubles(0))[1].placements == (Shard(0), Replicate())
+    long = doubles(0, SMALL_OUTPUT + 1)
+    assert isinstance(parallel(*long)[1], GlobalTensor)
+    assert_same(parallel(*long)[1], alone(*long)[1])
+
+
 def run_added():
     """What a rank is told of a parameter that was put into a module that trains on a mesh."""
     parallel = on_gloo()[1]
@@ -413,6 +432,10 @@ def test_a_parameter_that_is_no_dtensor_is_refused_on_every_rank(gloo):
 
 def test_state_dicts_copies_and_dtensors_of_the_user_go_in_and_out(gloo):
     gloo.run(run_states)
+
+
+def test_small_outputs_are_plain(gloo):
+    gloo.run(run_small_outputs)
 
 
 def test_outputs_keep_their_sharding_unless_an_annotation_asks_for_them_whole(gloo):
