@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from captured_once import captured_once
 from gpt import DATA, GPT, MEGATRON, Config
 from torch import Tensor
 
@@ -123,7 +124,8 @@ def train(mesh: Mesh, steps: int) -> Run:
     for _ in range(steps):
         ids, targets = torch.randint(CONFIG.vocab, (2, BATCH, CONFIG.context), generator=generator)
         step = parallel.step
-        loss = parallel(ids, targets)
+        with captured_once("GPT"):
+            loss = parallel(ids, targets)
         drawing = drawing or Drawing(parallel.program.program)
         masks.append(digest(drawing.masks(parallel.seed, step).items()))
         loss.backward()

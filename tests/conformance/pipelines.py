@@ -16,6 +16,7 @@ from itertools import product
 
 import pipeline_models
 import torch
+from captured_once import captured_once
 from gloo_pool import ByPath
 from pipeline_models import COLUMNS, Model
 from torch import Tensor
@@ -137,10 +138,11 @@ def run(column: str, mesh: Mesh, pipeline: Pipeline | None = None) -> Run:
     torch.manual_seed(0)
     model = shardc.parallelize(Model(**settings).double(), mesh, pipeline=pipeline)
     losses = []
-    for _ in range(2):
-        losses.append(model(*args))
-        losses[-1].backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        losses.append(model.eval()(*args))
+    with captured_once(column):
+        for _ in range(2):
+            losses.append(model(*args))
+            losses[-1].backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            losses.append(model.eval()(*args))
     return Run(torch.stack([loss.detach() for loss in losses]), gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captured_once import captured_once
 from cases import few
 from gpt import GPT, Config
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class Layers(nn.Module):
 def record(model: nn.Module, pp: int, pipeline: Pipeline) -> StageRecord:
     ids = torch.zeros(16, 32, dtype=torch.int64)
     args = (ids, ids) if isinstance(model, GPT) else (torch.zeros(16, 64),)
-    return StageRecord(shardc.compile(model, Mesh(pp=pp), args=args, pipeline=pipeline).program)
+    with captured_once(repr(model)):
+        return StageRecord(shardc.compile(model, Mesh(pp=pp), args=args, pipeline=pipeline).program)
 
 
 def gpt(vocab: int = 128) -> GPT:
@@ -59,9 +61,8 @@ def test_a_step_is_no_slower_than_with_as_many_layers_in_each_stage(pp: int, sch
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "zb-v"), (4, "interleaved"), (4, "interleaved-zb")])
-def test_a_step_of_a_gpt_is_no_slower_either(pp: int, schedule: str) -> None:
-    assert_no_slower_than_by_layers(gpt(), pp, schedule, 4)
+def test_a_step_of_a_gpt_is_no_slower_either() -> None:
+    assert_no_slower_than_by_layers(gpt(), 4, "interleaved", 4)
 
 
 @pytest.mark.parametrize("balance", few(["params", "flops", "time"], "params"))
