@@ -129,7 +129,8 @@ class _Joint:
 
     State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``;
     ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards`` of that trace; ``has_guards``,
-    whether it has them of torch's ops, as no path of the model has a graph without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
+    whether it has them of torch's ops, as no path of the model has a graph without; ``opaque``, the opaque calls, which
+    a traced graph names by their keys alone.
     """
 
     model: nn.Module
