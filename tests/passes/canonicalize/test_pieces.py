@@ -18,7 +18,6 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "cat of a middle dim": lambda x: torch.cat(x.unbind(1), 1),
     "cat of selected": lambda x: torch.cat([x[i] for i in range(4)]),
     "stack of rows": lambda x: torch.stack(x.unbind(0), 2),
-    "stack of chunks": lambda x: torch.stack(x.chunk(2)),
     "cat of parts": lambda x: torch.cat(x.split([1, 2, 1])),
     "cat of slices": lambda x: torch.cat([x[:3], x[3:]]),
 }
