@@ -14,6 +14,7 @@ from shardc.program.node import arguments, operand
 from shardc.program.program import Program
 
 from ..emitter import Results, Rewrite
+from . import pieces
 
 aten = torch.ops.aten
 
@@ -175,7 +176,7 @@ def _cat(program: Program, node: fx.Node) -> Results:
     tensors, type_ = arguments(node)["tensors"], program.type(node)
     full = [each for each in tensors if program.type(each).numel]
     if not full or len(full) == len(tensors):
-        return None
+        return pieces.cat(program, node)
     promoted = functools.reduce(torch.promote_types, (program.type(each).dtype for each in full))
     result = full[0]
     if len(full) > 1:
@@ -193,6 +194,7 @@ VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
     aten.cat.default: _cat,
+    aten.stack.default: pieces.stack,
     aten.index.Tensor: _index,
     aten.index_put.default: _put_by_mask,
     **dict.fromkeys((aten.index_select.default, aten.index_add.default, aten.index_copy.default), _index_along),

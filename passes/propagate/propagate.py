@@ -59,6 +59,40 @@ def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Prog
             for op in worklist.drain(with_contractions):
                 for value in _step(op, tensors):
                     worklist.add_around(value)
+    _write(program, tensors)
+    return replace(program, level="annotated", pins=pins)
+
+
+def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, Origin]]]) -> None:
+    """Cut some values of an annotated program otherwise, where they are open, and let new cuts flow to whole dims."""
+    tensors = _tensors(program)
+    for (node, index), tensor in tensors.items():
+        sharding = program.shardings(node)[index]
+        assert sharding is not None
+        for dim, cut in enumerate(sharding.dims):
+            tensor.set_cut(dim, cut)
+        tensor.origins.update(program.origins(node)[index])
+    for pin in program.pins:
+        tensor = tensors[pinned_value(program, pin)]
+        tensor.closed = frozenset(range(len(tensor.shape))) - pin.open
+    worklist = _Worklist([*_ops(program), *_ties(program)])
+    for value, (sharding, origins) in moved.items():
+        tensor = tensors[value]
+        changed = {dim for dim, cut in enumerate(sharding.dims) if cut != tensor.dims[dim]}
+        if tensor.closed.isdisjoint(changed):
+            for dim in changed:
+                tensor.set_cut(dim, sharding.dims[dim])
+            tensor.origins.update(origins)
+            worklist.add_around(value)
+    for with_contractions in (False, True):
+        for op in worklist.drain(with_contractions):
+            for value in _step(op, tensors):
+                worklist.add_around(value)
+    _write(program, tensors)
+
+
+def _write(program: Program, tensors: Mapping[Value, _Tensor]) -> None:
+    """Give the nodes the shardings and origins that their values have by now."""
     assert program.mesh is not None
     sharding_of = functools.cache(functools.partial(Sharding, program.mesh))  # equal shardings are one object
     for node in program.graph.nodes:
@@ -67,7 +101,6 @@ def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Prog
         if any(shardings) or (own and program.has_many(node)):
             program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
             program.set_origins(node, tuple(tensor.origins if tensor else {} for tensor in own))
-    return replace(program, level="annotated", pins=pins)
 
 
 @dataclass(slots=True)

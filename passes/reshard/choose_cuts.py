@@ -19,7 +19,7 @@ from shardc.language.cut import dims_sharding, extends, factor_cuts
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
-from shardc.program.node import is_annotation, is_cast
+from shardc.program.node import is_annotation, is_cast, is_uniform
 from shardc.program.program import Program, Value, ends_of, is_small_output
 from shardc.program.provenance import PARAMETER
 
@@ -115,7 +115,9 @@ class CutPlan:
             ((node, i), result) for node, op in self.ops.items() for i, result in enumerate(op.results) if result
         ]
         return sum(move_bytes(result, current[value], program.value_type(value)) for value, result in reductions) + sum(
-            move_bytes(current[value], to, program.value_type(value)) for value, to in moves if value and to
+            move_bytes(current[value], to, program.value_type(value))
+            for value, to in moves
+            if value and to and not is_uniform(value[0])
         )
 
 
@@ -170,7 +172,11 @@ class Arrivals:
         """Bytes that a rank sends to bring the operands there, and the results to their propagated shardings."""
         program = self.program
         values = program.operand_values(node)
-        moves = [(value, self.shardings[value], to) for value, to in zip(values, op.operands, strict=True) if value]
+        moves = [
+            (value, self.shardings[value], to)
+            for value, to in zip(values, op.operands, strict=True)
+            if value and not is_uniform(value[0])
+        ]
         ends = enumerate(zip(op.results, program.shardings(node), strict=True))
         moves += [((node, index), result, to) for index, (result, to) in ends if result]
         return sum(move_bytes(src, to, program.value_type(value)) for value, src, to in moves if to)

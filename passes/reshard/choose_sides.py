@@ -15,7 +15,6 @@ plan that follows from it sends fewer bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -27,7 +26,6 @@ from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, Sharding
 from shardc.program.node import is_annotation
 from shardc.program.program import Program, Value, ends_of
-from shardc.program.provenance import Origin
 
 from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import Precedence, propagate
@@ -36,21 +34,23 @@ from .choose_cuts import (
     CutPlan,
     Cuts,
     OpShardings,
-    Shardings,
     StandIns,
     assign,
     choose_cuts,
     current_shardings,
     num_pieces,
 )
+from .choose_dims import Facts, set_facts, with_moved_axes
 from .plan_reshard import move_bytes
 
 DATA, PARAMETERS = "data", "parameters"  # the ends of the minimum cut
-Facts = tuple[Shardings, tuple[Mapping[str, Origin], ...]]  # a node's shardings and origins
 
 
 def cheapest_plan(program: Program) -> CutPlan:
-    """The plan of fewest bytes over each axis that data and parameters share; the program's shardings are set to it."""
+    """The plan of fewest bytes over each axis that data and parameters share, and where an op needs a cut dim whole.
+
+    The program's shardings are set to it.
+    """
     plan = choose_cuts(program)
     for axis in Precedence(program.pins).contested:
         first = frozenset({axis})
@@ -58,7 +58,7 @@ def cheapest_plan(program: Program) -> CutPlan:
         pairs = zip(program.calls, other.calls, strict=True)
         if any(_is_other_product(program, ours, other, theirs) for ours, theirs in pairs):
             plan = _divided(program, plan, other)
-    return plan
+    return with_moved_axes(plan)
 
 
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:
@@ -108,18 +108,12 @@ def _divided(program: Program, plan: CutPlan, other: Program) -> CutPlan:
         if value is not None and (value[0] in crossed) != (node in crossed)
     }
     before, wire_bytes = {node: data.facts(node) for node in crossed}, plan.wire_bytes
-    _set_facts(program, {node: parameters.facts(node) for node in crossed})
+    set_facts(program, {node: parameters.facts(node) for node in crossed})
     divided = choose_cuts(program, {**stand_ins, **of_operands})
     if divided.wire_bytes < wire_bytes:
         return divided
-    _set_facts(program, before)
+    set_facts(program, before)
     return plan
-
-
-def _set_facts(program: Program, facts: Mapping[fx.Node, Facts]) -> None:
-    for node, (shardings, origins) in facts.items():
-        program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
-        program.set_origins(node, origins)
 
 
 class _Side:

@@ -11,20 +11,21 @@ becomes::
     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
 
 Where cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim
-get the axes along which ranks exchange edges. Invariant: every value that was there keeps its sharding, and types stay
-global.
+get the axes along which ranks exchange edges. A value of one number everywhere is made anew instead of sent.
+Invariant: every value that was there keeps its sharding, and types stay global.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from shardc.language.sharding import TensorType
 from shardc.program.collective import COLLECTIVES, EXCHANGES, reshard
-from shardc.program.node import operand
+from shardc.program.node import is_uniform, operand
 from shardc.program.program import Program
 
-from .plan_reshard import plan_reshard
+from .plan_reshard import move_bytes, plan_reshard
 
 FUNCTIONS = {kind: function for function, kind in COLLECTIVES.items()} | {"view": torch.ops.aten.reshape.default}
 
@@ -33,7 +34,14 @@ def lower_reshards(program: Program) -> Program:
     """The program with collectives for reshards."""
     program = program.copy(level="lowered")
     for node in list(program.calls):
-        if node.target is reshard:
+        if node.target is reshard and is_uniform(operand(node)) and _sends(program, node):
+            value = operand(node)
+            with program.graph.inserting_before(node):
+                new = program.insert(value.target, value.args, program.type(node), node, value.kwargs)
+            program.set_sharding(new, program.sharding(node))
+            program.set_origins(new, program.origins(node))
+            program.replace(node, new)
+        elif node.target is reshard:
             value, type_ = operand(node), program.type(node)
             with program.graph.inserting_before(node):
                 for step in plan_reshard(program.sharding(value), program.sharding(node), type_):
@@ -50,3 +58,7 @@ def lower_reshards(program: Program) -> Program:
             axes = sharding.dims[dim].axes  # type: ignore[index]
             node.args = (moved, tuple(map(sharding.mesh.print_part, axes)), dim, *rest)
     return program
+
+
+def _sends(program: Program, node: fx.Node) -> bool:
+    return move_bytes(program.sharding(operand(node)), program.sharding(node), program.type(node)) > 0

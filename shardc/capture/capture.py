@@ -11,7 +11,6 @@ offers to compilers (``torch.compiler.is_compiling()``) is tried.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -129,8 +128,9 @@ class _Joint:
     """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
     State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``;
-    ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards``, where no path of the model
-    has a graph without; ``opaque``, the opaque calls, which a traced graph names by their keys alone.
+    ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards`` of that trace; ``has_guards``,
+    whether it has them of torch's ops, as no path of the model has a graph without; ``opaque``, the opaque calls, which
+    a traced graph names by their keys alone.
     """
 
     model: nn.Module
@@ -145,7 +145,8 @@ class _Joint:
     refusals: Refusals = field(init=False)
     masks: Masks = field(init=False)
     tracker: SourceTracker = field(init=False)
-    guards: Guards | None = None
+    guards: Guards = field(init=False)
+    has_guards: bool = False
     tangents: tuple[Input, ...] = ()
     opaque: list[Opaque] = field(default_factory=list)
 
@@ -172,8 +173,8 @@ class _Joint:
         """
         for has_guards, reads_numbers in ((False, False), (True, False), (True, True)):
             for is_compiling in (False, True):
-                self.guards = Guards(self.opaque) if has_guards else None
-                self.refusals, self.masks = Refusals(reads_numbers), Masks(by_index=has_guards)
+                self.guards, self.has_guards = Guards(self.opaque), has_guards
+                self.refusals, self.masks = Refusals(reads_numbers), Masks(self.guards, by_index=has_guards)
                 with override_attribute(torch.compiler, "_is_compiling_flag", is_compiling):
                     try:
                         return self._trace()
@@ -222,9 +223,8 @@ class _Joint:
         used = casting.enter(named)
         replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
-        self.tracker = SourceTracker(self.model, self.modules, self.refusals, self.guards)
-        if self.guards:
-            self.guards.begin(self.values)
+        self.tracker = SourceTracker(self.model, self.modules, self.refusals, self.guards if self.has_guards else None)
+        self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
             if any(isinstance(leaf, Constant) and isinstance(leaf.value, Unknown) for _, leaf in self.outputs):
@@ -233,13 +233,13 @@ class _Joint:
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
             after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())
             outputs, inputs_after = [tensor.detach() for _, tensor in results], [tensor.detach() for tensor in after]
-            return [*outputs, *gradients, *inputs_after, *tangents, *(self.guards.results if self.guards else ())]
+            return [*outputs, *gradients, *inputs_after, *tangents, *self.guards.results]
 
     def _backward(
         self, outputs: Mapping[str, torch.Tensor], used: Mapping[tuple[str, str], torch.Tensor], casting: Casting
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         names = differentiable_names(self.outputs, self.differentiable)
-        with self.guards.unknown() if self.guards else contextlib.nullcontext():
+        with self.guards.unknown():
             starts = [outputs[name] for name in names]
             tangents = [torch.empty(start.shape, dtype=start.dtype, device=self.device) for start in starts]
         named_tangents = zip(names, tangents, strict=True)
@@ -261,7 +261,7 @@ class _Joint:
         results = [Output(name, "output") for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
-        guards = tuple(Output(name, "guard") for name in self.guards.names) if self.guards else ()
+        guards = tuple(Output(name, "guard") for name in self.guards.names)
         trace = TraceSignature(self.inputs, tuple(results), self.tangents, guards)
         program, constants = assemble(traced, trace, self.tracker.sources, plain_tensors(self.model))
         skipped = (f"{place} checks values: no step runs it" for place in self.refusals.passed_over)

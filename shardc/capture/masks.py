@@ -2,6 +2,8 @@
 
 Many losses and assignments need no such number: they are computed on all rows, and those of the mask count, so that one
 program holds for every mask. For any other use a mask becomes the indices of its elements, under a guard.
+
+``masked_scatter`` becomes a lookup in its source, under a guard that says whether samples keep to their own part of it.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from shardc.capture.refusals import user_location
+from shardc.capture.refusals import Guards, Unfit, node_of, user_location
 from shardc.program.node import ancestors, is_random, nodes_after
 
 aten = torch.ops.aten
@@ -30,16 +32,16 @@ aten = torch.ops.aten
 class Masks:
     """Runs functions of torch on what masks select, during one trace.
 
-    ``by_index``: each mask becomes the indices of its elements; else a selection stays one, and a
-    DynamicOutputShapeException is raised where a function without a rule takes it.
+    ``guards``: those of the trace. ``by_index``: each mask becomes the indices of its elements; else a selection stays
+    one, and a DynamicOutputShapeException is raised where a function without a rule takes it.
 
     State: ``selections`` by the id of the tensor that stands for each in the model, of one row whose values mean
     nothing; ``stand_ins``, the nodes of those tensors in the traced graph; ``indices`` of each mask; ``places``, the
     user's lines that select.
     """
 
-    def __init__(self, by_index: bool) -> None:
-        self.by_index = by_index
+    def __init__(self, guards: Guards, by_index: bool) -> None:
+        self.guards, self.by_index = guards, by_index
         self.selections: dict[int, tuple[Tensor, Selection]] = {}
         self.stand_ins: set[fx.Node] = set()
         self.indices: dict[fx.Node, tuple[Tensor, ...]] = {}
@@ -53,6 +55,8 @@ class Masks:
             return self._at_mask(func, *args)
         if self.by_index and func in _INDEX_PUT and len(args) > 2 and any(map(is_mask, args[1])):
             return func(args[0], self._by_index(tuple(args[1])), *args[2:], **kwargs)
+        if func in _MASKED_SCATTER and not self.selections:
+            return self._scattered(func, *args, **kwargs)
         if not self.selections:
             return NotImplemented
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
@@ -114,6 +118,39 @@ class Masks:
             raise DynamicOutputShapeException(aten.index_put.default)
         return x.copy_(torch.where(_spread(selection.mask, x), values, x))
 
+    def _scattered(self, func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+        """``x.masked_scatter(mask, source)``: the k-th place at which the mask is true takes the k-th of the source.
+
+        As a lookup, in each sample's own part of the source where all samples have as many places, which no cut of
+        the samples separates; else in all of it. NotImplemented where there is nothing to look up.
+        """
+        full, mask = torch.broadcast_tensors(x, mask)
+        at, shape = len(_own_shape(mask)), full.shape
+        row_size = math.prod(shape[at:])
+        num_rows = source.numel() // max(1, row_size)
+        if x.dtype != source.dtype or mask.dtype != torch.bool or not (full.numel() and at and num_rows):
+            return NotImplemented
+        mask = mask[(Ellipsis,) + (0,) * (full.ndim - at)]
+        if source.numel() != num_rows * row_size:
+            source = source.flatten()[: num_rows * row_size]
+        places = mask.flatten(1).sum(1) if at > 1 else mask.long()
+        numbers = [places.sum()]
+        if at > 1 and num_rows % len(places) == 0:
+            numbers.append((places != num_rows // len(places)).sum())
+        where = user_location(sys._getframe(2))
+        found = self.guards.choose("masked_scatter", partial(_parts_found, num_rows), torch.stack(numbers), where)
+        if found == _MISSING:
+            raise Unfit(f"masked_scatter gives {found}", "give it an element for each place where the mask is true")
+        if found == _OWN:
+            index = _positions(mask, 1).clamp_min(0).flatten(1)
+            index = index.reshape(*index.shape, *(1,) * (full.ndim - at)).expand(*index.shape, *shape[at:])
+            rows = source.reshape(len(places), -1, *shape[at:]).gather(1, index)
+        else:
+            index = _positions(mask, 0).clamp_min(0)
+            rows = F.embedding(index, source.reshape(num_rows, -1))
+        result = torch.where(_spread(mask, full), rows.reshape(shape), full)
+        return x.copy_(result) if func in _IN_PLACE_SCATTER else result
+
     def _by_index(self, index: Any) -> tuple[Any, ...]:
         """The index with each mask as the indices of its elements."""
         result: list[Any] = []
@@ -135,17 +172,40 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
 
 
+def _own_shape(mask: Tensor) -> tuple[int, ...]:
+    """The shape of a mask without the last dims, along which it is one value expanded."""
+    ndim = mask.ndim
+    while ndim > 1 and (mask.shape[ndim - 1] == 1 or mask.stride(ndim - 1) == 0):
+        ndim -= 1
+    return tuple(mask.shape[:ndim])
+
+
+def _positions(mask: Tensor, start: int) -> Tensor:
+    """How many elements of a mask are true before each, of those with its indices in the dims before ``start``.
+
+    Of an element that is false it is one less. Counted dim by dim: flattened, a cut of any but the first would be lost.
+    """
+    totals, result = mask.long(), torch.full_like(mask, -1, dtype=torch.long)
+    for dim in reversed(range(start, mask.ndim)):
+        upto = totals.cumsum(dim)
+        before = upto if dim == mask.ndim - 1 else upto - totals
+        result = result + _spread(before, mask)
+        totals = totals.sum(dim)
+    return result
+
+
+_OWN, _UNEQUAL = "each sample its own part of the source", "samples unequal parts of the source"
+_MISSING = "samples more elements than the source has"
+
+
+def _parts_found(num_rows: int, numbers: Tensor) -> str:
+    """What a ``masked_scatter`` takes; ``numbers``: of places, and of samples that have others than their part."""
+    num_places, *num_others = numbers.tolist()
+    return _OWN if num_others == [0] else _UNEQUAL if num_places <= num_rows else _MISSING
+
+
 def _entries(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
-
-
-def node_of(x: Tensor) -> fx.Node | None:
-    """The node of the traced graph that computes a tensor as it is now; None for a constant."""
-    if not isinstance(x, FunctionalTensor):
-        return None
-    torch._sync(x)  # type: ignore[attr-defined]
-    tracked = get_proxy_mode().tracer.tensor_tracker.get(torch._from_functional_tensor(x.elem))  # type: ignore[union-attr]
-    return None if tracked is None else tracked.proxy.node
 
 
 def is_same(one: fx.Node | None, other: fx.Node | None) -> bool:
@@ -327,6 +387,8 @@ _FINITE = (
 _ALONG_DIM = "softmax log_softmax logsumexp cumsum argmax argmin amax amin"
 _LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits soft_margin_loss"
 _MASKED_SELECT = set(_functions("masked_select"))
+_IN_PLACE_SCATTER = set(_functions("masked_scatter_"))
+_MASKED_SCATTER = _IN_PLACE_SCATTER | set(_functions("masked_scatter"))
 _AT_INDEX = (Tensor.__getitem__, Tensor.__setitem__)
 _INDEX_PUT = set(_functions("index_put", "index_put_"))
 _MEAN = set(_functions("mean"))

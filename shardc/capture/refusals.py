@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
@@ -391,25 +392,48 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        value = self._value(next(reversed(_tracer().graph.nodes)), func)
+        node = next(reversed(_tracer().graph.nodes))
+        if node.target is not func:
+            raise NoValueError("it is part of another op")
+        value = self._value(node)
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
         guard = Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
         types = (results,) if isinstance(results, TensorType) else results or ()
-        opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(func.tags))  # type: ignore[arg-type]
-        self.opaque.append(opaque)
-        *tensors, passed = opaque(*(leaves[i] for i in positions))
-        self.results.append(passed)
-        self.names.append(f"{len(self.names)}: {guard.name} gives {guard.expected} at {where}")
+        tensors = self._insert(guard, [leaves[i] for i in positions], types, func.tags)
         return value if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
 
-    def _value(self, node: fx.Node, func: Any) -> Any:
+    def choose(self, name: str, call: Callable[[Tensor], str], x: Tensor, where: str) -> str:
+        """What ``call`` says of a tensor's values at capture, and a guard from now on that it says so in every step.
+
+        Where they are unknown before the program runs, what it says of zeros.
+        """
+        try:
+            value = self._value(node_of(x))
+        except NoValueError:
+            with _disable_current_modes():
+                value = torch.zeros(x.shape, dtype=x.dtype)
+        with _disable_current_modes():
+            found = call(value)
+        self._insert(Guard(name, call, found, where), [x], (), ())
+        return found
+
+    def _insert(self, guard: Guard, operands: Sequence[Tensor], types: Sequence[Any], tags: Sequence[Any]) -> Any:
+        """The tensors that a guard returns, as results of its opaque op."""
+        opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(tags))
+        self.opaque.append(opaque)
+        *tensors, passed = opaque(*operands)
+        self.results.append(passed)
+        self.names.append(f"{len(self.names)}: {guard.name} gives {guard.expected} at {guard.where}")
+        return tensors
+
+    def _value(self, node: fx.Node | None) -> Any:
         """The value of a node, computed from the values of the placeholders that it depends on."""
-        needed = ancestors(node)
-        if node.target is not func or node.graph is not self._graph:
+        if node is None or node.graph is not self._graph:
             raise NoValueError("it is part of another op")
+        needed = ancestors(node)
         if needed & self._unknown:
             raise NoValueError("it depends on a gradient that comes in later")
         if any(map(is_random, needed)):
@@ -451,7 +475,9 @@ class Guard:
 
 
 def result_text(result: Any) -> str:
-    """The part of an op's result on which a program may depend: the types of tensors, or the number itself."""
+    """The part of an op's result on which a program may depend: the types of tensors, or the number or text itself."""
+    if isinstance(result, str):
+        return result
     types = types_of(result)
     if types is None:
         return repr(result)
@@ -462,6 +488,15 @@ def _tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+def node_of(x: Tensor) -> fx.Node | None:
+    """The node of the traced graph that computes a tensor as it is now; None for a constant."""
+    if not isinstance(x, FunctionalTensor):
+        return None
+    torch._sync(x)  # type: ignore[attr-defined]
+    tracked = _tracer().tensor_tracker.get(torch._from_functional_tensor(x.elem))
+    return None if tracked is None else tracked.proxy.node
 
 
 def known_number(node: fx.Node, root: nn.Module) -> Any:

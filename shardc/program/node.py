@@ -46,6 +46,11 @@ def op_name(target: Any) -> str:
     return str(target.__name__) if schema is None else str(schema.name).partition("::")[2]
 
 
+def is_uniform(node: fx.Node) -> bool:
+    """Whether all elements of a value are one number, so that no rank needs another's."""
+    return node.target is torch.ops.aten.full.default
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

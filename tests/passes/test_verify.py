@@ -277,4 +277,4 @@ def test_a_planted_all_gather_in_the_wrong_order_is_caught(monkeypatch: pytest.M
     right = SimulatedComm.all_gather
     monkeypatch.setattr(SimulatedComm, "all_gather", lambda self, xs, axes, dim: right(self, xs[::-1], axes, dim))
     with pytest.raises(AssertionError, match="not close|differ"):
-        compiled(lambda x: x.cumprod(0), MESH, {"x": P("tp")}, x=value(8, 8))
+        compiled(lambda x: x.cumprod(0), MESH, {"x": P("tp")}, x=value(8))

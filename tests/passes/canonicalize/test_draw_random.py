@@ -16,6 +16,7 @@ import shardc
 from shardc import Mesh, P
 from shardc.capture.decompositions import FunctionRewrites
 from shardc.capture.masks import Masks
+from shardc.capture.refusals import Guards
 from shardc.ops.random import poisson_quantile, seeded
 
 pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once
@@ -202,7 +203,7 @@ def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout
                     seen.append(torch.backends.cuda.flash_sdp_enabled())
                 return func(*args, **(kwargs or {}))
 
-        with Look(), FunctionRewrites(Masks(by_index=False)):
+        with Look(), FunctionRewrites(Masks(Guards([]), by_index=False)):
             F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
         return seen[0]
 

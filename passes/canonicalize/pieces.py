@@ -1,0 +1,107 @@
+"""Pieces of a value that are all put together again are views of it: ``cat(list(x))`` is ``x`` in another shape.
+
+So models treat one sample at a time, and a cut of the samples would have to be gathered for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.program.node import arguments, operand
+from shardc.program.program import Program
+
+from ..emitter import Results
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """``source`` from ``start`` to ``end`` along a dim, which the piece lacks if it ``drops_dim``."""
+
+    source: fx.Node
+    dim: int
+    start: int
+    end: int
+    drops_dim: bool = False
+
+    @staticmethod
+    def of(program: Program, node: fx.Node) -> _Piece | None:
+        """What a value is a piece of."""
+        maker: Any = node.args[0] if node.target is operator.getitem else node
+        if maker.target not in (aten.slice.Tensor, aten.select.int, aten.unbind.int, *_SPLITS):
+            return None
+        given, source = arguments(maker), operand(maker)
+        shape = program.type(source).shape
+        dim = given["dim"] % len(shape)
+        if maker.target in _SPLITS:
+            ends = [0]
+            for type_ in program.types(maker):
+                assert type_ is not None
+                ends.append(ends[-1] + type_.shape[dim])
+            at = int(str(node.args[1]))
+            return _Piece(source, dim, ends[at], ends[at + 1])
+        if maker.target is aten.slice.Tensor:
+            start, end, step = slice(given["start"], given["end"], given["step"]).indices(shape[dim])
+            return _Piece(source, dim, start, end) if step == 1 else None
+        at = int(str(node.args[1] if maker is not node else given["index"])) % shape[dim]
+        return _Piece(source, dim, at, at + 1, drops_dim=True)
+
+
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def cat(program: Program, node: fx.Node) -> Results:
+    """The source of pieces that follow one another, with their dim merged into that of ``cat``."""
+    first = _all_of(program, arguments(node)["tensors"])
+    if first is None or program.type(node).dtype != program.type(first.source).dtype:
+        return None
+    dim = arguments(node)["dim"] % len(program.type(node).shape)
+    if not first.drops_dim:
+        return first.source if first.dim == dim else None
+    moved = _moved(program, node, first.source, first.dim, dim)
+    return program.emit(aten.reshape.default, moved, list(program.type(node).shape), like=node)
+
+
+def stack(program: Program, node: fx.Node) -> Results:
+    """The source of pieces that follow one another, their number as a dim where ``stack`` puts it.
+
+    Chunks that the model itself stacks stay: it does so to combine them, which takes less than a sum over a cut dim.
+    """
+    tensors = arguments(node)["tensors"]
+    first = _all_of(program, tensors)
+    if first is None or len({program.type(each) for each in tensors}) > 1:
+        return None
+    if not first.drops_dim and program.source(node).phase == "forward":
+        return None
+    source, shape = first.source, program.type(first.source).shape
+    if not first.drops_dim:
+        split = [*shape[: first.dim], len(tensors), first.end, *shape[first.dim + 1 :]]
+        source = program.emit(aten.reshape.default, source, split, like=node)
+    return _moved(program, node, source, first.dim, arguments(node)["dim"] % len(program.type(node).shape))
+
+
+def _all_of(program: Program, tensors: Sequence[fx.Node]) -> _Piece | None:
+    """The first of pieces that are one source from its beginning to its end; None for other values."""
+    pieces = [_Piece.of(program, each) for each in tensors]
+    first, at = pieces[0], 0
+    for piece in pieces:
+        if first is None or piece is None or piece.start != at:
+            return None
+        if (piece.source, piece.dim, piece.drops_dim) != (first.source, first.dim, first.drops_dim):
+            return None
+        at = piece.end
+    return first if first is not None and at == program.type(first.source).shape[first.dim] else None
+
+
+def _moved(program: Program, node: fx.Node, x: fx.Node, dim: int, to: int) -> fx.Node:
+    """``x`` with a dim at another place."""
+    order = [i for i in range(len(program.type(x).shape)) if i != dim]
+    order.insert(to, dim)
+    return x if order == sorted(order) else program.emit(aten.permute.default, x, order, like=node)

@@ -1,0 +1,139 @@
+"""Where an op needs a dim whole that arrives cut: whether the axis cuts another dim of the op instead, or none.
+
+A sort needs its dim whole, and its other dims are free. Gathered, the whole sort runs on every rank::
+
+    y, i = sort(x, 0)        # x: f32[64@dp, 16]
+        ->
+    x comes by all_gather as f32[64, 16], and so are y and i; or by all_to_all as f32[64, 16@dp], and so are y and i
+
+Other values follow from how y and i are cut, so each way is a plan of the program. The one of fewest bytes is taken;
+of equals the one that divides the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+from torch import fx
+
+from shardc.language.cut import dims_sharding, factor_cuts
+from shardc.language.mesh import MICROBATCH
+from shardc.language.rule import Dims, Rule
+from shardc.language.sharding import WHOLE, DimSharding, Sharding
+from shardc.program.node import arguments, is_getitem
+from shardc.program.program import Program, Value
+from shardc.program.provenance import Origin
+
+from ..propagate.propagate import spread
+from .choose_cuts import CutPlan, Shardings, StandIns, choose_cuts
+
+Way = tuple[str, DimSharding]  # a factor and its cut
+Moved = dict[Value, tuple[Sharding, Mapping[str, Origin]]]
+
+
+def with_moved_axes(plan: CutPlan) -> CutPlan:
+    """The plan, with axes of dims that are whole in an op on others of its dims where that sends no more.
+
+    Calls that are alike, as in every layer, are cut alike.
+    """
+    alike: dict[Hashable, list[fx.Node]] = {}
+    for node in plan.program.calls:
+        if next(_ways(plan, node), None) is not None:
+            alike.setdefault(_kind(plan, node), []).append(node)
+    for nodes in alike.values():
+        plan = _cheapest(plan, nodes)
+    return plan
+
+
+def _cheapest(plan: CutPlan, nodes: list[fx.Node]) -> CutPlan:
+    """The plan, or that of fewest bytes in which these ops are cut in another way; the program's shardings are its."""
+    program, start = plan.program, plan
+    before = facts = _facts(program)
+    for way in dict.fromkeys(_ways(start, nodes[0])):
+        stand_ins, results = _moved(start, [node for node in nodes if way in _ways(start, node)], way)
+        spread(program, results)
+        other = choose_cuts(program, {**start.arrivals.stand_ins, **stand_ins})
+        if other.wire_bytes < plan.wire_bytes or (plan is start and other.wire_bytes == plan.wire_bytes):
+            plan, facts = other, _facts(program)
+        set_facts(program, before)
+    set_facts(program, facts)
+    return plan
+
+
+Facts = tuple[Shardings, tuple[Mapping[str, Origin], ...]]  # a node's shardings and origins
+
+
+def _facts(program: Program) -> dict[fx.Node, Facts]:
+    nodes = [node for node in program.graph.nodes if any(program.shardings(node)) and not is_getitem(node)]
+    return {node: (program.shardings(node), program.origins(node)) for node in nodes}
+
+
+def set_facts(program: Program, facts: Mapping[fx.Node, Facts]) -> None:
+    """Give nodes other shardings and origins."""
+    for node, (shardings, origins) in facts.items():
+        program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
+        program.set_origins(node, origins)
+
+
+def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
+    program = plan.program
+    values = [value and (program.value_type(value), plan.arrivals.shardings[value])
+              for value in program.operand_values(node)]  # fmt: skip
+    fixed = {name: str(value) for name, value in arguments(node).items() if not isinstance(value, (fx.Node, list))}
+    return node.target, tuple(values), tuple(fixed.items())
+
+
+def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
+    """The free factors that can take the axes of a whole one, which then cut nothing of the op."""
+    program, rule, op = plan.program, plan.program.rule(node), plan.ops[node]
+    used = {part for sharding in (*op.operands, *op.results) if sharding for part in sharding.used_parts}
+    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
+        if value is None or dims is None:
+            continue
+        sharding, shape = plan.arrivals.shardings[value], program.value_type(value).shape
+        for factor, cut in factor_cuts(dims, sharding.dims, shape, rule.sizes).items():
+            if factor not in rule.whole or cut.minor or not used.isdisjoint(cut.axes):
+                continue
+            if any(part.name == MICROBATCH for part in cut.axes):
+                continue  # they follow one another
+            for other in rule.sizes:
+                if rule.may_cut(other, cut) and cut.is_even(rule.sizes[other]) and _is_free(plan, node, rule, other):
+                    yield other, cut
+
+
+def _is_free(plan: CutPlan, node: fx.Node, rule: Rule, factor: str) -> bool:
+    """Whether all tensors of an op have a factor, and its plan leaves it whole."""
+    if not all(rule.has(factor, dims) for dims in (*rule.operands, *rule.results) if dims is not None):
+        return False
+    results = zip(plan.ops[node].results, rule.results, strict=True)
+    return all(
+        sharding is None
+        or dims is None
+        or all(sharding.dims[i] == WHOLE for i, own in enumerate(dims) if factor in own)
+        for sharding, dims in results
+    )
+
+
+def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Moved]:
+    """The shardings by which the operands of these ops claim that a factor is cut, and those of the results."""
+    program, (factor, cut) = plan.program, way
+    stand_ins: dict[tuple[fx.Node, Value], Sharding] = {}
+    moved: Moved = {}
+    for node in nodes:
+        rule, op, values = program.rule(node), plan.ops[node], program.operand_values(node)
+
+        def with_cut(value: Value, dims: Dims, sharding: Sharding, rule: Rule = rule) -> Sharding:
+            cuts = factor_cuts(dims, sharding.dims, program.value_type(value).shape, rule.sizes)
+            return Sharding(sharding.mesh, dims_sharding(dims, {**cuts, factor: cut}, rule.sizes), sharding.partial)
+
+        origins: dict[str, Origin] = {}
+        for value, dims, sharding in zip(values, rule.operands, op.operands, strict=True):
+            if value is not None and dims is not None and sharding is not None:
+                stand_ins[node, value] = with_cut(value, dims, sharding)
+                known = program.origins(value[0])[value[1]]
+                origins |= {part.name: known[part.name] for part in cut.axes if part.name in known}
+        for i, (dims, sharding) in enumerate(zip(rule.results, op.results, strict=True)):
+            if dims is not None and sharding is not None:
+                through = {axis: origin.through(node.name, (node.name, i)) for axis, origin in origins.items()}
+                moved[node, i] = with_cut((node, i), dims, sharding), through
+    return stand_ins, moved
