@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from shardc.language.cut import dims_sharding, factor_cuts, has_same_shards
+from shardc.language.cut import dims_sharding, extends, factor_cuts, has_same_shards
 from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
@@ -167,7 +167,7 @@ def _check_pins(program: Program) -> None:
             moved = [
                 dim
                 for dim, (pinned, cut) in dims  # no annotation names microbatches
-                if dim not in pin.open and pinned not in (cut, cut.without((MICROBATCH,)))
+                if pinned not in (cut, cut.without((MICROBATCH,))) and not (dim in pin.open and extends(cut, pinned))
             ]
             assert not moved, f"{pin.text}: {node} is {program.sharding(node)} in dims {moved}"
 

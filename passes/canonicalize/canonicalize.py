@@ -67,7 +67,7 @@ def _separate_pinned_outputs(program: Program) -> None:
             continue
         if node in values_with_pin:
             type_ = program.type(node)
-            arguments = (node, str(P.of(pin.sharding, type_.shape, pin.open)), pin.priority)
+            arguments = (node, str(P.of(pin.sharding, type_.shape, pin.open)), list(pin.priorities))
             with program.graph.inserting_before(program.output_node):
                 node = program.insert(torch.ops.shardc.annotate.default, arguments, type_, node, {"text": pin.text})
             results[i] = node

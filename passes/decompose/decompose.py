@@ -262,7 +262,9 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
     inputs_first = decomposed(program)
     if not _ends_conflict(program):
         return inputs_first
-    pins = tuple(replace(pin, priority=-1) if pin.kind == "output" else pin for pin in program.pins)
+    pins = tuple(
+        replace(pin, priorities=(-1,) * len(pin.sharding.dims)) if pin.kind == "output" else pin for pin in program.pins
+    )
     outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
     nbytes, flops = [], []
     for result in (inputs_first, outputs_first):
@@ -278,7 +280,7 @@ def _ends_conflict(program: Program) -> bool:
     for pin in program.pins:
         axes.setdefault(pin.kind, set()).update(_dims_by_axis(pin.sharding))
     shared = axes["input"] & axes["output"]
-    if not shared or any(pin.priority for pin in program.pins):
+    if not shared or any(any(pin.priorities) for pin in program.pins):
         return False
     arrivals = Arrivals(program, current_shardings(program))
     for node in program.calls:

@@ -45,15 +45,15 @@ def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Prog
     """``propagate`` without a copy: the nodes of the program itself get their shardings."""
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
     tensors = _tensors(program)
-    for pin in pins:
-        tensor = tensors[pinned_value(program, pin)]
-        tensor.closed, tensor.reserved = frozenset(range(len(tensor.shape))) - pin.open, pin.sharding.cut_axes
     worklist, precedence = _Worklist([*_ops(program), *_ties(program)]), Precedence(pins, first)
-    for priority, rank in sorted({(pin.priority, rank) for pin in pins for rank in precedence.of(pin)}):
-        for pin in pins:
-            if pin.priority == priority and rank in precedence.of(pin):
-                tensor = tensors[pinned_value(program, pin)]
-                _cut_as_pinned(program, tensor, pin, precedence, rank)
+    pinned = [(tensors[pinned_value(program, pin)], pin, precedence.rounds(pin)) for pin in pins]
+    for tensor, pin, _ in pinned:
+        tensor.reserved = pin.sharding.cut_axes
+    for now in sorted({each for *_, rounds in pinned for each in rounds}):
+        for tensor, pin, rounds in pinned:
+            tensor.closed = frozenset(dim for dim, each in enumerate(rounds) if not _is_open(pin, dim, each, now))
+            if now in rounds:
+                _cut_as_pinned(program, tensor, pin, [dim for dim, each in enumerate(rounds) if each == now], now[1])
                 worklist.add_around(tensor.value)
         for with_contractions in (False, True):
             for op in worklist.drain(with_contractions):
@@ -160,15 +160,21 @@ def _tensors(program: Program) -> dict[Value, _Tensor]:
     }
 
 
-def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, precedence: Precedence, rank: int) -> None:
-    """Apply a pin to the dims whose precedence is ``rank``; chains of origins begin here."""
+def _is_open(pin: Pin, dim: int, own: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Whether propagation may cut a dim of a pinned value in a round: once the pin's own cut of it is there."""
+    return dim in pin.open and (own <= now if pin.sharding.dims[dim] != WHOLE else own[0] <= now[0])
+
+
+def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, dims: Iterable[int], rank: int) -> None:
+    """Apply a pin to some dims; chains of origins begin here."""
     pipeline = program.options.pipeline
-    for dim, cut in enumerate(pin.sharding.dims):
-        if dim not in pin.open and precedence.of_dim(pin, dim) == rank:
+    for dim in dims:
+        cut = pin.sharding.dims[dim]
+        if cut != WHOLE:
             tensor.set_cut(dim, cut)
-            for part in cut.all_axes:
-                text = pipeline.text if pipeline and part.name == MICROBATCH else pin.text
-                tensor.origins[part.name] = Origin(text, rank, tensor.name)
+        for part in cut.all_axes:
+            text = pipeline.text if pipeline and part.name == MICROBATCH else pin.text
+            tensor.origins[part.name] = Origin(text, rank, tensor.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,19 +331,19 @@ def _annotated_value(program: Program, node: fx.Node) -> Pin:
     place = source.module or "the model"
     who = f"module {place!r}" if given["text"] else f"annotate in {place} ({source.location})"
     try:
-        spec = P.parse(given["spec"], given["priority"])
+        spec = P.parse(given["spec"], tuple(given["priorities"]))
     except ShardingError as error:
         raise ShardingError(who, error.what, error.problem, error.remedy) from None
     assert program.mesh is not None
     sharding = spec.sharding(program.mesh, shape, who)
     opened = frozenset(dim for dim in range(len(shape)) if spec.is_open(dim))
-    return Pin(node.name, "value", sharding, opened, annotation_text(program, node), spec.priority)
+    return Pin(node.name, "value", sharding, opened, annotation_text(program, node), tuple(given["priorities"]))
 
 
 def annotation_text(program: Program, node: fx.Node) -> str:
     """The annotation that an annotated value has: of a module as the user wrote it, or a call in the model."""
     given = arguments(node)
-    spec = P.parse(given["spec"], given["priority"])
+    spec = P.parse(given["spec"], tuple(given["priorities"]))
     return str(given["text"]) or f"annotate({spec!r}) at {program.source(node).location}"
 
 
@@ -371,9 +377,11 @@ class Precedence:
         self._has_data = "input" in axes
         self.contested = sorted(axes.get("parameter", set()) & axes.get("input", set()))
 
-    def of(self, pin: Pin) -> set[int]:
-        """The ranks of a pin's dims; the lowest comes first."""
-        return {self.of_dim(pin, dim) for dim in range(len(pin.sharding.dims))} or {DATA}
+    def rounds(self, pin: Pin) -> list[tuple[int, int]]:
+        """The priority and rank of each dim of a pin; the lowest come first."""
+        cuts = enumerate(pin.sharding.dims)
+        ranks = (DATA if dim in pin.open and cut == WHOLE else self.of_dim(pin, dim) for dim, cut in cuts)
+        return [(pin.priority(dim), rank) for dim, rank in enumerate(ranks)]
 
     def of_dim(self, pin: Pin, dim: int) -> int:
         """The rank of one dim of a pin, for all axes that cut it."""

@@ -148,7 +148,7 @@ def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
         if kind in ("parameter", "buffer"):
             sharding = sharding.storable(type_.shape)
         open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
-        pins.append(Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priority))
+        pins.append(Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priorities(len(type_.shape))))
     raise_all(errors)
     return tuple(pins)
 
@@ -198,7 +198,7 @@ def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
 
 
 def _annotated(x: torch.Tensor, spec: P, text: str = "") -> torch.Tensor:
-    return annotate_op()(x, str(spec), spec.priority, text=text) if _CAPTURING.get() else x
+    return annotate_op()(x, str(spec), spec.priorities(x.ndim), text=text) if _CAPTURING.get() else x
 
 
 def annotate_output(output: Any, entry: Match) -> Any:

@@ -49,8 +49,11 @@ def add_command(commands: Any, name: str, help_: str, operands: Sequence[str] = 
         "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
         help="set a field of the hf config, or an argument of the function; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--batch", metavar="N", type=count, help="batch size of the made-up inputs of hf: (8)")
-    parser.add_argument("--seq", metavar="N", type=count, help="sequence length of the made-up inputs of hf: (64)")
+    parser.add_argument(
+        "--batch", metavar="N", type=count, help="batch size of the inputs of hf: (8, or the next multiple of dp)"
+    )
+    length = "tokens a row of the inputs of hf: (as many as a model of text has positions, at most 4096; verify: 64)"
+    parser.add_argument("--seq", metavar="N", type=count, help=length)
     return parser
 
 

@@ -34,7 +34,12 @@ def compiled(options: argparse.Namespace) -> Compiled:
 def load(options: argparse.Namespace, device: str) -> Target:
     """Load the model, inputs and annotations of TARGET, and say so; made-up inputs are on ``device``."""
     with progress(f"loading {options.target}"):
-        return load_quietly(options, device)
+        target = load_quietly(options, device)
+    if options.target.startswith("hf:"):
+        from shardc.cli.target import sizes_text
+
+        print(printable(f"shardc: {sizes_text(options.target, target)}"), file=sys.stderr)
+    return target
 
 
 def load_quietly(options: argparse.Namespace, device: str) -> Target:

@@ -26,6 +26,7 @@ from shardc.cli.huggingface.model import model_and_inputs
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
+from shardc.language.sharding import ceil_div
 from shardc.options import check_model
 
 FORMS = "write path.py:function, package.module:function or hf:MODEL_TYPE"
@@ -192,10 +193,12 @@ def _transformers_target(model_type: str, options: TargetOptions, mesh: Mesh) ->
             did_you_mean(name, known) or f"name one of {', '.join(known[:8])}, ...",
         ) for name in options.settings if name not in known and not hasattr(default, name)
     ])  # fmt: skip
+    dp = mesh.sizes.get("dp", 1)
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(model_type, **options.settings)
-        model, kwargs = model_and_inputs(config, options.batch, options.seq, options.device)
+        batch = options.batch or ceil_div(8, dp) * dp
+        model, kwargs = model_and_inputs(config, batch, options.seq, options.device)
     except UsageError:
         raise
     except Exception as error:
@@ -215,6 +218,16 @@ TWO_WEIGHTS_A_BLOCK = {
 
 
 # The sizes of a target, and the same target at other sizes.
+
+
+def sizes_text(text: str, target: Target) -> str:
+    """What an ``hf:`` target is: its class, layers, parameters, and the sizes of its made-up inputs."""
+    numel = sum(parameter.numel() for parameter in target.model.parameters())
+    count = f"{numel / 1e9:.1f} B" if numel >= 10**9 else f"{numel / 1e6:.1f} M"
+    layers = getattr(getattr(target.model, "config", None), "num_hidden_layers", None)
+    facts = [type(target.model).__name__, *([f"{layers} layers"] if layers else []), f"{count} parameters"]
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in target.kwargs.items())
+    return f"{text}: {', '.join(facts)}; inputs {shapes}, of other sizes with --batch and --seq"
 
 
 def input_shapes(target: Target) -> dict[str, tuple[int, ...]]:

@@ -41,48 +41,53 @@ class _Open:
         return "P.OPEN"
 
 
-Entry = str | tuple[str, ...] | Blocks | _Open | None
+Entry = str | tuple[str | _Open, ...] | Blocks | _Open | None
+Priority = int | tuple[int, ...]
 
 
 class P:
     """An annotation of a value: one entry a dim.
 
     ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` is whole; ``P.OPEN`` leaves the dim
-    to propagation; a trailing ``...`` leaves all further dims open; missing trailing dims are whole. ``P()`` is
-    replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority`` propagates first.
+    to propagation, and ``("dp", P.OPEN)`` what ``dp`` leaves of it; a trailing ``...`` leaves all further dims open;
+    missing trailing dims are whole. ``P()`` is replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority``
+    propagates first: a number for all cuts, or one for each dim, before which an open dim stays as it is.
     """
 
     OPEN = _Open()
     entries: tuple[Entry, ...]
     rest_open: bool
-    priority: int
+    priority: Priority
 
-    def __init__(self, *entries: Entry | type(Ellipsis), priority: int = 0) -> None:  # type: ignore[valid-type]
+    def __init__(self, *entries: Entry | type(Ellipsis), priority: Priority = 0) -> None:  # type: ignore[valid-type]
         self.rest_open = bool(entries) and entries[-1] is Ellipsis
         self.entries = cast("tuple[Entry, ...]", entries[:-1] if self.rest_open else entries)
         self.priority = priority
-        if type(priority) is not int:
+        if not all(type(each) is int for each in (priority if isinstance(priority, tuple) else (priority,))):
             what, remedy = f"priority={priority!r}", "say priority=0, 1, ...: lower propagates first"
             raise ShardingError(repr(self), what, "it is no whole number", remedy)
         for dim, entry in enumerate(self.entries):
             if not _is_entry(entry):
                 raise _no_entry(self, dim)
+        if isinstance(priority, tuple):
+            self.priority = self._one_priority(priority)
 
     @staticmethod
-    def parse(text: str, priority: int = 0) -> P:
-        """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` several axes, ``blocks(3,tp)``, trailing ``...``."""
+    def parse(text: str, priority: Priority = 0) -> P:
+        """Read ``dp,-,tp``: ``-`` whole, ``?`` open, ``dp+tp`` two axes, ``dp+?`` cut and open, ``blocks(3,tp)``."""
         return P(*_parse_entries(text), priority=priority)
 
     @staticmethod
-    def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset()) -> P:
+    def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset(), priority: Priority = 0) -> P:
         """The annotation for a sharding of a value of ``shape``, some of whose dims are open."""
 
-        def entry(cut: DimSharding, size: int) -> Entry:
+        def entry(dim: int, cut: DimSharding) -> Entry:
             axes = tuple(map(sharding.mesh.print_part, cut.all_axes))
-            return Blocks(size // cut.minor[0][0], axes) if cut.minor else axes or None
+            if dim in open:
+                return (*axes, P.OPEN) if axes else P.OPEN
+            return Blocks(shape[dim] // cut.minor[0][0], axes) if cut.minor else axes or None
 
-        entries = [entry(cut, size) for cut, size in zip(sharding.dims, shape, strict=True)]
-        return P(*(P.OPEN if dim in open else entry for dim, entry in enumerate(entries)))
+        return P(*(entry(dim, cut) for dim, cut in enumerate(sharding.dims)), priority=priority)
 
     def __repr__(self) -> str:
         entries = ["..." if entry is Ellipsis else repr(entry) for entry in (*self.entries, *[...] * self.rest_open)]
@@ -92,7 +97,7 @@ class P:
     def __str__(self) -> str:
         def one(entry: Entry) -> str:
             if isinstance(entry, tuple):
-                return "+".join(entry) or "-"
+                return "+".join(map(one, entry)) or "-"
             return "-" if entry is None else "?" if isinstance(entry, _Open) else str(entry)
 
         return ",".join([one(entry) for entry in self.entries] + ["..."] * self.rest_open)
@@ -104,8 +109,30 @@ class P:
         return hash((str(self), self.priority))
 
     def is_open(self, dim: int) -> bool:
-        """Whether propagation may choose this dim."""
-        return isinstance(self.entries[dim], _Open) if dim < len(self.entries) else self.rest_open
+        """Whether propagation may choose this dim, or cut it further."""
+        if dim >= len(self.entries):
+            return self.rest_open
+        entry = self.entries[dim]
+        return isinstance(entry[-1] if isinstance(entry, tuple) and entry else entry, _Open)
+
+    def priority_of(self, dim: int) -> int:
+        """The round in which the cut of a dim propagates, and from which it is open."""
+        if isinstance(self.priority, tuple):
+            return self.priority[dim] if dim < len(self.priority) else 0
+        return self.priority if dim < len(self.entries) and _axes_of(self.entries[dim]) else 0
+
+    def priorities(self, num_dims: int) -> tuple[int, ...]:
+        """``priority_of`` each dim; nothing where all are 0."""
+        found = tuple(map(self.priority_of, range(num_dims)))
+        return found if any(found) else ()
+
+    def _one_priority(self, priority: tuple[int, ...]) -> Priority:
+        """One number for a number for each dim, where the two mean the same."""
+        pairs = [(entry, each) for entry, each in zip(self.entries, priority, strict=False) if entry is not None]
+        numbers = {each for entry, each in pairs if _axes_of(entry)}
+        is_one = len(priority) >= len(self.entries) and len(numbers) <= 1 and not any(priority[len(self.entries) :])
+        is_one = is_one and not any(each for entry, each in pairs if not _axes_of(entry))
+        return max(numbers, default=0) if is_one else priority
 
     def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
         """The sharding that it gives a value of ``shape``, open dims whole.
@@ -129,8 +156,17 @@ class P:
             raise ShardingError(who, f"{where}{place}: {error.what}", error.problem, error.remedy) from None
 
 
+def _axes_of(entry: Entry) -> tuple[str, ...]:
+    """The axes that an entry cuts by."""
+    if isinstance(entry, Blocks):
+        return entry.axes
+    return tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(name, str))
+
+
 def _is_entry(entry: object) -> bool:
     names = entry if isinstance(entry, tuple) else (entry,)
+    if len(names) > 1 and isinstance(names[-1], _Open):
+        names = names[:-1]
     return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) and name for name in names)
 
 
@@ -152,15 +188,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
-    if entry is None or isinstance(entry, _Open):
-        return WHOLE
     if isinstance(entry, Blocks):
         if size % entry.count:
             problem = f"{size} does not split in {entry.count} equal blocks"
             raise ShardingError("", f"size {size}", problem, f"use a block count that divides {size}")
         return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
-    names = (entry,) if isinstance(entry, str) else entry
-    return DimSharding(tuple(_users_part(name, mesh) for name in names))
+    return DimSharding(tuple(_users_part(name, mesh) for name in _axes_of(entry)))
 
 
 def _users_part(text: str, mesh: Mesh) -> AxisPart:
@@ -207,8 +240,8 @@ def _parse_entries(text: str) -> Iterator[Entry]:
         elif item in ("-", "?"):
             yield None if item == "-" else P.OPEN
         else:
-            names = tuple(_axis(text, name) for name in item.split("+"))
-            yield names if len(names) > 1 else names[0]
+            names = tuple(_axis(text, name) for name in item.removesuffix("+?").split("+"))
+            yield (*names, P.OPEN) if item.endswith("+?") else names if len(names) > 1 else names[0]
 
 
 def _axis(text: str, name: str) -> str:

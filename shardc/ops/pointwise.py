@@ -104,23 +104,23 @@ rule(aten.scalar_tensor.default, "-> ")
 
 @lru_cache(maxsize=1)
 def annotate_op() -> Any:
-    """``torch.ops.shardc.annotate(x, spec, priority=0, text="")``: a copy of x; its backward annotates the gradient.
+    """``torch.ops.shardc.annotate(x, spec, priorities, text="")``: a copy of x; its backward annotates the gradient.
 
     ``text``: the annotation as the user wrote it, where that is no call of ``annotate``.
     """
 
-    def copy(x: torch.Tensor, spec: str, priority: int = 0, *, text: str = "") -> torch.Tensor:
+    def copy(x: torch.Tensor, spec: str, priorities: Sequence[int] = (), *, text: str = "") -> torch.Tensor:
         return x.clone()
 
     def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, str], output: torch.Tensor) -> None:
-        (_, ctx.spec, ctx.priority), ctx.text = inputs, keyword_only_inputs["text"]
+        (_, ctx.spec, ctx.priorities), ctx.text = inputs, keyword_only_inputs["text"]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return op(gradient, ctx.spec, ctx.priority, text=ctx.text), None, None
+        return op(gradient, ctx.spec, ctx.priorities, text=ctx.text), None, None
 
-    schema = "(Tensor x, str spec, int priority=0, *, str text='') -> Tensor"
+    schema = "(Tensor x, str spec, int[] priorities=[], *, str text='') -> Tensor"
     op = torch.library.custom_op("shardc::annotate", copy, mutates_args=(), schema=schema)
-    op.register_fake(lambda x, spec, priority=0, *, text="": torch.empty_like(x))
+    op.register_fake(lambda x, spec, priorities=(), *, text="": torch.empty_like(x))
     op.register_autograd(backward, setup_context=keep)
     return op
 

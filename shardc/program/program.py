@@ -59,10 +59,10 @@ class Output:
 class Pin:
     """A value with a fixed sharding.
 
-    ``name``: of an input, or of a node if ``kind`` is ``value``. ``open``: dims left to propagation. ``text``: the
-    annotation as the user wrote it. On conflict inputs and values come before parameters, by ``kind``.
-    ``is_returned_whole``: an output that is gathered when it is returned, and computed in any sharding. ``stages``:
-    the pipeline stages that hold a parameter already.
+    ``name``: of an input, or of a node if ``kind`` is ``value``. ``open``: dims left to propagation, or cut further by
+    it. ``text``: the annotation as the user wrote it. ``priorities``: of each dim. On conflict inputs and values come
+    before parameters, by ``kind``. ``is_returned_whole``: an output that is gathered when it is returned, and computed
+    in any sharding. ``stages``: the pipeline stages that hold a parameter already.
     """
 
     name: str
@@ -70,9 +70,13 @@ class Pin:
     sharding: Sharding
     open: frozenset[int]
     text: str
-    priority: int = 0
+    priorities: tuple[int, ...] = ()
     is_returned_whole: bool = False
     stages: frozenset[int] = frozenset()
+
+    def priority(self, dim: int) -> int:
+        """The round in which the cut of a dim propagates, and from which an open dim may be cut."""
+        return self.priorities[dim] if self.priorities else 0
 
     @property
     def is_annotation(self) -> bool:

@@ -73,7 +73,7 @@ def test_inputs_are_named_by_path_and_keyword():
 
 def test_open_dims_and_priority_are_kept():
     pin = pins({"batch.ids": P("dp", ..., priority=3)})["input", "batch.ids"]
-    assert (pin.open, pin.priority) == (frozenset({1}), 3)
+    assert (pin.open, pin.priorities) == (frozenset({1}), (3, 0))
     assert pins({"embed.weight": P(P.OPEN, "tp")})["parameter", "embed.weight"].open == frozenset({0})
 
 

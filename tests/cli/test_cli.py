@@ -1,6 +1,7 @@
 """The command line: output, streams and exit codes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,36 @@ def test_the_model_of_a_type_is_the_one_it_is_trained_as(model_type: str, name: 
     target = load_target(f"hf:{model_type}", TargetOptions(t5 if model_type == "t5" else small, batch=2), Mesh(dp=2))
     assert type(target.model).__name__ == name
     assert target.model(**target.kwargs).loss.ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "shape"),
+    [
+        (TargetOptions({"max_position_embeddings": 514}, device="meta"), Mesh(dp=8), (8, 512)),
+        (TargetOptions({"max_position_embeddings": 131072}, device="meta"), Mesh(dp=3), (9, 4096)),
+        (TargetOptions({"max_position_embeddings": 131072}, 5, 8192, "meta"), Mesh(dp=8), (5, 8192)),
+        (TargetOptions({"max_position_embeddings": 16}, device="meta"), Mesh(tp=2), (8, 16)),
+        (TargetOptions({"max_position_embeddings": 514}), Mesh(dp=16), (16, 64)),
+    ],
+)
+def test_text_on_meta_is_as_long_as_the_model_has_positions(
+    options: TargetOptions, mesh: Mesh, shape: tuple[int, int]
+) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    options = replace(options, settings=small | {"vocab_size": 64} | dict(options.settings))
+    assert load_target("hf:llama", options, mesh).kwargs["input_ids"].shape == shape
+
+
+def test_a_target_of_transformers_is_described_with_the_sizes_of_its_inputs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 96}
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    assert main(["dump", "hf:gpt2", "--mesh", "dp=2", *words, "--only", "collectives"]) == 0
+    assert (
+        "shardc: hf:gpt2: GPT2LMHeadModel, 2 layers, 0.0 M parameters; inputs input_ids [8, 64], labels [8, 64], "
+        "of other sizes with --batch and --seq\n"
+    ) in capsys.readouterr().err
 
 
 def test_an_unknown_model_type_names_near_ones() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ KINDS = (
     *("TEXT_TO_WAVEFORM", "BACKBONE", "PRETRAINING"),
 )
 TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")  # their inputs need no try
+LONGEST = 4096  # tokens a row by default: models of 131,072 positions are trained on less
 
 
 def model_classes(config: Any) -> dict[str, type[nn.Module]]:
@@ -42,10 +44,11 @@ def model_classes(config: Any) -> dict[str, type[nn.Module]]:
 
 
 def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: str) -> tuple[nn.Module, Inputs]:
-    """A model with random weights and inputs for it; ``batch`` is 8 and ``seq`` at most 64 unless they are given.
+    """A model with random weights and inputs for it; ``batch`` is 8 unless it is given.
 
-    It is of the first kind that transformers can build and that inputs can be made up for; if there is none, the error
-    of the first kind is raised.
+    On meta, text is as long as the model has positions, at most ``LONGEST``; elsewhere, and beside images or sound, it
+    has at most 64 tokens. The model is of the first kind that transformers can build and that inputs can be made up
+    for; if there is none, the error of the first kind is raised.
     """
     classes = model_classes(config)
     if not classes:
@@ -54,11 +57,12 @@ def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: st
         raise UsageError(f"TARGET hf:{config.model_type}", type(config).__name__, problem, remedy)
     longest = _longest(config, seq)
     sizes = Sizes(config, batch or 8, seq or min(64, longest))
+    text_sizes = sizes if seq or device != "meta" else replace(sizes, seq=_rounded(min(LONGEST, longest)))
     first: Exception | None = None
     for kind, cls in classes.items():
         make: Any = cls._from_config  # type: ignore[attr-defined]
         try:
-            inputs = text_inputs(sizes) if kind in TEXT else made_up(on_meta(make, config), sizes)
+            inputs = text_inputs(text_sizes) if kind in TEXT else made_up(on_meta(make, config), sizes)
             with torch.device(device):
                 model: nn.Module = make(config)
         except Exception as error:  # of transformers
@@ -73,6 +77,11 @@ def on_meta(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
     """A model without values, for a try of inputs."""
     with torch.device("meta"):
         return make(config).to(torch.bfloat16)
+
+
+def _rounded(length: int) -> int:
+    """A length without the positions that some models keep for themselves: 512 of RoBERTa's 514."""
+    return length // 64 * 64 or length
 
 
 def _longest(config: Any, seq: int | None) -> int:

@@ -226,8 +226,8 @@ def axis_names(spec: P) -> set[str]:
 def entry_axes(entry: object) -> set[str]:
     """The mesh axes that one entry names, an axis for each part of one."""
     named = getattr(entry, "axes", entry)
-    names = (named,) if isinstance(named, str) else named if isinstance(named, tuple) else ()
-    return set(map(axis_of, names))
+    names = named if isinstance(named, tuple) else (named,)
+    return {axis_of(name) for name in names if isinstance(name, str)}
 
 
 def _change(pattern: str, before: P | None, after: P | None) -> Change:
@@ -264,9 +264,9 @@ def _entry_without(entry: Entry, axes: set[str]) -> Entry:
     if not entry_axes(entry) & axes:
         return entry
     names = entry.axes if isinstance(entry, Blocks) else entry if isinstance(entry, tuple) else (str(entry),)
-    rest = tuple(name for name in names if axis_of(name) not in axes)
+    rest = tuple(name for name in names if not isinstance(name, str) or axis_of(name) not in axes)
     if isinstance(entry, Blocks):
-        return replace(entry, axes=rest) if rest else None
+        return replace(entry, axes=tuple(map(str, rest))) if rest else None
     return (rest if len(rest) > 1 else rest[0]) if rest else None
 
 

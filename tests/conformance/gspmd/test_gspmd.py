@@ -44,7 +44,14 @@ def test_dims_that_shardy_may_cut_may_be_cut() -> None:
 def test_annotations_propagate_as_in_shardy() -> None:
     found = [propagation.check(fields) for fields in entries("propagation")]
     assert [result for result in found if result.outcome == "wrong"] == []
-    assert sum(result.outcome == "right" for result in found) == 33
+    assert sum(result.outcome == "right" for result in found) == 36
+
+
+def test_where_shardc_is_not_shardy_it_sends_no_more_bytes() -> None:
+    fields = {each["name"].removeprefix("sdy/prop/"): each for each in entries("propagation")}
+    found = {name: propagation.bytes_of_both(fields[name]) for name in propagation.OTHERWISE}
+    assert {name: pair for name, pair in found.items() if pair[0] > pair[1]} == {}
+    assert max(found.values(), key=lambda pair: pair[1] - pair[0]) == (64, 384)
 
 
 def test_an_output_that_is_an_input_may_be_placed_otherwise() -> None:

@@ -33,7 +33,7 @@ from shardc.program.traffic import fallbacks_of
 from shardc.runtime.simulator import interpret
 
 from ..suite import Result, exit_code, print_counts, run_cases, write_json
-from .sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, samples, variants
+from .sample import EVEN, UNDEFINED, UNEVEN, NotDense, Sample, odd_samples, samples, variants
 from .shardable import Cut, allowed_cuts
 from .values import Values, difference, eager, tangent
 
@@ -49,6 +49,7 @@ MOVES = ("all_gather", "all_to_all", "collective_permute")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this suite."""
     parser.add_argument("--uneven", action="store_true", help="torch's own sizes, which 4 ranks do not divide")
+    parser.add_argument("--odd", action="store_true", help="empty operands, dims of 1, no dims, and other dtypes")
     parser.add_argument("--samples", type=int, default=3, help="samples of a variant (default 3)")
     parser.add_argument("--trace", action="store_true", help="print where each case failed")
 
@@ -60,9 +61,10 @@ def main(options: argparse.Namespace) -> int:
     names = [name for name in variants() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)][
         :: options.every
     ]
-    run = partial(run_variant, uneven=options.uneven, count=options.samples, trace=options.trace)
+    run = partial(run_variant, uneven=options.uneven, odd=options.odd, count=options.samples, trace=options.trace)
     results = run_cases(run, names, options.jobs)
-    print_counts("op_db, " + ("uneven sizes" if options.uneven else "even sizes"), results)
+    sizes = "odd operands" if options.odd else "uneven sizes" if options.uneven else "even sizes"
+    print_counts(f"op_db, {sizes}", results)
     print_sharded(results)
     print(f"{time.perf_counter() - start:.0f} seconds")
     write_json(options.json, results)
@@ -108,17 +110,17 @@ class _Found:
     trace: bool = False
 
 
-def run_variant(name: str, *, uneven: bool = False, count: int = 3, trace: bool = False) -> Result:
-    """Every sample of a variant on every mesh, then every cut that the op allows."""
+def run_variant(name: str, *, uneven: bool = False, odd: bool = False, count: int = 3, trace: bool = False) -> Result:
+    """Every sample of a variant on every mesh, then every cut that the op allows. ``odd``: of ``odd_samples`` alone."""
     warnings.simplefilter("ignore")
     op, found = variants()[name], _Found(trace=trace)
     try:
-        chosen = samples(name, op, UNEVEN if uneven else EVEN, count)
+        chosen = odd_samples(op, count) if odd else samples(name, op, UNEVEN if uneven else EVEN, count)
     except NotDense as error:
         return Result(name, "apart", f"takes {error}")
     for number, sample in enumerate(chosen):
-        if found.samples < count:
-            _run_sample(found, name, number, sample, uneven)
+        if odd or found.samples < count:
+            _run_sample(found, name, number, sample, uneven or odd)
     return _result(name, found)
 
 

@@ -86,13 +86,33 @@ def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sampl
     return best[:1] + random.Random(name).sample(best[1:], min(2 * count - 1, len(best) - 1)) if best else []
 
 
-def _drawn(op: Any, sizes: dict[str, int]) -> list[Any]:
+def odd_samples(op: Any, count: int) -> list[Sample]:
+    """Of each kind of odd operand ``count`` samples: empty ones, dims of 1, no dims, and each of ``OTHER_DTYPES``."""
+    plain = [_sample(op, drawn) for drawn in _drawn(op, UNEVEN)]
+    chosen: list[Sample] = []
+    for is_odd in ODD:
+        chosen += [sample for sample in plain if any(map(is_odd, sample.tensors))][:count]
+    for dtype in OTHER_DTYPES:
+        if op.supports_dtype(dtype, "cpu"):
+            chosen += [_sample(op, drawn) for drawn in _drawn(op, UNEVEN, dtype)[:count]]
+    each = {id(sample): sample for sample in chosen}.values()
+    return [sample for sample in each if sum(tensor.numel() for tensor in sample.tensors) <= _MAX_NUMEL]
+
+
+OTHER_DTYPES = (torch.int64, torch.bool, torch.bfloat16)
+ODD: tuple[Callable[[Tensor], bool], ...] = (
+    lambda tensor: tensor.numel() == 0,
+    lambda tensor: 1 in tensor.shape,
+    lambda tensor: tensor.ndim == 0,
+)
+
+
+def _drawn(op: Any, sizes: dict[str, int], dtype: torch.dtype = torch.float32) -> list[Any]:
     set_sizes(sizes)
     torch.manual_seed(0)
     random.seed(0)
-    return list(
-        itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd), _LOOKED_AT)
-    )
+    is_trained = op.supports_autograd and dtype.is_floating_point
+    return list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=is_trained), _LOOKED_AT))
 
 
 def set_sizes(sizes: dict[str, int]) -> None:
@@ -161,7 +181,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _doubled(tensor: Tensor) -> Tensor:
-    wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    wide = {torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}
     return tensor.detach().to(wide.get(tensor.dtype, tensor.dtype)).requires_grad_(tensor.requires_grad)
 
 

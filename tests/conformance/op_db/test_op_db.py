@@ -33,6 +33,14 @@ def test_a_variant_is_right_on_both_meshes(name: str, uneven: bool) -> None:
     assert result.facts["runs"] == 2 and not result.facts["fallbacks"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["add", "cat", "cumsum", "matmul", "repeat", "sort", "sum"])
+def test_a_variant_is_right_on_empty_operands_dims_of_1_no_dims_and_other_dtypes(name: str) -> None:
+    result = run_variant(name, odd=True, count=1)
+    assert (result.outcome, result.detail) == ("right", "")
+    assert result.facts["runs"] >= 6
+
+
 def test_undefined_values_count_as_apart() -> None:
     assert run_variant("empty_like", count=1).outcome == "apart"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from printed import after, block, compiled, parameter, printed, value
 from torch import Tensor
 
+import shardc
 from shardc import Mesh, P
 
 MESH = Mesh(dp=2, tp=4)
@@ -131,6 +132,55 @@ def test_an_open_dim_is_inferred_and_a_whole_one_stays_whole() -> None:
     closed = after("propagate", product, MESH, {"x": P("dp"), "w": P("tp", None)}, **tensors)
     assert "x: f32[8@dp, 8@tp]\n" in opened
     assert "x: f32[8@dp, 8]\n" in closed
+
+
+def test_a_dim_that_is_cut_and_open_is_cut_further_and_one_that_is_cut_is_not() -> None:
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    tensors = {"x": value(8, 8), "y": value(8, 8)}
+    opened = after("propagate", add, MESH, {"x": P(("dp", P.OPEN)), "y": P(("dp", "tp"))}, **tensors)
+    closed = after("propagate", add, MESH, {"x": P("dp"), "y": P(("dp", "tp"))}, **tensors)
+    other = after("propagate", add, MESH, {"x": P(("dp", P.OPEN)), "y": P(("tp", "dp"))}, **tensors)
+    assert "x: f32[8@dp+tp, 8]\n" in opened
+    assert "x: f32[8@dp, 8]\n" in closed
+    assert "x: f32[8@dp, 8]\n" in other  # what an annotation says is never undone
+
+
+def test_each_dim_has_its_own_priority_and_an_open_dim_opens_in_its_round() -> None:
+    def add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return (x + y) * z
+
+    tensors = {"x": value(8, 8), "y": value(8, 8), "z": value(8, 8)}
+    mesh = Mesh(a=2, b=2, c=2)
+    last = {"x": P("a", "b", priority=(0, 2)), "z": P(P.OPEN, "c", priority=(0, 1))}
+    assert "y: f32[8@a, 8@c]\n" in after("propagate", add, mesh, last, **tensors)
+    assert "y: f32[8@a, 8@b]\n" in after("propagate", add, mesh, last | {"x": P("a", "b")}, **tensors)
+
+    def both(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, y * z
+
+    ends = {"x": P("a"), "z": P(None, "a")}
+    at_once, later = P(P.OPEN, P.OPEN), P(P.OPEN, P.OPEN, priority=(1, 0))
+    assert "y: f32[8@a, 8]\n" in after("propagate", both, mesh, ends | {"y": at_once}, **tensors)
+    assert "y: f32[8, 8@a]\n" in after("propagate", both, mesh, ends | {"y": later}, **tensors)
+
+
+def test_an_axis_that_two_dims_want_cuts_that_of_the_tensor_with_most_elements_on_a_rank() -> None:
+    """Shardy takes the dim that is cut most."""
+
+    def ours(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sin() + x
+
+    def shardys(x: Tensor, y: Tensor) -> Tensor:
+        most = P(None, ("b", "a"))
+        return shardc.annotate(shardc.annotate(shardc.annotate(x * y, most).sin(), most) + x, most)
+
+    annotations = {"x": P(P.OPEN, ("b", "a")), "y": P("b", P.OPEN), "output:output": P(...)}
+    tensors = {"x": value(8, 8), "y": value(8, 8)}
+    programs = [compiled(function, Mesh(a=2, b=4), annotations, **tensors) for function in (ours, shardys)]
+    assert [str(program.shardings["output"]) for program in programs] == ["[_@b, _]", "[_, _@b+a]"]
+    assert [sum(each.wire_bytes for each in program.collectives) for program in programs] == [60, 88]
 
 
 def test_a_view_that_takes_a_cut_dim_apart_takes_its_axis_apart() -> None:
