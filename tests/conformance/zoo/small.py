@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from shardc.cli.huggingface.inputs import Inputs, Sizes, made_up
-from shardc.cli.huggingface.model import model_classes, on_meta
+from shardc.cli.huggingface.model import complete, model_classes, on_meta
 
 VOCAB = 99
 MOST_PARAMETERS = 60_000_000
@@ -98,6 +98,7 @@ def _is_part(error: Exception) -> bool:
 
 def _run(config: Any) -> tuple[nn.Module, Inputs]:
     """The first kind of model of a config whose forward runs, with inputs."""
+    complete(config)
     first: Exception = CannotBuildError("part", "it is a part of another type's model")
     for number, cls in enumerate(model_classes(config).values()):
         make: Any = cls._from_config  # type: ignore[attr-defined]
@@ -106,7 +107,7 @@ def _run(config: Any) -> tuple[nn.Module, Inputs]:
             if sum(parameter.numel() for parameter in probe.parameters()) > MOST_PARAMETERS:
                 raise CannotBuildError("large", "it is large at its smallest")
             torch.manual_seed(0)
-            inputs, model = made_up(probe, Sizes(config, 4, 16)), make(config)
+            inputs, model = made_up(probe, Sizes(config, 4, 16, 64)), make(config)
             with torch.no_grad():
                 model.eval()(**inputs)
             return model, inputs
