@@ -35,7 +35,7 @@ from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import ancestors, is_random, nodes_after, op_name
+from shardc.program.node import ancestors, is_random, nodes_after, op_name, reached
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -273,6 +273,10 @@ def is_lookup_by_value(error: Exception) -> bool:
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
+# Operands that say nothing but by their shape what the shapes of results are.
+READ_BY_SHAPE: Mapping[Any, tuple[int, ...]] = {torch.ops.aten._ctc_loss.Tensor: (0,)}
+
+
 class NoValueError(LookupError):
     """The result of an op is unknown before the program runs; the message says why."""
 
@@ -391,7 +395,11 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        value = self._value(next(reversed(_tracer().graph.nodes)), func)
+        node = next(reversed(_tracer().graph.nodes))
+        with _disable_current_modes(), no_python_dispatcher():
+            by_shape = READ_BY_SHAPE.get(func, ())
+            zeros = {node.args[i]: torch.zeros(args[i].shape, dtype=args[i].dtype) for i in by_shape}
+        value = self._value(node, func, zeros)
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
@@ -405,27 +413,30 @@ class Guards:
         self.names.append(f"{len(self.names)}: {guard.name} gives {guard.expected} at {where}")
         return value if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
 
-    def _value(self, node: fx.Node, func: Any) -> Any:
-        """The value of a node, computed from the values of the placeholders that it depends on."""
-        needed = ancestors(node)
+    def _value(self, node: fx.Node, func: Any, known: Mapping[Any, Tensor]) -> Any:
+        """The value of a node, computed from the values of the placeholders that it depends on, and from known ones."""
+        needed = reached([node], lambda each: () if each in known else each.all_input_nodes)
         if node.target is not func or node.graph is not self._graph:
             raise NoValueError("it is part of another op")
-        if needed & self._unknown:
+        read = needed - known.keys()
+        if read & self._unknown:
             raise NoValueError("it depends on a gradient that comes in later")
-        if any(map(is_random, needed)):
+        if any(map(is_random, read)):
             raise NoValueError("it depends on numbers that are drawn at random")
-        if any(each.op == "placeholder" and each not in self._values for each in needed):
+        values = {**self._values, **known}
+        if any(each.op == "placeholder" and each not in values for each in needed):
             raise NoValueError("it depends on tensors without values: capture with real ones")
         in_order = [each for each in node.graph.nodes if each in needed]
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for each in in_order:
-            copies[each] = graph.node_copy(each, copies.__getitem__)
+            is_given = each.op == "placeholder" or each in known
+            copies[each] = graph.placeholder(each.name) if is_given else graph.node_copy(each, copies.__getitem__)
         graph.output(copies[node])
-        values: list[Any] = [self._values[each] for each in in_order if each.op == "placeholder"]
+        given: list[Any] = [values[each] for each in in_order if copies[each].op == "placeholder"]
         module = fx.GraphModule(_tracer().root, graph)
         with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             # All ranks capture, and so gather the same DTensors in the same order.
-            whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+            whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in given]
             return fx.Interpreter(module).run(*(value.detach() for value in whole))
 
 

@@ -174,6 +174,16 @@ def test_verify_holds_guarded_programs_against_eager() -> None:
     assert found and all(each.is_small for each in found)
 
 
+class Dropping(Model):
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, training=self.training), given)
+
+
+def test_the_shape_of_a_ctc_loss_depends_on_its_lengths_and_not_on_the_numbers_that_a_model_draws() -> None:
+    found = verify(Dropping("ctc_loss"), MESH, ANNOTATIONS, args=(drawn(0).float(), ONE))
+    assert found and all(each.is_small for each in found)
+
+
 class Chance(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.nonzero(torch.rand_like(x) > 0.5).sum() * x

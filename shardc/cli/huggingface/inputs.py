@@ -408,10 +408,10 @@ def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
     for count in range(len(optional), -1, -1):
         for extra in combinations(optional, count):
             yield from _made([*names, *extra], makers_of, sizes)
-    extra = [name for name in EXTRA if name in parameters and name not in names]
-    if extra:
+    rest = [name for name in EXTRA if name in parameters and name not in names]
+    if rest:
         for further in (optional, [name for name in optional if name != "labels"]):
-            yield from _made(list(dict.fromkeys([*names, *further, *extra])), makers_of, sizes)
+            yield from _made(list(dict.fromkeys([*names, *further, *rest])), makers_of, sizes)
     if "input_ids" in parameters and "labels" in parameters:
         yield from _made(["input_ids", "labels"], {**makers_of, "labels": (_tokens,)}, sizes)
 
