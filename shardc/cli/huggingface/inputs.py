@@ -62,7 +62,7 @@ class Sizes:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    for name in PARTS:
+    for name in dict.fromkeys((*PARTS, *getattr(config, "sub_configs", ()))):
         part = getattr(config, name, None)
         if hasattr(part, "to_dict"):
             yield part

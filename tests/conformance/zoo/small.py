@@ -32,7 +32,9 @@ LIMITS: Limits = ONLY_DEPTH | {
     ("lora_rank",): 16,
     (*WIDTHS, "image_size"): 32,
     INNER: 64,
+    ("groups",): 4,
 }
+WIDE: Limits = ONLY_DEPTH | {HEADS: 2, EXPERTS: 4, WIDTHS + INNER: 128}  # for heads of 64, which some models fix
 
 
 def types() -> list[str]:
@@ -41,7 +43,10 @@ def types() -> list[str]:
 
 
 class CannotBuildError(Exception):
-    """Transformers makes no small model of a type here; the message says why, ``reason`` in three words."""
+    """Transformers makes no small model of a type here; the message says why, ``reason`` in a few words.
+
+    The error is that of the type's default config, the last to be tried.
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -50,20 +55,18 @@ class CannotBuildError(Exception):
 
 def build(model_type: str) -> tuple[nn.Module, Inputs]:
     """The smallest model of a type whose forward runs, with inputs. Raises a CannotBuildError."""
-    first: Exception | None = None
     try:
         ways = list(_configs(model_type))
     except Exception as error:
         raise _cannot(error) from error
-    for make in ways:
+    for number, make in enumerate(ways, 1):
         try:
             return _run(make())
         except Exception as error:  # of transformers, on settings that may not fit each other
-            first = first or error
-            if isinstance(error, ImportError) or _is_part(error):
-                break
-    assert first is not None
-    raise _cannot(first) from first
+            is_final = isinstance(error, ImportError) or _is_part(error)
+            if is_final or number == len(ways):
+                raise _cannot(error) from error
+    raise AssertionError(model_type)
 
 
 def decoder(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs] | None:
@@ -88,7 +91,7 @@ def decoder(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs] | None
 def _cannot(error: Exception) -> CannotBuildError:
     if isinstance(error, CannotBuildError):
         return error
-    reason = "package missing" if isinstance(error, ImportError) else "does not run"
+    reason = "package missing" if isinstance(error, ImportError) else "default does not run"
     return CannotBuildError(reason, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
 
@@ -104,10 +107,11 @@ def _run(config: Any) -> tuple[nn.Module, Inputs]:
         make: Any = cls._from_config  # type: ignore[attr-defined]
         try:
             probe = on_meta(make, config)
-            if sum(parameter.numel() for parameter in probe.parameters()) > MOST_PARAMETERS:
-                raise CannotBuildError("large", "it is large at its smallest")
             torch.manual_seed(0)
-            inputs, model = made_up(probe, Sizes(config, 4, 16, 64)), make(config)
+            inputs = made_up(probe, Sizes(config, 4, 16, 64))
+            if sum(parameter.numel() for parameter in probe.parameters()) > MOST_PARAMETERS:
+                raise CannotBuildError("only large", "it runs with its default config alone, which is large")
+            model = make(config)
             with torch.no_grad():
                 model.eval()(**inputs)
             return model, inputs
@@ -120,7 +124,8 @@ def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
     """Configs to try: with every size limited, then with all in proportion, then with less and less."""
     cls = CONFIG_MAPPING[model_type]
     fields = cls().to_dict()
-    for small in (_limited(fields, LIMITS), _scaled(_limited(fields, ONLY_DEPTH)), _limited(fields, ONLY_DEPTH)):
+    few = _limited(fields, ONLY_DEPTH)
+    for small in (_limited(fields, LIMITS), _scaled(few), _limited(fields, WIDE), few):
         yield lambda small=small: cls.from_dict(small)
         yield lambda small=small: cls.from_dict(small | {"layer_types": None})
     yield cls
