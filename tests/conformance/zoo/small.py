@@ -23,7 +23,7 @@ WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "projectio
 INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_size", "mlp_dim", "feedforward", "lora_rank")
 EXPERTS = ("num_experts", "routed_experts", "local_experts")
 Limits = dict[tuple[str, ...], int]
-ONLY_DEPTH: Limits = {("vocab_size",): VOCAB, DEPTHS: 2}  # by how the name of a field ends
+ONLY_DEPTH: Limits = {("vocab_size",): VOCAB, DEPTHS: 2, ("source_positions",): 32}  # by how the name of a field ends
 LIMITS: Limits = ONLY_DEPTH | {
     ("kv_heads", "key_value_heads", "per_tok", "topk", "moe_k", "n_group", "topk_group"): 2,
     HEADS + EXPERTS: 4,
