@@ -53,7 +53,7 @@ class Refusals(TorchFunctionMode):
     ``reads_numbers``: the model's own lines may read whole numbers, each under a guard. State: ``is_user_read``,
     whether the running function of torch reads values for the user's own line; None where no function is running.
     ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of the user's has an
-    Unknown.
+    Unknown. ``comparisons``: what comparing two whole numbers gave, where they may be read.
     """
 
     def __init__(self, reads_numbers: bool) -> None:
@@ -62,6 +62,7 @@ class Refusals(TorchFunctionMode):
         self.is_user_read: bool | None = None
         self.passed_over: dict[str, None] = {}
         self.gave_unknown = False
+        self.comparisons: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
@@ -74,6 +75,9 @@ class Refusals(TorchFunctionMode):
         try:
             if func is Tensor.tolist and self.reads_numbers and is_whole(args[0]):
                 return _nested(numbers(args[0]), args[0].shape)
+            if func in _COMPARISONS and self.reads_numbers and all(map(_is_whole_number, args)):
+                self.comparisons.append(func(*args))
+                return self.comparisons[-1]
             if func is not Tensor.__format__ or not self.is_user_read or args[0].ndim:
                 return func(*args, **(kwargs or {}))
             number, spec = args
@@ -87,6 +91,8 @@ class Refusals(TorchFunctionMode):
             if frame is not None and passing is not None:
                 self.pass_over(frame)
                 return passing
+            if func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons):
+                return bool(numbers(args[0].long())[0])
             if frame is None or func is not Tensor.item or _caller(sys._getframe(), is_direct=True) is not frame:
                 raise
             self.gave_unknown = True
@@ -102,6 +108,10 @@ class Refusals(TorchFunctionMode):
 def is_whole(x: Tensor) -> bool:
     """Whether a tensor is of whole numbers, which may be sizes; truth values are none."""
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def _is_whole_number(x: Any) -> bool:
+    return isinstance(x, int) or (isinstance(x, Tensor) and not x.ndim and is_whole(x))
 
 
 @torch.library.custom_op("shardc::numbers", mutates_args=(), schema="(Tensor x) -> int[]")
@@ -147,6 +157,10 @@ _READS = {
 _TESTS = {  # what gives one truth value
     *(Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, Tensor.__contains__),
+}
+_COMPARISONS = {
+    *(Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne),
+    *(Tensor.__eq__, Tensor.__ne__),
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
@@ -405,8 +419,9 @@ class Guards:
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
         guard = Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
-        types = (results,) if isinstance(results, TensorType) else results or ()
-        opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(func.tags))  # type: ignore[arg-type]
+        entries = results if isinstance(results, tuple) else (results,)
+        types = tuple(each for each in entries if each is not None)  # none of numbers
+        opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(func.tags))
         self.opaque.append(opaque)
         *tensors, passed = opaque(*(leaves[i] for i in positions))
         self.results.append(passed)
@@ -462,11 +477,10 @@ class Guard:
 
 
 def result_text(result: Any) -> str:
-    """The part of an op's result on which a program may depend: the types of tensors, or the number itself."""
-    types = types_of(result)
-    if types is None:
-        return repr(result)
-    return str(types) if isinstance(types, TensorType) else ", ".join(map(str, types))
+    """The part of an op's result on which a program may depend: the types of tensors, and numbers themselves."""
+    if isinstance(result, (list, tuple)):
+        return ", ".join(map(result_text, result))
+    return repr(result) if (type_ := types_of(result)) is None else str(type_)
 
 
 def _tracer() -> Any:

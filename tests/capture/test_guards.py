@@ -208,6 +208,36 @@ def test_where_values_are_not_known_the_error_says_why(model: nn.Module, x: Tens
         shardc.compile(model, MESH, args=(x,))
 
 
+class Larger(nn.Module):
+    """As many rows as the larger of two sides, which Python's own ``max`` finds."""
+
+    def forward(self, x: Tensor, sides: Tensor) -> Tensor:
+        side = max(sides[0], sides[1])
+        return x * side + (x[:2] if sides[0] > 3 else x[2:]).sum()
+
+
+def test_two_whole_numbers_may_be_compared_each_outcome_under_a_guard() -> None:
+    x = torch.randn(4, dtype=torch.float64)
+    parallel = shardc.parallelize(Larger(), MESH, {"x": P("dp")})
+    for sides in ([2, 3], [3, 2], [5, 4], [2, 3]):
+        torch.testing.assert_close(parallel(x, torch.tensor(sides)), Larger()(x, torch.tensor(sides)))
+    (variants,) = parallel.shardc.variants.values()
+    assert len(variants.calls) == 3
+
+
+class Split(nn.Module):
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        first, second = x.split(sizes.tolist())
+        return first.sum() * second
+
+
+def test_a_list_of_whole_numbers_may_be_sizes() -> None:
+    x = torch.randn(5, 4, dtype=torch.float64)
+    parallel = shardc.parallelize(Split(), MESH, {"x": P(None, "dp")})
+    for sizes in (torch.tensor([2, 3]), torch.tensor([4, 1])):
+        torch.testing.assert_close(parallel(x, sizes), Split()(x, sizes))
+
+
 class Reads(nn.Module):
     def __init__(self, read: Callable[[Tensor], object]) -> None:
         super().__init__()

@@ -63,10 +63,13 @@ class Case:
 def set_dropout(model: nn.Module, chance: float) -> None:
     """Give every module that drops, by whatever name it keeps its chance, the same one.
 
-    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds.
+    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds. Nor are spans of speech
+    masked, which numpy draws.
     """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
+            if hasattr(holder, "apply_spec_augment"):
+                holder.apply_spec_augment = False
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 drops = "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
                 if isinstance(value, (int, float)) and drops:
