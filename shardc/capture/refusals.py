@@ -36,7 +36,7 @@ from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import ancestors, is_random, nodes_after, op_name
+from shardc.program.node import ancestors, is_random, nodes_after, op_name, reached
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -54,7 +54,7 @@ class Refusals(TorchFunctionMode):
     ``reads_numbers``: the model's own lines may read whole numbers, each under a guard. State: ``is_user_read``,
     whether the running function of torch reads values for the user's own line; None where no function is running.
     ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of the user's has an
-    Unknown.
+    Unknown. ``comparisons``: what comparing two whole numbers gave, where they may be read.
     """
 
     def __init__(self, reads_numbers: bool) -> None:
@@ -63,6 +63,7 @@ class Refusals(TorchFunctionMode):
         self.is_user_read: bool | None = None
         self.passed_over: dict[str, None] = {}
         self.gave_unknown = False
+        self.comparisons: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
@@ -75,6 +76,9 @@ class Refusals(TorchFunctionMode):
         try:
             if func is Tensor.tolist and self.reads_numbers and is_whole(args[0]):
                 return _nested(numbers(args[0]), args[0].shape)
+            if func in _COMPARISONS and self.reads_numbers and all(map(_is_whole_number, args)):
+                self.comparisons.append(func(*args))
+                return self.comparisons[-1]
             if func is not Tensor.__format__ or not self.is_user_read or args[0].ndim:
                 return func(*args, **(kwargs or {}))
             number, spec = args
@@ -88,6 +92,8 @@ class Refusals(TorchFunctionMode):
             if frame is not None and passing is not None:
                 self.pass_over(frame)
                 return passing
+            if func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons):
+                return bool(numbers(args[0].long())[0])
             if frame is None or func is not Tensor.item or _caller(sys._getframe(), is_direct=True) is not frame:
                 raise
             self.gave_unknown = True
@@ -103,6 +109,10 @@ class Refusals(TorchFunctionMode):
 def is_whole(x: Tensor) -> bool:
     """Whether a tensor is of whole numbers, which may be sizes; truth values are none."""
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def _is_whole_number(x: Any) -> bool:
+    return isinstance(x, int) or (isinstance(x, Tensor) and not x.ndim and is_whole(x))
 
 
 @torch.library.custom_op("shardc::numbers", mutates_args=(), schema="(Tensor x) -> int[]")
@@ -148,6 +158,10 @@ _READS = {
 _TESTS = {  # what gives one truth value
     *(Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, Tensor.__contains__),
+}
+_COMPARISONS = {
+    *(Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne),
+    *(Tensor.__eq__, Tensor.__ne__),
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
@@ -274,6 +288,10 @@ def is_lookup_by_value(error: Exception) -> bool:
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
+# Operands that say nothing but by their shape what the shapes of results are.
+READ_BY_SHAPE: Mapping[Any, tuple[int, ...]] = {torch.ops.aten._ctc_loss.Tensor: (0,)}
+
+
 class NoValueError(LookupError):
     """The result of an op is unknown before the program runs; the message says why."""
 
@@ -395,13 +413,17 @@ class Guards:
         node = next(reversed(_tracer().graph.nodes))
         if node.target is not func:
             raise NoValueError("it is part of another op")
-        value = self._value(node)
+        with _disable_current_modes(), no_python_dispatcher():
+            by_shape = READ_BY_SHAPE.get(func, ())
+            zeros = {node.args[i]: torch.zeros(args[i].shape, dtype=args[i].dtype) for i in by_shape}
+        value = self._value(node, zeros)
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
         guard = Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
-        types = (results,) if isinstance(results, TensorType) else results or ()
+        entries = results if isinstance(results, tuple) else (results,)
+        types = tuple(each for each in entries if each is not None)  # none of numbers
         tensors = self._insert(guard, [leaves[i] for i in positions], types, func.tags)
         return value if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
 
@@ -411,7 +433,7 @@ class Guards:
         Where they are unknown before the program runs, what it says of zeros.
         """
         try:
-            value = self._value(node_of(x))
+            value = self._value(node_of(x), {})
         except NoValueError:
             with _disable_current_modes():
                 value = torch.zeros(x.shape, dtype=x.dtype)
@@ -429,27 +451,30 @@ class Guards:
         self.names.append(f"{len(self.names)}: {guard.name} gives {guard.expected} at {guard.where}")
         return tensors
 
-    def _value(self, node: fx.Node | None) -> Any:
-        """The value of a node, computed from the values of the placeholders that it depends on."""
+    def _value(self, node: fx.Node | None, known: Mapping[Any, Tensor]) -> Any:
+        """The value of a node, computed from the values of the placeholders that it depends on, and from known ones."""
         if node is None or node.graph is not self._graph:
             raise NoValueError("it is part of another op")
-        needed = ancestors(node)
-        if needed & self._unknown:
+        needed = reached([node], lambda each: () if each in known else each.all_input_nodes)
+        read = needed - known.keys()
+        if read & self._unknown:
             raise NoValueError("it depends on a gradient that comes in later")
-        if any(map(is_random, needed)):
+        if any(map(is_random, read)):
             raise NoValueError("it depends on numbers that are drawn at random")
-        if any(each.op == "placeholder" and each not in self._values for each in needed):
+        values = {**self._values, **known}
+        if any(each.op == "placeholder" and each not in values for each in needed):
             raise NoValueError("it depends on tensors without values: capture with real ones")
         in_order = [each for each in node.graph.nodes if each in needed]
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for each in in_order:
-            copies[each] = graph.node_copy(each, copies.__getitem__)
+            is_given = each.op == "placeholder" or each in known
+            copies[each] = graph.placeholder(each.name) if is_given else graph.node_copy(each, copies.__getitem__)
         graph.output(copies[node])
-        values: list[Any] = [self._values[each] for each in in_order if each.op == "placeholder"]
+        given: list[Any] = [values[each] for each in in_order if copies[each].op == "placeholder"]
         module = fx.GraphModule(_tracer().root, graph)
         with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             # All ranks capture, and so gather the same DTensors in the same order.
-            whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+            whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in given]
             return fx.Interpreter(module).run(*(value.detach() for value in whole))
 
 
@@ -475,13 +500,12 @@ class Guard:
 
 
 def result_text(result: Any) -> str:
-    """The part of an op's result on which a program may depend: the types of tensors, or the number or text itself."""
+    """The part of an op's result on which a program may depend: the types of tensors, numbers and texts themselves."""
     if isinstance(result, str):
         return result
-    types = types_of(result)
-    if types is None:
-        return repr(result)
-    return str(types) if isinstance(types, TensorType) else ", ".join(map(str, types))
+    if isinstance(result, (list, tuple)):
+        return ", ".join(map(result_text, result))
+    return repr(result) if (type_ := types_of(result)) is None else str(type_)
 
 
 def _tracer() -> Any:

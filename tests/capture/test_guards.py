@@ -174,6 +174,16 @@ def test_verify_holds_guarded_programs_against_eager() -> None:
     assert found and all(each.is_small for each in found)
 
 
+class Dropping(Model):
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, training=self.training), given)
+
+
+def test_the_shape_of_a_ctc_loss_depends_on_its_lengths_and_not_on_the_numbers_that_a_model_draws() -> None:
+    found = verify(Dropping("ctc_loss"), MESH, ANNOTATIONS, args=(drawn(0).float(), ONE))
+    assert found and all(each.is_small for each in found)
+
+
 class Chance(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.nonzero(torch.rand_like(x) > 0.5).sum() * x
@@ -196,6 +206,36 @@ class OfGradient(nn.Module):
 def test_where_values_are_not_known_the_error_says_why(model: nn.Module, x: Tensor, reason: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_guards.py:\d+: .*nonzero(.|\n)*\({reason}\)"):
         shardc.compile(model, MESH, args=(x,))
+
+
+class Larger(nn.Module):
+    """As many rows as the larger of two sides, which Python's own ``max`` finds."""
+
+    def forward(self, x: Tensor, sides: Tensor) -> Tensor:
+        side = max(sides[0], sides[1])
+        return x * side + (x[:2] if sides[0] > 3 else x[2:]).sum()
+
+
+def test_two_whole_numbers_may_be_compared_each_outcome_under_a_guard() -> None:
+    x = torch.randn(4, dtype=torch.float64)
+    parallel = shardc.parallelize(Larger(), MESH, {"x": P("dp")})
+    for sides in ([2, 3], [3, 2], [5, 4], [2, 3]):
+        torch.testing.assert_close(parallel(x, torch.tensor(sides)), Larger()(x, torch.tensor(sides)))
+    (variants,) = parallel.shardc.variants.values()
+    assert len(variants.calls) == 3
+
+
+class Split(nn.Module):
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        first, second = x.split(sizes.tolist())
+        return first.sum() * second
+
+
+def test_a_list_of_whole_numbers_may_be_sizes() -> None:
+    x = torch.randn(5, 4, dtype=torch.float64)
+    parallel = shardc.parallelize(Split(), MESH, {"x": P(None, "dp")})
+    for sizes in (torch.tensor([2, 3]), torch.tensor([4, 1])):
+        torch.testing.assert_close(parallel(x, sizes), Split()(x, sizes))
 
 
 class Reads(nn.Module):

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,9 +19,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from collector import exempt_imports
 
-Outcome = Literal["right", "wrong", "refused", "apart"]
+Outcome = Literal["right", "wrong", "refused", "late", "apart"]
 C = TypeVar("C")
-OUTCOMES: tuple[Outcome, ...] = ("right", "wrong", "refused", "apart")
+DAY = 86_400.0
+OUTCOMES: tuple[Outcome, ...] = ("right", "wrong", "refused", "late", "apart")
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,42 @@ def chosen(cases: Iterable[C], options: argparse.Namespace) -> list[C]:
     return [case for case in cases if fnmatchcase(str(case), options.only or "*")][:: options.every]
 
 
-def run_cases(run: Callable[[Any], Result], cases: Sequence[Any], jobs: int) -> list[Result]:
+def run_cases(
+    run: Callable[[Any], Result],
+    cases: Sequence[Any],
+    jobs: int,
+    limit: float | None = None,
+    watch: Callable[[list[Result]], None] = lambda results: None,
+) -> list[Result]:
     """Every case's result, in order; with more than one job in forked processes of one thread each.
 
-    A case that ends its process is refused.
+    A case that ends its process is refused. One that takes longer than ``limit`` seconds is late; with a limit one job
+    has a process of its own, too. ``watch`` is called with the results there are, after each case.
     """
     torch.set_num_threads(1)
     exempt_imports()
-    if jobs <= 1:
-        return [run(case) for case in cases]
     results: dict[int, Result] = {}
+
+    def enter(number: int, result: Result) -> None:
+        results[number] = result
+        watch([results[each] for each in sorted(results)])
+        if len(results) % 50 == 0:
+            print(f"{len(results)} of {len(cases)} cases", file=sys.stderr, flush=True)
+
+    if jobs <= 1 and limit is None:
+        for number, case in enumerate(cases):
+            enter(number, run(case))
+        return list(results.values())
     waiting = list(enumerate(cases))[::-1]
-    workers = [_Worker(run) for _ in range(min(jobs, len(cases)))]
+    workers = [_Worker(run, limit or DAY) for _ in range(min(jobs, len(cases)))]
     for worker in workers:
         worker.give(waiting)
     while busy := [worker for worker in workers if worker.case is not None]:
-        ready = wait([worker.pipe for worker in busy])
+        wait([worker.pipe for worker in busy], timeout=min(worker.seconds_left for worker in busy))
         for worker in busy:
-            if worker.pipe in ready:
-                number, result = worker.take()
-                results[number] = result
+            if worker.pipe.poll() or worker.seconds_left <= 0:
+                enter(*worker.take())
                 worker.give(waiting)
-                if len(results) % 50 == 0:
-                    print(f"{len(results)} of {len(cases)} cases", file=sys.stderr, flush=True)
     for worker in workers:
         worker.process.kill()
     return [results[number] for number in range(len(cases))]
@@ -69,8 +84,10 @@ def run_cases(run: Callable[[Any], Result], cases: Sequence[Any], jobs: int) -> 
 class _Worker:
     """A forked process that runs one case after another; another takes its place when it dies."""
 
-    def __init__(self, run: Callable[[Any], Result]) -> None:
+    def __init__(self, run: Callable[[Any], Result], limit: float) -> None:
         self.run = run
+        self.limit = limit
+        self.begun = 0.0
         self.case: tuple[int, Any] | None = None
         self._start()
 
@@ -84,18 +101,27 @@ class _Worker:
     def give(self, waiting: list[tuple[int, Any]]) -> None:
         self.case = waiting.pop() if waiting else None
         if self.case:
+            self.begun = time.monotonic()
             self.pipe.send(self.case[1])
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.begun + self.limit - time.monotonic())
 
     def take(self) -> tuple[int, Result]:
         assert self.case is not None
         number, case = self.case
         try:
-            return number, self.pipe.recv()
+            if self.pipe.poll():
+                return number, self.pipe.recv()
+            result = Result(str(case), "late", f"not done after {self.limit:.0f} s")
+            self.process.kill()
+            self.process.join()
         except EOFError:
             self.process.join()
-            died = Result(str(case), "refused", f"its process died of signal {-(self.process.exitcode or 0)}")
-            self._start()
-            return number, died
+            result = Result(str(case), "refused", f"its process died of signal {-(self.process.exitcode or 0)}")
+        self._start()
+        return number, result
 
 
 def _serve(run: Callable[[Any], Result], pipe: Connection) -> None:
@@ -123,11 +149,20 @@ def print_counts(suite: str, results: Iterable[Result]) -> None:
 
 
 def write_json(path: str | None, results: Iterable[Result]) -> None:
-    """Every result, where a path is given."""
+    """Every result, where a path is given. A reader finds the old file or the new one, never a part."""
     if path:
-        Path(path).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        part.replace(path)
+
+
+def read_json(path: str | None) -> list[Result]:
+    """The results of a file that ``write_json`` wrote; none where there is no such file."""
+    if not path or not Path(path).exists():
+        return []
+    return [Result(**each) for each in json.loads(Path(path).read_text())]
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """1 where a case is wrong or refused."""
-    return int(any(result.outcome in ("wrong", "refused") for result in results))
+    """1 where a case is wrong, refused or late."""
+    return int(any(result.outcome in ("wrong", "refused", "late") for result in results))

@@ -7,6 +7,7 @@ first, and the first that a forward on meta tensors takes is used.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Inputs = dict[str, Tensor]
+Maker = Callable[["Sizes"], Tensor]
 PARTS = (
     *("vision_config", "image_config", "vit_config", "backbone_config", "text_config", "audio_config"),
     *("speech_config", "audio_encoder_config", "encoder_config", "encoder", "decoder", "decoder_config"),
@@ -29,6 +32,7 @@ class Sizes:
     config: Any
     batch: int
     seq: int
+    side: int = 224  # of images, where the config has no size
 
     def of(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that the config has, or else a part of it."""
@@ -42,11 +46,14 @@ class Sizes:
     @property
     def image(self) -> tuple[int, int]:
         """Height and width of an image."""
-        size = self.of("image_size", "img_size", "input_size", default=224)
-        if isinstance(size, Mapping):
-            size = (size.get("height", 224), size.get("width", 224))
-        pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-        return (int(pair[-2]), int(pair[-1])) if len(pair) > 1 else (int(pair[0]), int(pair[0]))
+        height, width = _pair(self.of("image_size", "img_size", "input_size", "max_img_size", default=self.side))
+        smallest = round(self.patch / min(self.of("scaled_images_ratios", default=[math.inf])))
+        return max(height, smallest), max(width, smallest)
+
+    @property
+    def patch(self) -> int:
+        """Height of a patch of an image."""
+        return _pair(self.of("patch_size", default=14))[0]
 
     @property
     def channels(self) -> int:
@@ -55,11 +62,19 @@ class Sizes:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    for name in PARTS:
+    for name in dict.fromkeys((*PARTS, *getattr(config, "sub_configs", ()))):
         part = getattr(config, name, None)
         if hasattr(part, "to_dict"):
             yield part
             yield from _parts(part)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size that a config gives as one number, as a list or by name."""
+    if isinstance(size, Mapping):
+        size = (size.get("height", 224), size.get("width", 224))
+    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    return (int(pair[-2]), int(pair[-1])) if len(pair) > 1 else (int(pair[0]), int(pair[0]))
 
 
 # A tensor, or several ways to make it, by the name of the argument.
@@ -74,6 +89,16 @@ def _tokens(sizes: Sizes, length: int | None = None) -> Tensor:
     for token in filter(None, special):  # where an image would stand
         tokens[tokens == token] = 1
     return tokens
+
+
+def _tokens_with_image(sizes: Sizes) -> Tensor:
+    return _tokens(sizes, _places_of_image(sizes).shape[1])
+
+
+def _places_of_image(sizes: Sizes) -> Tensor:
+    """A mask of the tokens in front of a text that are an image's."""
+    count = int(sizes.of("latent_query_num", default=0))
+    return (torch.arange(count + sizes.seq) < count).long().repeat(sizes.batch, 1)
 
 
 def _has_vocab(config: Any) -> bool:
@@ -97,8 +122,51 @@ def _images(sizes: Sizes) -> Tensor:
 
 def _patches(sizes: Sizes) -> Tensor:
     """The patches of the images of ``_grid``, one a row, as models take them that see images of any size."""
-    patch, times = int(sizes.of("patch_size", default=14)), int(sizes.of("temporal_patch_size", default=1))
-    return torch.randn(int(_grid(sizes).prod(1).sum()), sizes.channels * times * patch * patch)
+    times = int(sizes.of("temporal_patch_size", default=1))
+    return torch.randn(int(_grid(sizes).prod(1).sum()), sizes.channels * times * sizes.patch**2)
+
+
+def _few_images(sizes: Sizes) -> Tensor:
+    """Two images for each row: the examples of a text with images, or a pair to compare."""
+    return torch.randn(sizes.batch, 2, sizes.channels, *sizes.image)
+
+
+def _patches_of_each(sizes: Sizes) -> Tensor:
+    """The patches of each image one after another, for models that take images of any shape."""
+    return torch.randn(sizes.batch, _side(sizes) ** 2, sizes.channels * sizes.patch**2)
+
+
+def _side(sizes: Sizes) -> int:
+    """So many patches, each way, has an image that comes as patches."""
+    pooled = sizes.of("pooling_kernel_size")
+    return 2 * int(pooled) if pooled else math.isqrt(int(sizes.of("num_patches", default=16)))
+
+
+def _half_images(sizes: Sizes) -> Tensor:
+    """Images that a model puts below others."""
+    height, width = sizes.image
+    return torch.randn(sizes.batch, sizes.channels, height // 2, width)
+
+
+def _flattened_patches(sizes: Sizes) -> Tensor:
+    """Patches with their row and column in front, all in the first row and column."""
+    width = int(sizes.of("patch_embed_hidden_size", default=sizes.channels * sizes.patch**2))
+    return F.pad(torch.randn(sizes.batch, sizes.seq, width), (2, 0))
+
+
+def _shape_of_each(sizes: Sizes) -> Tensor:
+    return torch.full((sizes.batch, 2), _side(sizes))
+
+
+def _positions_of_patches(sizes: Sizes) -> Tensor:
+    """Column and row of each patch."""
+    side = torch.arange(_side(sizes))
+    return torch.cartesian_prod(side, side).flip(1).repeat(sizes.batch, 1, 1)
+
+
+def _ones(make: Maker, dim: int) -> Maker:
+    """A mask that hides none of a dim of another input."""
+    return lambda sizes: torch.ones(sizes.batch, make(sizes).shape[dim], dtype=torch.int64)
 
 
 def _grid(sizes: Sizes) -> Tensor:
@@ -127,7 +195,17 @@ def _one_channel_wave(sizes: Sizes) -> Tensor:
 
 
 def _bands(sizes: Sizes) -> int:
-    return int(sizes.of("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "mel_bins", default=80))
+    return int(
+        sizes.of(
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "n_mels",
+            "mel_bins",
+            "input_feat_size",
+            default=80,
+        )
+    )
 
 
 def _whole_spectrogram(sizes: Sizes) -> Tensor:
@@ -146,7 +224,8 @@ def _image_of_frames(sizes: Sizes) -> Tensor:
 def _history(sizes: Sizes) -> Tensor:
     """A value for each step of the past, and for as many before as the model looks back."""
     lags = sizes.of("lags_sequence", default=[0])
-    return torch.randn(sizes.batch, int(sizes.of("context_length", default=sizes.seq)) + max(lags))
+    length = sizes.of("context_length", "prediction_length", default=sizes.seq)
+    return torch.randn(sizes.batch, int(length) + max(lags))
 
 
 def _channels_of_history(sizes: Sizes) -> Tensor:
@@ -159,6 +238,19 @@ def _time_features(sizes: Sizes) -> Tensor:
     return torch.randn(*history.shape, int(sizes.of("num_time_features", default=0)))
 
 
+def _future(sizes: Sizes) -> Tensor:
+    return torch.randn(sizes.batch, int(sizes.of("prediction_length", default=sizes.seq)))
+
+
+def _future_features(sizes: Sizes) -> Tensor:
+    return torch.randn(*_future(sizes).shape, int(sizes.of("num_time_features", default=0)))
+
+
+def _steps(*names: str) -> Maker:
+    """A vector for each step of an episode, of a size that the config has under one of the names."""
+    return lambda sizes: torch.randn(sizes.batch, sizes.seq, int(sizes.of(*names, default=1)))
+
+
 def _hidden_states(sizes: Sizes) -> Tensor:
     return torch.randn(sizes.batch, sizes.seq, int(sizes.of("hidden_size", "d_model", default=64)))
 
@@ -167,24 +259,60 @@ def _boxes(sizes: Sizes) -> Tensor:
     return torch.zeros(sizes.batch, sizes.seq, 4, dtype=torch.int64)
 
 
-Maker = Callable[[Sizes], Tensor]
 MAKERS: dict[str, tuple[Maker, ...]] = {
     "input_ids": (_tokens,),
     "decoder_input_ids": (_tokens,),
     "qformer_input_ids": (_tokens,),
     "bbox": (_boxes,),
-    "pixel_values": (_images, _video, _patches),
+    "pixel_values": (_images, _video, _patches, _few_images),
+    "pixel_position_ids": (_positions_of_patches,),
+    "pixel_attention_mask": (_ones(_patches_of_each, 1),),
+    "spatial_shapes": (_shape_of_each,),
+    "prompt_pixel_values": (_half_images,),
+    "prompt_masks": (_half_images,),
     "grid_thw": (_grid,),
     "image_grid_thw": (_grid,),
     "merge_sizes": (lambda sizes: torch.full((sizes.batch,), _merge(sizes)),),
     "pixel_values_videos": (_video,),
     "input_features": (_whole_spectrogram, _frames, _image_of_frames),
+    "input_features_mask": (_ones(_whole_spectrogram, 2), _ones(_frames, 1)),
+    "audio_mel": (_frames,),
+    "audio_mel_mask": (lambda sizes: torch.zeros(_frames(sizes).shape[:2], dtype=torch.bool),),
+    "flattened_patches": (_flattened_patches,),
+    "inputs": (_tokens, _wave, _images),
+    "visual_feats": (_steps("visual_feat_dim"),),
+    "visual_pos": (_steps("visual_pos_dim"),),
+    "states": (_steps("state_dim"),),
+    "actions": (_steps("act_dim"),),
+    "rewards": (_steps(),),
+    "returns_to_go": (_steps(),),
+    "timesteps": (lambda sizes: torch.arange(sizes.seq).repeat(sizes.batch, 1),),
+    "query_embeds": (_hidden_states,),
+    "latents": (_hidden_states,),
+    "future_values": (_future,),
+    "future_time_features": (_future_features,),
+    "image_embeds_position_mask": (_places_of_image,),
+    "image_attention_mask": (lambda sizes: torch.ones(sizes.batch, sizes.seq, 2, dtype=torch.int64),),
+    "attention_mask": (_ones(_tokens, 1),),
     "input_values": (_wave, _frames, _one_channel_wave),
     "past_values": (_history, _channels_of_history),
     "past_time_features": (_time_features,),
     "past_observed_mask": (lambda sizes: torch.ones_like(_history(sizes)),),
     "hidden_states": (_patches, _hidden_states),
     "inputs_embeds": (_hidden_states,),
+}
+PARTNERS: dict[str, dict[str, Maker]] = {  # inputs that must fit another one
+    "grid_thw": {"pixel_values": _patches},
+    "spatial_shapes": {"pixel_values": _patches_of_each},
+    "pixel_position_ids": {"pixel_values": _patches_of_each},
+    "prompt_pixel_values": {"pixel_values": _half_images},
+    "image_attention_mask": {"pixel_values": _few_images},
+    "image_embeds_position_mask": {
+        "pixel_values": _images,
+        "input_ids": _tokens_with_image,
+        "labels": _tokens_with_image,
+        "attention_mask": _ones(_tokens_with_image, 1),
+    },
 }
 LABELS: dict[str, Maker] = {  # by a part of the name of the model's class
     "TokenClassification": _tokens,
@@ -205,7 +333,18 @@ OPTIONAL = (
 )  # the last goes first
 
 
-HAS_VALUES = ("grid_thw", "image_grid_thw", "merge_sizes")  # numbers that a model reads, to know what is one image
+EXTRA = (  # arguments that may be left out of a call, says the signature, while some forwards need them
+    *("input_features_mask", "pixel_attention_mask", "spatial_shapes", "visual_feats", "visual_pos", "actions"),
+    *("rewards", "returns_to_go", "timesteps", "future_values", "future_time_features", "image_attention_mask"),
+    "image_embeds_position_mask",
+    *("prompt_pixel_values", "prompt_masks", "pixel_position_ids", "query_embeds", "input_ids", "attention_mask"),
+)
+HAS_VALUES = (
+    "grid_thw",
+    "image_grid_thw",
+    "merge_sizes",
+    "spatial_shapes",
+)  # numbers that a model reads, to know what is one image
 
 
 def text_inputs(sizes: Sizes) -> Inputs:
@@ -226,7 +365,7 @@ def made_up(model: nn.Module, sizes: Sizes) -> Inputs:
                 model(**_on_meta(candidate))
             return candidate
         except Exception as error:  # of code that is not ours, on inputs that may not fit
-            if _reads_values(error):
+            if _is_of_meta(error):
                 return candidate
             first = first or error
     raise first or ValueError("it is not known what its forward takes")
@@ -240,14 +379,20 @@ def _on_meta(inputs: Inputs) -> Inputs:
     }
 
 
-def _reads_values(error: Exception) -> bool:
-    """Whether a forward got as far as to read values, which tensors on meta have not."""
-    texts = ("meta tensor", "register_meta function for torch.nonzero", "not on the expected device meta")
+def _is_of_meta(error: Exception) -> bool:
+    """Whether a forward got as far as to what only meta stops: it reads values, or has an op without bfloat16."""
+    texts = (
+        *("meta tensor", "register_meta function for torch.nonzero", "not on the expected device meta"),
+        "Unsupported dtype BFloat16",
+    )
     return isinstance(error, (RuntimeError, NotImplementedError)) and any(text in str(error) for text in texts)
 
 
 def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
-    """Inputs to try: with an image in the text, then with all that the forward reads, then with less."""
+    """Inputs to try: with an image in the text, then with all that a forward usually reads, then with less.
+
+    At last come those with all that the forward can read, and text alone.
+    """
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     needed = [main] if isinstance(main, str) else list(main)
@@ -262,9 +407,20 @@ def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
     optional = [name for name in OPTIONAL if name in parameters and name in makers_of and name not in names]
     for count in range(len(optional), -1, -1):
         for extra in combinations(optional, count):
-            chosen = [*names, *extra]
-            for makers in product(*(makers_of[name] for name in chosen)):
-                yield {name: make(sizes) for name, make in zip(chosen, makers, strict=True)}
+            yield from _made([*names, *extra], makers_of, sizes)
+    rest = [name for name in EXTRA if name in parameters and name not in names]
+    if rest:
+        for further in (optional, [name for name in optional if name != "labels"]):
+            yield from _made(list(dict.fromkeys([*names, *further, *rest])), makers_of, sizes)
+    if "input_ids" in parameters and "labels" in parameters:
+        yield from _made(["input_ids", "labels"], {**makers_of, "labels": (_tokens,)}, sizes)
+
+
+def _made(names: list[str], makers_of: dict[str, tuple[Maker, ...]], sizes: Sizes) -> Iterator[Inputs]:
+    """Inputs of these names, made in every way that there is."""
+    fixed = {other: (make,) for name in names for other, make in PARTNERS.get(name, {}).items()}
+    for makers in product(*((makers_of | fixed)[name] for name in names)):
+        yield {name: make(sizes) for name, make in zip(names, makers, strict=True)}
 
 
 def _with_image_tokens(model: Any, sizes: Sizes) -> Iterator[Inputs]:

@@ -27,6 +27,7 @@ KINDS = (
     *("TIME_SERIES_PREDICTION", "VISUAL_QUESTION_ANSWERING", "SEQUENCE_CLASSIFICATION", "MASK_GENERATION"),
     *("TEXT_TO_WAVEFORM", "BACKBONE", "PRETRAINING"),
 )
+SERIES = 8  # steps of a time series
 TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")  # their inputs need no try
 LONGEST = 4096  # tokens a row by default: models of 131,072 positions are trained on less
 
@@ -51,6 +52,7 @@ def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: st
     for; if there is none, the error of the first kind is raised.
     """
     classes = model_classes(config)
+    complete(config)
     if not classes:
         problem = "it is a part of another type's model, and transformers makes none of it alone"
         remedy = "name the type of the whole model, or write a function: path.py:function"
@@ -71,6 +73,13 @@ def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: st
             return model, {name: each if name in HAS_VALUES else each.to(device) for name, each in inputs.items()}
     assert first is not None
     raise first
+
+
+def complete(config: Any) -> None:
+    """Give a number of steps to a config of time series that leaves it open, as default configs do."""
+    for name in ("prediction_length", "context_length"):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, SERIES)
 
 
 def on_meta(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:

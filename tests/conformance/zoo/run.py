@@ -12,7 +12,7 @@ import argparse
 import fnmatch
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardc import CaptureError, Mesh, P, ShardingError
+from shardc import CaptureError, Mesh, P, ShardingError, parallelize
 from shardc.api import Compiled
 from shardc.costs.count import flops_of
 from shardc.language.text import bytes_text, table
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
-from shardc.verify import Difference, verify
+from shardc.verify import TOLERANCES, Difference, difference, verify
 
-from ..suite import Result, chosen, exit_code, print_counts, run_cases, write_json
+from ..suite import Result, chosen, exit_code, print_counts, read_json, run_cases, write_json
 from . import convolutions as convolutions
 from . import further as further
 from . import small
@@ -63,10 +63,13 @@ class Case:
 def set_dropout(model: nn.Module, chance: float) -> None:
     """Give every module that drops, by whatever name it keeps its chance, the same one.
 
-    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds.
+    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds. Nor are spans of speech
+    masked, which numpy draws.
     """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
+            if hasattr(holder, "apply_spec_augment"):
+                holder.apply_spec_augment = False
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 drops = "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
                 if isinstance(value, (int, float)) and drops:
@@ -91,9 +94,13 @@ def run(case: Case) -> Result:
         found = verify(model, MESHES[case.mesh], annotations, kwargs=inputs, watch=seen.append)
     except Exception as error:  # whatever stops one model, the next is tried
         return Result(str(case), "refused", f"{type(error).__name__}: {error}")
-    wrong = [f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small]
+    wrong = [_text(each) for each in found if not each.is_small]
     facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
     return Result(str(case), "wrong" if wrong else "right", "; ".join(wrong[:4]), facts)
+
+
+def _text(found: Difference) -> str:
+    return f"{found.check}, {found.dtype}: {found.name} {found.difference:.1e}"
 
 
 def _worst(found: Sequence[Difference]) -> dict[str, float]:
@@ -115,26 +122,47 @@ def _costs(compiled: Compiled) -> dict[str, Any]:
 
 
 def run_type(model_type: str) -> Result:
-    """The same of any model type of transformers: rows of the batch and every linear weight are cut."""
+    """The same of any model type of transformers: rows of the batch and every linear weight are cut.
+
+    A causal language model also runs without gradients, as it is called to generate text.
+    """
     try:
         model, inputs = small.build(model_type)
     except small.CannotBuildError as error:
-        return Result(model_type, "apart", str(error))
+        return Result(model_type, "apart", str(error), {"reason": error.reason})
     set_dropout(model, 0.0)
-    batch = max(len(value) for value in inputs.values())
-    annotations = {f"input:{name}": P("dp") for name, value in inputs.items() if len(value) == batch}
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    annotations |= {f"param:{name}.weight": P("tp") for name in linear}
-    seen: list[Compiled] = []
+    mesh, seen = MESHES["dp=2,tp=2"], list[Compiled]()
     try:
-        found = verify(model.train(), MESHES["dp=2,tp=2"], annotations, kwargs=inputs, watch=seen.append)
+        found = verify(model.train(), mesh, _annotations(model, inputs), kwargs=inputs, watch=seen.append)
+        facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
+        wrong = [
+            f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small
+        ]
+        decoder = small.decoder(model, inputs)
+        if decoder is not None:
+            facts["no_grad"] = distance = _without_gradients(*decoder, mesh)
+            wrong += [f"no_grad: logits {distance:.1e}"] if distance > TOLERANCES[torch.float32] else []
+    except small.CannotBuildError as error:
+        facts["no decoder"] = str(error)
     except (CaptureError, ShardingError) as error:
         return Result(model_type, "refused", " | ".join(line.strip() for line in str(error).splitlines()))
     except Exception as error:  # whatever stops one model, the next is tried
         return Result(model_type, "wrong", f"a traceback: {type(error).__name__}: {str(error)[:300]}")
-    wrong = [f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small]
-    facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
     return Result(model_type, "wrong" if wrong else "right", "; ".join(wrong[:4]), facts)
+
+
+def _annotations(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, P]:
+    batch = max(len(value) for value in inputs.values())
+    annotations = {f"input:{name}": P("dp") for name, value in inputs.items() if len(value) == batch}
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return annotations | {f"param:{name}.weight": P("tp") for name in linear}
+
+
+def _without_gradients(model: nn.Module, inputs: Mapping[str, Tensor], mesh: Mesh) -> float:
+    """How far the logits of a parallel model are from the eager model's, caches and all other outputs on."""
+    parallel = parallelize(model.eval(), mesh, _annotations(model, inputs))
+    with torch.no_grad():
+        return difference(parallel(**inputs).logits, model(**inputs).logits)
 
 
 # The command.
@@ -148,19 +176,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", action="append", choices=tuple(SIZES), help="only this one; may be given again")
     parser.add_argument("--all", action="store_true", help="every model type of transformers, on dp=2,tp=2 alone")
     parser.add_argument("--mesh", action="append", choices=tuple(MESHES), help="only this one; may be given again")
+    parser.add_argument(
+        "--limit", type=float, default=240, metavar="S", help="of --all: seconds for a type (default 240)"
+    )
+    parser.add_argument("--resume", action="store_true", help="of --all: keep results that FILE has")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the cases; print a row for each, where the time of compiling went, and the counts."""
     quiet()
     if options.all:
-        results = run_cases(run_type, chosen(small.types(), options), options.jobs)
+        results = _all_types(options)
     else:
         found = list(cases(options.only, options.variant or tuple(SIZES), options.mesh or ()))[:: options.every]
         results = run_cases(run, found, options.jobs)
-    print(table(HEADER, [_row(result) for result in results if result.facts]))
+    print(table(HEADER, [_row(result) for result in results if "seconds" in result.facts]))
     print(_slowest(results))
     print_counts("zoo", results)
+    if options.all:
+        print(_shares(results))
     without = [result for result in results if result.outcome == "right" and not result.facts["fallbacks"]]
     print(f"zoo: {len(without)} of them right with no op run whole")
     for result in results:
@@ -168,6 +202,32 @@ def main(options: argparse.Namespace) -> int:
             print(f"  {result.name}: {num} tensors held to four times what float32 is off by on one device")
     write_json(options.json, results)
     return exit_code(results)
+
+
+def _all_types(options: argparse.Namespace) -> list[Result]:
+    """The results of every type, written as they come; those of an earlier run are not run again if it is resumed."""
+    known = read_json(options.json) if options.resume else []
+    cases = [name for name in chosen(small.types(), options) if name not in {result.name for result in known}]
+
+    def write(results: list[Result]) -> None:
+        write_json(options.json, [*known, *results])
+
+    return [*known, *run_cases(run_type, cases, options.jobs, options.limit, write)]
+
+
+def _shares(results: Sequence[Result]) -> str:
+    """How many types are right of those that can be built small, why others cannot, and how many decoders ran."""
+    apart = Counter(result.facts["reason"] for result in results if result.outcome == "apart")
+    num_built = len(results) - apart.total()
+    right = sum(result.outcome == "right" for result in results)
+    decoders = [result for result in results if "no_grad" in result.facts]
+    return "\n".join(
+        (
+            f"zoo: {right} right of {num_built} types that are built small: {100 * right / max(1, num_built):.1f} %",
+            f"zoo: {apart.total()} are not: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common()),
+            f"zoo: {len(decoders)} causal language models ran without gradients, caches on",
+        )
+    )
 
 
 def quiet() -> None:

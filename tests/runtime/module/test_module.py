@@ -11,7 +11,21 @@ import pytest
 import torch
 from gloo_pool import ByPath
 from one_device import assert_same, assert_same_state
-from parallel_models import FSDP, MEGATRON, MLP, OPTIMIZERS, TIED, PerRow, Shared, Summed, TiedModel, batch, doubles, ids, whole
+from parallel_models import (
+    FSDP,
+    MEGATRON,
+    MLP,
+    OPTIMIZERS,
+    TIED,
+    PerRow,
+    Shared,
+    Summed,
+    TiedModel,
+    batch,
+    doubles,
+    ids,
+    whole,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
