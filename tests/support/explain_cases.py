@@ -35,7 +35,9 @@ CASES: dict[str, tuple[str, Mesh, dict[str, Any], dict[str, Any]]] = {
 
 def compiled(target: str, mesh: Mesh, settings: dict[str, Any] | None = None, **options: Any) -> Compiled:
     """A target of the command line."""
-    found = load_target(target, TargetOptions(settings or {}, None, 64, "meta"), mesh)
+    found = load_target(
+        target, TargetOptions(settings or {}, None, 64 if target.startswith("hf:") else None, "meta"), mesh
+    )
     return compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 

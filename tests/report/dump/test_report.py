@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 
 
 def compiled(target: str, mesh: Mesh, **options: Any) -> Compiled:
-    found = load_target(target, TargetOptions({}, None, 64, "meta"), mesh)
+    found = load_target(target, TargetOptions({}, None, 64 if target.startswith("hf:") else None, "meta"), mesh)
     return shardc.compile(found.model, mesh, found.annotations, args=found.args, kwargs=found.kwargs, **options)
 
 
