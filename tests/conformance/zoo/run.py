@@ -68,7 +68,7 @@ def set_dropout(model: nn.Module, chance: float) -> None:
     """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
-            if hasattr(holder, "apply_spec_augment"):
+            if hasattr(holder, "mask_time_prob"):
                 holder.apply_spec_augment = False
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 drops = "drop" in name or (isinstance(holder, nn.Dropout) and name == "p")
