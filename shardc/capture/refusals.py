@@ -382,7 +382,7 @@ class Guards:
     @contextmanager
     def unknown(self) -> Iterator[None]:
         """The tensors that are made in the block have no value before the program runs."""
-        last = next(reversed(self._graph.nodes))
+        last = next(iter(reversed(self._graph.nodes)))
         yield
         self._unknown.update(nodes_after(last))
 
@@ -391,7 +391,7 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        value = self._value(next(reversed(_tracer().graph.nodes)), func)
+        value = self._value(next(iter(reversed(_tracer().graph.nodes))), func)
         leaves, nest = pytree.tree_flatten((args, dict(kwargs)))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         call = flat_call(STEADY.get(func, func), leaves, nest, positions)
