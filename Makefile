@@ -2,17 +2,20 @@
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
-BIN := .venv/bin
+# make test TORCH=2.12.1 PYTHON=python3.13: another torch, another Python or both, in an environment of its own.
+VENV := .venv$(if $(TORCH),-$(TORCH))$(if $(filter command,$(origin PYTHON)),-$(notdir $(PYTHON)))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+BIN := $(VENV)/bin
 WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
 .PHONY: demo test test-all sweep soak conformance bench lint format types wheel-test readme examples clean
 
-demo: .venv/installed  # torch says that it has no numpy; shardc needs none
+demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
 
-test: .venv/installed-test
+test: $(VENV)/installed-test
 	$(BIN)/python -m compileall -q shardc passes runtime  # once, and not in each process that a test starts
 	$(PYTEST) $(IN_PARALLEL)
 
@@ -22,42 +25,42 @@ test-all: conformance
 	$(PYTEST) $(IN_PARALLEL) -m "not soak and not share"
 
 # More cases of what make test holds on a few; the README's jobs of several processes.
-sweep: .venv/installed-test
+sweep: $(VENV)/installed-test
 	$(PYTEST) $(IN_PARALLEL) -m "sweep and not soak"
 
 # Every mismatch between ranks, every way for a rank to die, every reading, flipped bits and killed saves: about 10 minutes.
-soak: .venv/installed-test
+soak: $(VENV)/installed-test
 	$(PYTEST) -m soak
 
-conformance: .venv/installed-test
+conformance: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance all
 
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
-lint: .venv/installed-dev
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/installed-dev
+format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: .venv/installed-dev
+types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-readme: .venv/installed-test
+readme: $(VENV)/installed-test
 	$(PYTEST) -m "sweep or not sweep" tests/project/test_readme.py
 
-examples: .venv/installed-test
+examples: $(VENV)/installed-test
 	$(PYTEST) tests/project/test_examples.py
 
-# Tests of every room against the built wheel: its own environment sees .venv's packages last, the checkout not at all.
+# Tests of every room against the built wheel: its own environment sees $(VENV)'s packages last, the checkout not at all.
 # Not test_packaging.py, which builds a wheel of its own.
 WHEEL_TESTS := $(addprefix tests/,api/test_api.py capture/test_capture.py cli/test_cli.py runtime/comm/test_distributed.py \
 	report/dump/test_dump.py project/test_imports.py runtime/module/test_module.py runtime/execute/test_simulator.py)
-wheel-test: .venv/installed-test
+wheel-test: $(VENV)/installed-test
 	rm -rf $(WHEEL) build/lib && mkdir -p $(WHEEL)  # build/lib may hold files of an older tree
 	$(BIN)/python -m build --wheel --outdir $(WHEEL)
 	$(BIN)/python -m venv --without-pip $(WHEEL)/venv
@@ -68,21 +71,25 @@ wheel-test: .venv/installed-test
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not sweep" $(WHEEL_TESTS)
 
 # The environment: made once, and again when what it is made from changes.
-.venv/bin/python:
+$(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "shardc needs Python 3.11 or newer" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+$(VENV)/constraints.txt: constraints.txt $(VENV)/bin/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
+
+INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALL) -e .
 	touch $@
 
-.venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,hf]'
+$(VENV)/installed-test: $(VENV)/installed
+	$(INSTALL) -e '.[test,hf]'
 	touch $@
 
-.venv/installed-dev: .venv/installed-test
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,hf,dev]'
+$(VENV)/installed-dev: $(VENV)/installed-test
+	$(INSTALL) -e '.[test,hf,dev]'
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-* build dist *.egg-info

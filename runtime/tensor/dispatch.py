@@ -36,7 +36,7 @@ ELEMENTWISE = {  # beside the ops that torch tags as pointwise
     aten.ones_like, aten.zero_, aten.zeros_like,
 }  # fmt: skip
 FUSED = {aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_}
-NOT_BY_ELEMENT = {aten._foreach_max, aten._foreach_mm, aten._foreach_norm, aten._foreach_powsum}
+NOT_BY_ELEMENT = {f"aten::_foreach_{each}" for each in ("max", "mm", "norm", "powsum")}  # torch 2.12 has no mm
 FACTORIES = {aten.new_empty, aten.new_empty_strided, aten.new_full, aten.new_ones, aten.new_zeros}
 ALONG = {  # these have an argument ``dim`` or ``dims``, or work along all
     aten._log_softmax, aten._softmax, aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.argsort,
@@ -66,7 +66,7 @@ def _ways(func: Any) -> tuple[Way, ...]:
     packet, name, is_pointwise = func.overloadpacket, func._schema.name, torch.Tag.pointwise in func.tags
     if torch.Tag.nondeterministic_seeded in func.tags:
         return (random_on_wholes,)
-    if packet in FUSED or (name.startswith("aten::_foreach_") and packet not in NOT_BY_ELEMENT):
+    if packet in FUSED or (name.startswith("aten::_foreach_") and name not in NOT_BY_ELEMENT):
         return (on_lists_of_pieces,)
     if packet in ALONG or packet in REDUCTIONS:
         return (norm, along_dims, reduction) if packet is NORM else (along_dims, reduction)

@@ -76,7 +76,7 @@ class _Assembly:
         self.mapping: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        results: Any = next(reversed(traced.graph.nodes)).args[0]
+        results: Any = next(iter(reversed(traced.graph.nodes))).args[0]
         self.results: list[fx.Node | None] = [node and _without_identities(node) for node in results]
 
     def run(self) -> Program:

@@ -246,7 +246,7 @@ class Body:
     def _check(self, forward: fx.GraphModule, count: int) -> None:
         """Refuse a body that draws random numbers or writes to an operand; drop the operands from its results."""
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
-        output = next(reversed(forward.graph.nodes))
+        output = next(iter(reversed(forward.graph.nodes)))
         results: Any = output.args[0]
         if list(results[-count:]) != placeholders:
             self.captured.refuse("a function given to it changes a tensor in place that is not its own", "clone it")

@@ -78,7 +78,7 @@ class Masks:
 
     def check(self, traced: fx.Graph) -> None:
         """Raise a DynamicOutputShapeException where a result depends on what only stands for rows."""
-        if not self.stand_ins.isdisjoint(ancestors(next(reversed(traced.nodes)))):
+        if not self.stand_ins.isdisjoint(ancestors(next(iter(reversed(traced.nodes))))):
             raise DynamicOutputShapeException(aten.index.Tensor)
 
     def _selection(self, leaf: Any) -> Selection | None:
@@ -87,7 +87,7 @@ class Masks:
     def _shown(self, selection: Selection) -> Tensor:
         """A tensor that stands for the rows of a selection in the model: one row."""
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-        last = next(reversed(graph.nodes))
+        last = next(iter(reversed(graph.nodes)))
         result = selection.values.flatten(0, selection.mask.ndim - 1)[:1]
         self.stand_ins.update(nodes_after(last))
         self.selections[id(result)] = result, selection

@@ -81,9 +81,9 @@ def no_checkpoints() -> Iterator[None]:
     """Run activation checkpoints as plain calls: dropout inside is drawn once; what to recompute is decided later."""
     plain_call = SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args))
     generator: Any = lambda *args, **kwargs: iter([None])  # noqa: E731
-    home = torch.utils.checkpoint
+    home, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
     with (
-        override_attribute(home, "_checkpoint_without_reentrant_generator", generator),
+        override_attribute(home, f"{name}_impl" if hasattr(home, f"{name}_impl") else name, generator),  # torch 2.14
         override_attribute(home, "CheckpointFunction", plain_call),
     ):
         yield

@@ -401,7 +401,7 @@ class Guards:
     @contextmanager
     def unknown(self) -> Iterator[None]:
         """The tensors that are made in the block have no value before the program runs."""
-        last = next(reversed(self._graph.nodes))
+        last = next(iter(reversed(self._graph.nodes)))
         yield
         self._unknown.update(nodes_after(last))
 
@@ -410,7 +410,7 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        node = next(reversed(_tracer().graph.nodes))
+        node = next(iter(reversed(_tracer().graph.nodes)))
         if node.target is not func:
             raise NoValueError("it is part of another op")
         with _disable_current_modes(), no_python_dispatcher():

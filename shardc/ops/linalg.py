@@ -29,7 +29,8 @@ rule(aten.linalg_lu.default, "... 1 1 -> ... 1 1, ... 1 1, ... 1 1")
 rule((aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default), "... 1 1 -> ... 1 1, ... 1, ...")
 rule(aten.lu_unpack.default, "... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1", is_even=True)
 rule(aten.linalg_cholesky_ex.default, "... 1 1 -> ... 1 1, ...")
-rule(aten.cholesky.default, "... 1 1 -> ... 1 1", is_even=True)
+if hasattr(aten, "cholesky"):  # torch 2.14 has none
+    rule(aten.cholesky.default, "... 1 1 -> ... 1 1", is_even=True)
 
 # Functions of a matrix.
 rule(aten.linalg_inv_ex.default, "... 1 1 -> ... 1 1, ...")

@@ -135,7 +135,7 @@ class Program:
     @property
     def output_node(self) -> fx.Node:
         """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
-        return next(reversed(self.graph.nodes))
+        return next(iter(reversed(self.graph.nodes)))
 
     @property
     def results(self) -> tuple[fx.Node | None, ...]:

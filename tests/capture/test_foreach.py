@@ -24,7 +24,7 @@ STEPS: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
     "of a number": lambda xs, ys: torch._foreach_pow(2.0, ys),
     "greater": lambda xs, ys: torch._foreach_maximum(xs, 0.1),
     "norms": lambda xs, ys: torch._foreach_norm(xs, 2),
-    "in place": lambda xs, ys: (torch._foreach_lerp_(copies := torch._foreach_clone(xs), ys, 0.9), copies)[1],
+    "in place": lambda xs, ys: (torch._foreach_lerp_(copies := [x.clone() for x in xs], ys, 0.9), copies)[1],
 }
 
 

@@ -381,7 +381,7 @@ def test_stages_prints_what_each_holds_and_how_uneven_that_is(capsys: pytest.Cap
     assert main(["stages", f"{FILE}:mlp", "--stages", "2", "--cut", "down"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 stages, even in params\n") and "max/mean: 1.04 in params" in out
-    assert "\n    0  up            dropout " in out and "\nto stage  from  value" in out
+    assert "\n    0  up " in out and "\n    1  down " in out and "\nto stage  from  value" in out
 
 
 def test_stages_in_json_and_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,8 @@ def test_the_stages_of_a_tied_gpt_are_golden(
 ) -> None:
     command = ["stages", "gpt:gpt_tied", "--stages", "3", "--by", "flops", "--format", format_]
     assert main(command) == 0
-    golden(f"stages.{format_.replace('text', 'txt')}", capsys.readouterr().out)
+    times = r'\d+\.\d%|[\d.]+ in time|"time": [\d.]+'  # torch before 2.14 copies what a dropout of nothing returns
+    golden(f"stages.{format_.replace('text', 'txt')}", capsys.readouterr().out, but=times)
 
 
 @pytest.mark.parametrize(
