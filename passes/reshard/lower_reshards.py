@@ -41,6 +41,8 @@ def lower_reshards(program: Program) -> Program:
             program.set_sharding(new, program.sharding(node))
             program.set_origins(new, program.origins(node))
             program.replace(node, new)
+            if not value.users:
+                program.replace(value, new)
         elif node.target is reshard:
             value, type_ = operand(node), program.type(node)
             with program.graph.inserting_before(node):

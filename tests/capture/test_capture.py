@@ -995,7 +995,7 @@ def test_a_modules_output_is_annotated_by_its_path():
     said = Match("module", "mlp.up", P(None, "tp", priority=1), "*.up")
     captured = assert_same(Answers(), ({"x": torch.randn(4, 6)},), modules={"mlp.up": said})
     marks = [node for node in captured.program.calls if node.target is torch.ops.shardc.annotate.default]
-    assert [node.args[1:] for node in marks] == [("-,tp", 1), ("-,tp", 1)]
+    assert [node.args[1:] for node in marks] == [("-,tp", (0, 1))] * 2
     assert [node.kwargs for node in marks] == [{"text": said.text}] * 2
     assert [captured.program.source(node).module for node in marks] == ["mlp.up", "mlp.up"]
 

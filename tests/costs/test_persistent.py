@@ -13,6 +13,7 @@ import shardc
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Precision, Zero
+from shardc.runtime.comm.checksum import checksum
 from shardc.runtime.comm.distributed import make_device_mesh
 
 BF16 = torch.bfloat16
@@ -92,11 +93,11 @@ def live_bytes():
 
 def run_lasting(zero, precision):
     """Bytes a parameter that are alive between the two backwards of the second step, where gradients are open sums."""
+    mesh = make_device_mesh(Mesh(dp=4))
+    checksum(torch.zeros(1))  # a process keeps 1 MB of weights for checksums
     before = live_bytes()
     torch.manual_seed(0)
-    parallel = shardc.parallelize(
-        Square(256, 256, 256), make_device_mesh(Mesh(dp=4)), {"x": P("dp")}, zero=zero, precision=precision
-    )
+    parallel = shardc.parallelize(Square(256, 256, 256), mesh, {"x": P("dp")}, zero=zero, precision=precision)
     narrow = precision is not None and precision.gradients is not None
     stepper = (torch.optim.SGD if narrow else torch.optim.AdamW)(parallel.parameters(), lr=0.01)
     for step in range(2):

@@ -68,7 +68,8 @@ def test_a_partial_sum_with_two_users_is_reduced_once() -> None:
 
 
 def test_a_maximum_over_a_cut_dim_is_a_partial_maximum() -> None:
-    assert after("insert_reshards", lambda x: x.amax(1) * 2, MESH, {"x": P("dp", "tp")}, x=value(8, 8)) == block(
+    annotations = {"x": P("dp", "tp"), "output:output": P("dp")}
+    assert after("insert_reshards", lambda x: x.amax(1) * 2, MESH, annotations, x=value(8, 8)) == block(
         """
         x: f32[8@dp, 8@tp]
         amax: f32[8@dp]{max tp} = amax(x, (1,))
