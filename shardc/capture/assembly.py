@@ -14,7 +14,7 @@ from torch import fx
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
 from shardc.program.inference import Types, types_of
-from shardc.program.node import is_getitem, op_name, reached
+from shardc.program.node import is_getitem, last_node, op_name, reached
 from shardc.program.opaque import Opaque
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
@@ -76,7 +76,7 @@ class _Assembly:
         self.mapping: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        results: Any = next(iter(reversed(traced.graph.nodes))).args[0]
+        results: Any = last_node(traced.graph).args[0]
         self.results: list[fx.Node | None] = [node and _without_identities(node) for node in results]
 
     def run(self) -> Program:

@@ -75,7 +75,7 @@ from shardc.capture.unknown import Unknown, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
-from shardc.program.node import nodes_after
+from shardc.program.node import last_node, nodes_after
 from shardc.program.opaque import Opaque, hold_opaques
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Phase, Source
@@ -310,7 +310,7 @@ class SourceTracker(TorchDispatchMode):
             raise Unfit(*OWN_COLLECTIVE)
         mode = get_proxy_mode()
         assert mode is not None
-        last = next(iter(reversed(mode.tracer.graph.nodes)))
+        last = last_node(mode.tracer.graph)
         source = self._source()
         if func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable:
             return None  # it only checks values, which capture has not
@@ -329,7 +329,7 @@ class SourceTracker(TorchDispatchMode):
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         if isinstance(error, DataDependentOutputException):
             with _disable_current_modes():
-                number = known_number(next(iter(reversed(tracer.graph.nodes))), tracer.root)
+                number = known_number(last_node(tracer.graph), tracer.root)
             if number is not None:
                 return number
         is_user_read = self.refusals.is_user_read

@@ -30,7 +30,7 @@ from shardc.capture.model import override_attribute
 from shardc.capture.refusals import user_location
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
-from shardc.program.node import takes_device
+from shardc.program.node import last_node, takes_device
 from shardc.program.opaque import Opaque, call, hold_opaques
 
 Tensors = Sequence[Tensor]
@@ -246,7 +246,7 @@ class Body:
     def _check(self, forward: fx.GraphModule, count: int) -> None:
         """Refuse a body that draws random numbers or writes to an operand; drop the operands from its results."""
         placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
-        output = next(iter(reversed(forward.graph.nodes)))
+        output = last_node(forward.graph)
         results: Any = output.args[0]
         if list(results[-count:]) != placeholders:
             self.captured.refuse("a function given to it changes a tensor in place that is not its own", "clone it")

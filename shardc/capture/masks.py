@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from shardc.capture.refusals import Guards, Unfit, node_of, user_location
-from shardc.program.node import ancestors, is_random, nodes_after
+from shardc.program.node import ancestors, is_random, last_node, nodes_after
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ class Masks:
 
     def check(self, traced: fx.Graph) -> None:
         """Raise a DynamicOutputShapeException where a result depends on what only stands for rows."""
-        if not self.stand_ins.isdisjoint(ancestors(next(iter(reversed(traced.nodes))))):
+        if not self.stand_ins.isdisjoint(ancestors(last_node(traced))):
             raise DynamicOutputShapeException(aten.index.Tensor)
 
     def _selection(self, leaf: Any) -> Selection | None:
@@ -87,7 +87,7 @@ class Masks:
     def _shown(self, selection: Selection) -> Tensor:
         """A tensor that stands for the rows of a selection in the model: one row."""
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-        last = next(iter(reversed(graph.nodes)))
+        last = last_node(graph)
         result = selection.values.flatten(0, selection.mask.ndim - 1)[:1]
         self.stand_ins.update(nodes_after(last))
         self.selections[id(result)] = result, selection

@@ -36,7 +36,7 @@ from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import ancestors, is_random, nodes_after, op_name, reached
+from shardc.program.node import ancestors, is_random, last_node, nodes_after, op_name, reached
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -401,7 +401,7 @@ class Guards:
     @contextmanager
     def unknown(self) -> Iterator[None]:
         """The tensors that are made in the block have no value before the program runs."""
-        last = next(iter(reversed(self._graph.nodes)))
+        last = last_node(self._graph)
         yield
         self._unknown.update(nodes_after(last))
 
@@ -410,7 +410,7 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        node = next(iter(reversed(_tracer().graph.nodes)))
+        node = last_node(_tracer().graph)
         if node.target is not func:
             raise NoValueError("it is part of another op")
         with _disable_current_modes(), no_python_dispatcher():

@@ -40,6 +40,11 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
     return chain
 
 
+def last_node(graph: fx.Graph) -> fx.Node:
+    """The last node of a graph; the output where it is complete. In torch 2.12 ``reversed`` gives no iterator."""
+    return next(iter(reversed(graph.nodes)))
+
+
 def op_name(target: Any) -> str:
     """The short name of an op: ``add`` for ``aten.add.Tensor``."""
     schema = getattr(target, "_schema", None)

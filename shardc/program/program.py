@@ -20,7 +20,7 @@ from shardc.language.sharding import Sharding, TensorType
 from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.inference import Types, result_types, typed
-from shardc.program.node import is_getitem, op_name, operands
+from shardc.program.node import is_getitem, last_node, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
 Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
@@ -135,7 +135,7 @@ class Program:
     @property
     def output_node(self) -> fx.Node:
         """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
-        return next(iter(reversed(self.graph.nodes)))
+        return last_node(self.graph)
 
     @property
     def results(self) -> tuple[fx.Node | None, ...]:
