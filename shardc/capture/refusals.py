@@ -410,7 +410,7 @@ class Guards:
 
         The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
         """
-        node = last_node(_tracer().graph)
+        node: Any = last_node(_tracer().graph)
         if node.target is not func:
             raise NoValueError("it is part of another op")
         with _disable_current_modes(), no_python_dispatcher():
