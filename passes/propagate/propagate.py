@@ -55,10 +55,7 @@ def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Prog
             if now in rounds:
                 _cut_as_pinned(program, tensor, pin, [dim for dim, each in enumerate(rounds) if each == now], now[1])
                 worklist.add_around(tensor.value)
-        for with_contractions in (False, True):
-            for op in worklist.drain(with_contractions):
-                for value in _step(op, tensors):
-                    worklist.add_around(value)
+        _settle(worklist, tensors)
     _write(program, tensors)
     return replace(program, level="annotated", pins=pins)
 
@@ -84,11 +81,16 @@ def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, 
                 tensor.set_cut(dim, sharding.dims[dim])
             tensor.origins.update(origins)
             worklist.add_around(value)
+    _settle(worklist, tensors)
+    _write(program, tensors)
+
+
+def _settle(worklist: _Worklist, tensors: Mapping[Value, _Tensor]) -> None:
+    """Take steps until no op has one left; contractions come last."""
     for with_contractions in (False, True):
         for op in worklist.drain(with_contractions):
             for value in _step(op, tensors):
                 worklist.add_around(value)
-    _write(program, tensors)
 
 
 def _write(program: Program, tensors: Mapping[Value, _Tensor]) -> None:

@@ -135,9 +135,7 @@ def run_type(model_type: str) -> Result:
     try:
         found = verify(model.train(), mesh, _annotations(model, inputs), kwargs=inputs, watch=seen.append)
         facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
-        wrong = [
-            f"{each.check}, {each.dtype}: {each.name} {each.difference:.1e}" for each in found if not each.is_small
-        ]
+        wrong = [_text(each) for each in found if not each.is_small]
         decoder = small.decoder(model, inputs)
         if decoder is not None:
             facts["no_grad"] = distance = _without_gradients(*decoder, mesh)
