@@ -1,6 +1,7 @@
 """Pieces of a value that are all put together again are views of it: ``cat(list(x))`` is ``x`` in another shape.
 
-So models treat one sample at a time, and a cut of the samples would have to be gathered for it.
+Models write this to treat one sample after another. As a view it sends nothing where the samples are cut; as slices it
+would gather them.
 """
 
 from __future__ import annotations

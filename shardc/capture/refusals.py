@@ -428,9 +428,9 @@ class Guards:
         return value if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
 
     def choose(self, name: str, call: Callable[[Tensor], str], x: Tensor, where: str) -> str:
-        """What ``call`` says of a tensor's values at capture, and a guard from now on that it says so in every step.
+        """The text that ``call`` returns for a tensor's values at capture; every step must give the same.
 
-        Where they are unknown before the program runs, what it says of zeros.
+        Values that are unknown before the program runs count as zeros here.
         """
         try:
             value = self._value(node_of(x), {})

@@ -49,9 +49,10 @@ class P:
     """An annotation of a value: one entry a dim.
 
     ``"dp"`` cuts by an axis, ``("dp", "tp")`` by several, major first; ``None`` is whole; ``P.OPEN`` leaves the dim
-    to propagation, and ``("dp", P.OPEN)`` what ``dp`` leaves of it; a trailing ``...`` leaves all further dims open;
-    missing trailing dims are whole. ``P()`` is replicated. An axis may be a part, ``"tp:(2)2"``. Lower ``priority``
-    propagates first: a number for all cuts, or one for each dim, before which an open dim stays as it is.
+    to propagation; ``("dp", P.OPEN)`` is cut by ``dp``, and propagation may cut it further; a trailing ``...`` leaves
+    all further dims open; missing trailing dims are whole. ``P()`` is replicated. An axis may be a part, ``"tp:(2)2"``.
+    Lower ``priority`` propagates first: one number for all cuts, or a tuple with one for each dim; an open dim stays as
+    it is until its turn.
     """
 
     OPEN = _Open()

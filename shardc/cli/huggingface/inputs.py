@@ -137,7 +137,7 @@ def _patches_of_each(sizes: Sizes) -> Tensor:
 
 
 def _side(sizes: Sizes) -> int:
-    """So many patches, each way, has an image that comes as patches."""
+    """The number of patches along each side of an image that comes as patches."""
     pooled = sizes.of("pooling_kernel_size")
     return 2 * int(pooled) if pooled else math.isqrt(int(sizes.of("num_patches", default=16)))
 
@@ -176,7 +176,7 @@ def _grid(sizes: Sizes) -> Tensor:
 
 
 def _merge(sizes: Sizes) -> int:
-    """So many patches, each way, become one token."""
+    """The number of patches, along each side, that become one token."""
     return int(sizes.of("spatial_merge_size", "merge_size", default=2))
 
 
