@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType
@@ -68,6 +68,8 @@ class Refusals(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
             return None
+        if func in _FROM_LISTS and (stacked := _stack_of_numbers(*args, **(kwargs or {}))) is not None:
+            return stacked
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
         if (kwargs or {}).get("generator") is not None:
@@ -113,6 +115,29 @@ def is_whole(x: Tensor) -> bool:
 
 def _is_whole_number(x: Any) -> bool:
     return isinstance(x, int) or (isinstance(x, Tensor) and not x.ndim and is_whole(x))
+
+
+def _stack_of_numbers(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor | None:
+    """What torch.tensor returns for nested lists with tensors of one number in them; None for other data.
+
+    Autograd takes it for a constant, as it takes torch's.
+    """
+    leaves = pytree.tree_leaves(data)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors or isinstance(data, Tensor) or any(each.numel() != 1 for each in tensors):
+        return None
+    dtypes = [leaf.dtype if isinstance(leaf, Tensor) else torch.tensor(leaf).dtype for leaf in leaves]
+    dtype = dtype or reduce(torch.promote_types, dtypes)
+    device = options.get("device") or tensors[0].device
+
+    def stack(data: Any) -> Tensor:
+        if isinstance(data, (list, tuple)):
+            return torch.stack([stack(each) for each in data])
+        if isinstance(data, Tensor):
+            return data.detach().reshape(()).to(device, dtype)
+        return torch.full((), data, dtype=dtype, device=device)
+
+    return stack(data).requires_grad_(options.get("requires_grad", False))
 
 
 @torch.library.custom_op("shardc::numbers", mutates_args=(), schema="(Tensor x) -> int[]")
@@ -163,6 +188,7 @@ _COMPARISONS = {
     *(Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne),
     *(Tensor.__eq__, Tensor.__ne__),
 }
+_FROM_LISTS = {torch.tensor, torch.as_tensor}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.numpy: _NUMPY,
@@ -264,7 +290,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     elif any(text in str(error) for text in _NO_DATA):
         problem = "the values of a tensor are read, which are unknown during capture"
         remedy = (
-            "compute it with torch: torch.stack, not torch.tensor, of numbers; store and print outside of the model"
+            "compute it with torch: torch.stack, not torch.Tensor, of numbers; store and print outside of the model"
         )
     else:
         problem = error_line(error)

@@ -732,6 +732,23 @@ def test_a_number_made_in_forward_is_inline_and_a_tensor_is_a_buffer():
     assert all(node.op != "get_attr" for node in captured.program.graph.nodes)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: torch.tensor([row.mean() for row in x]),
+        lambda x: torch.tensor([[x[0, 0].half(), 1.5], [1, True]]),
+        lambda x: torch.as_tensor([x[:1, :1], x[1:, 1:2]], dtype=torch.double),
+        lambda x: torch.tensor((x.argmax(), 2), device=x.device),
+    ],
+)
+def test_a_tensor_of_numbers_of_tensors_is_a_stack_of_them(given: Any) -> None:
+    class Listed(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, given(x.detach())
+
+    assert_same(Listed(), (torch.randn(2, 3, requires_grad=True),))
+
+
 def test_a_branch_on_what_is_known_without_inputs_is_taken():
     class Known(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def weights_by_torch(h: Tensor, b: Batch) -> Tensor:
 
 
 def means_in_a_list(h: Tensor, b: Batch) -> Tensor:
-    return torch.tensor([row.mean() for row in h]).sum() + h.mean()
+    return torch.Tensor([row.mean() for row in h]).sum() + h.mean()
 
 
 def means_stacked(h: Tensor, b: Batch) -> Tensor:
@@ -122,7 +122,7 @@ REFUSED = [
     (scaled_if_large, "torch.cond", scaled_by_cond),
     (divided_by_a_number, "compute with the tensor", divided_by_a_tensor),
     (weights_by_numpy, "compute it with torch", weights_by_torch),
-    (means_in_a_list, "torch.stack, not torch.tensor", means_stacked),
+    (means_in_a_list, "torch.stack, not torch.Tensor", means_stacked),
 ]
 
 

@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Experts, Tensor, Tensor], object], str]] = {
         "what is looked up depends",
     ),
     "a dict by a tensor": (lambda self, x, ids: x * self.weights[ids[0]], "what is looked up depends"),
-    "a tensor of tensors": (lambda self, x, ids: x * torch.tensor([x[0, 0], 1, 1]), "torch.stack, not torch.tensor"),
+    "a tensor of tensors": (lambda self, x, ids: x * torch.Tensor([x[0, 0], 1, 1]), "torch.stack, not torch.Tensor"),
     "numpy": (lambda self, x, ids: x * float(np.mean(x)), "write this line with other ops of torch"),
     "a generator": (lambda self, x, ids: x + torch.rand(3, generator=torch.Generator()), "leave generator= out"),
     "a seed": (
