@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from shardc.runtime.simulator import interpret
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 NUM_ROUNDINGS = 4  # two programs round, each in its own order
-LOOSEST = 1e-3  # where float32 is off by more on one device, the plain tolerance stands
+LOOSEST = 1e-3  # where that is more, float32 says nothing, and the plain tolerance stands
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # by "output NAME" and "gradient NAME"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -43,7 +43,9 @@ Progress = Callable[[str], AbstractContextManager[None]]
 class Difference:
     """The distance of a tensor from its expected value: ``difference`` is max|a-b| / max(1, max|b|).
 
-    ``tolerance``: that of the dtype, or ``NUM_ROUNDINGS`` times the error of float32 on one device, where that is more.
+    ``rounding``: how far float32 is off, by the same measure: one device from float64, or both from each other as far
+    as they are in float64, in units of float32; 0 in float64. ``tolerance``: that of the dtype, or ``NUM_ROUNDINGS``
+    times the rounding, where that is more.
     """
 
     check: Check
@@ -51,6 +53,7 @@ class Difference:
     name: str
     difference: float
     tolerance: float
+    rounding: float
 
     @property
     def is_small(self) -> bool:
@@ -81,7 +84,7 @@ def verify(
     single device. Raises what ``compile`` raises.
     """
     differences: list[Difference] = []
-    exact: dict[str, Tensor] = {}
+    exact: dict[tuple[Check, str], _Exact] = {}
     for dtype in TOLERANCES:
         copied = copy.deepcopy(model, computed_tensors(model)).to(dtype)
         own_args, own_kwargs = _converted(copied, args, kwargs or {}, dtype)
@@ -100,9 +103,26 @@ def _converted(
     return rebuild_call(model.forward, args, kwargs, copies)
 
 
+class _Exact(NamedTuple):
+    """A tensor that is expected in float64, and the distance of the compared one there."""
+
+    expected: Tensor | None
+    distance: float
+
+    def rounding(self, expected: Tensor | None) -> float:
+        """How far float32 is off: the expected tensor from that in float64, or the two as far as in float64.
+
+        The latter is counted in units of float32, since both programs do the same in both dtypes.
+        """
+        units = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+        if expected is None or self.expected is None or not expected.is_floating_point():
+            return 0.0
+        return max(units * self.distance, difference(expected, self.expected.to(expected.dtype)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A model and its inputs in one dtype. ``exact``: float64 values of a single device, if the model draws nothing."""
+    """A model and its inputs in one dtype. ``exact``: what was found in float64, where the same numbers are drawn."""
 
     model: nn.Module
     mesh: Mesh
@@ -113,20 +133,18 @@ class _Run:
     options: Mapping[str, Any]
     dtype: torch.dtype
     progress: Progress
-    exact: dict[str, Tensor]
+    exact: dict[tuple[Check, str], _Exact]
 
     def differences(self, watch: Callable[[Compiled], None]) -> Iterator[Difference]:
         """Ranks and the single device draw the same numbers; against eager nothing is drawn."""
         compiled = self._compile(self.model)
         watch(compiled)
-        with self._step(f"{self.mesh.size} virtual ranks"):
+        with self._step(f"{self.mesh.size} virtual ranks"), _default_dtype(self.dtype):
             sharded = _by_name(compiled.simulate(*self.args, **self.kwargs))
         single = self._on_single_device(compiled)
         canonical = compiled.at("canonicalize")
         nodes = zip(canonical.inputs, canonical.placeholders, strict=True)
         draws = any(input_.kind == "random" and bool(node.users) for input_, node in nodes)
-        if self.dtype is torch.float64 and not draws:
-            self.exact.update({name: value for name, value in single.items() if value is not None})
         yield from self._between("sharded against single device", sharded, single)
         quiet = self.model
         if draws:
@@ -144,14 +162,15 @@ class _Run:
         return self.progress(f"{dtype_name(self.dtype)}: {what}")
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
+        """The differences of what a check names first from what it names second."""
         for name in dict.fromkeys([*expected, *values]):
-            reference, exact, tolerance = expected.get(name), self.exact.get(name), TOLERANCES[self.dtype]
-            is_float32 = self.dtype is not torch.float64
-            if reference is not None and exact is not None and is_float32 and reference.is_floating_point():
-                rounding = NUM_ROUNDINGS * difference(reference, exact.to(reference.dtype))
-                tolerance = max(tolerance, rounding if rounding <= LOOSEST else 0.0)
+            reference = expected.get(name)
             distance = difference(values.get(name), reference)
-            yield Difference(check, dtype_name(self.dtype), name, distance, tolerance)
+            exact = self.exact.setdefault((check, name), _Exact(reference, distance))
+            rounding = 0.0 if self.dtype is torch.float64 else exact.rounding(reference)
+            tolerance = NUM_ROUNDINGS * rounding if NUM_ROUNDINGS * rounding <= LOOSEST else 0.0
+            tolerance = max(tolerance, TOLERANCES[self.dtype])
+            yield Difference(check, dtype_name(self.dtype), name, distance, tolerance, rounding)
 
     def _compile(self, model: nn.Module) -> Compiled:
         with self._step("compiling"), _casting_to(self.dtype):
@@ -160,7 +179,7 @@ class _Run:
             )
 
     def _on_single_device(self, compiled: Compiled) -> Values:
-        with self._step("single device"):
+        with self._step("single device"), _default_dtype(self.dtype):
             return _by_name(compiled.run(interpret, compiled.at("canonicalize"), self.args, self.kwargs))
 
     def _eager(self, model: nn.Module, program: Program) -> Values:
@@ -231,11 +250,17 @@ def _casting_to(dtype: torch.dtype, replaced: Functions = CASTS) -> Iterator[Non
 
     ``replaced``: functions that are replaced by others in float64.
     """
+    with _default_dtype(dtype), _Float64Casts(replaced) if dtype is torch.float64 else nullcontext():
+        yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype of whole numbers plus 0.5, in the block: programs run under the one that they were captured under."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _Float64Casts(replaced) if dtype is torch.float64 else nullcontext():
-            yield
+        yield
     finally:
         torch.set_default_dtype(default)
 

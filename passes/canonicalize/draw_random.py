@@ -32,7 +32,7 @@ def draw_random(program: Program) -> None:
     """Replace every random op."""
     ordinals: Counter[str] = Counter()
     for node in list(program.calls):
-        if not is_random(node) or (hasattr(node.target, "_schema") and not arguments(node).get("dropout_p", 1.0)):
+        if not is_random(node):
             continue  # attention with a dropout of zero draws nothing
         module = program.source(node).module
         ordinals[module] += 1

@@ -94,9 +94,11 @@ class Refusals(TorchFunctionMode):
             if frame is not None and passing is not None:
                 self.pass_over(frame)
                 return passing
-            if func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons):
-                return bool(numbers(args[0].long())[0])
-            if frame is None or func is not Tensor.item or _caller(sys._getframe(), is_direct=True) is not frame:
+            caller = _caller(sys._getframe(), is_direct=True)
+            is_branch = frame is not None and caller is not None and caller.f_code.co_name == Tensor.__bool__.__name__
+            if (is_branch and self.reads_numbers) or any(args[0] is each for each in self.comparisons):
+                return bool(numbers((args[0] != 0).long())[0])
+            if frame is None or func is not Tensor.item or caller is not frame:
                 raise
             self.gave_unknown = True
             return Unknown(self.pass_over)

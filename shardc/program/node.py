@@ -57,8 +57,10 @@ def is_uniform(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws random numbers; attention without dropout draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not hasattr(node.target, "_schema") or arguments(node).get("dropout_p") != 0.0
 
 
 def takes_device(target: Any) -> bool:

@@ -249,7 +249,6 @@ class Reads(nn.Module):
 
 
 READS: dict[str, Callable[[Tensor], object]] = {
-    "bool": lambda x: bool(x.sum() > 0),
     "int": lambda x: int(x.sum()),
     "tolist": lambda x: x.tolist(),
     "in": lambda x: 3.0 in x,

@@ -68,28 +68,53 @@ def test_an_idiom_trains_as_on_one_device(idiom: Idiom) -> None:
 
 
 def loss_if_any(h: Tensor, b: Batch) -> Tensor:
-    if b.mask.any():
+    if b.mask[:, 0].sum() > 5:
         return h[b.mask].square().mean()
-    return h.sum() * 0
-
-
-def loss_of_any(h: Tensor, b: Batch) -> Tensor:
-    return torch.where(b.mask.any(), h[b.mask].square().sum() / b.mask.sum().clamp(min=1), 0)
+    return h.square().sum() / 8
 
 
 def scaled_if_large(h: Tensor, b: Batch) -> Tensor:
     loss = h.square().mean()
-    return loss / 2 if loss > 0.1 else loss
+    return loss / 2 if loss > 0.1 and torch.isfinite(h).all() else loss
 
 
-def scaled_where_large(h: Tensor, b: Batch) -> Tensor:
+def halved_while_large(h: Tensor, b: Batch) -> Tensor:
+    while bool((h.abs() > 0.5).any()):
+        h = h / 2
+    return h.square().mean()
+
+
+@pytest.mark.parametrize("loss", [loss_if_any, scaled_if_large, halved_while_large])
+def test_a_branch_on_values_has_a_program_for_each_way_that_a_step_takes(loss: Loss) -> None:
+    test_an_idiom_trains_as_on_one_device(Idiom("", "guard", loss))
+
+
+def test_a_branch_takes_the_way_of_one_device_on_each_batch() -> None:
+    torch.manual_seed(0)
+    model = Model(Idiom("", "guard", lambda h, b: h.square().sum() if h.sum() > 0 else h.abs().mean())).double()
+    parallel = shardc.parallelize(model, MESH, ANNOTATIONS)
+    for sign in (1, -1, -1, 1):
+        x, batch = batch_of(1)
+        x = x + 9 * sign
+        with torch.no_grad():
+            assert torch.allclose(parallel(x, batch), model(x, batch), rtol=1e-12)
+    (variants,) = parallel.shardc.variants.values()
+    assert len(variants.calls) == 2
+
+
+def scaled_if_drawn(h: Tensor, b: Batch) -> Tensor:
     loss = h.square().mean()
-    return torch.where(loss > 0.1, loss / 2, loss)
+    return loss / 2 if torch.rand(()) < 2 else loss
+
+
+def scaled_where_drawn(h: Tensor, b: Batch) -> Tensor:
+    loss = h.square().mean()
+    return torch.where(torch.rand(()) < 2, loss / 2, loss)
 
 
 def scaled_by_cond(h: Tensor, b: Batch) -> Tensor:
     loss = h.square().mean()
-    return torch.cond(loss > 0.1, lambda each: each / 2, lambda each: each * 1, (loss,))
+    return torch.cond(torch.rand(()) < 2, lambda each: each / 2, lambda each: each * 1, (loss,))
 
 
 def divided_by_a_number(h: Tensor, b: Batch) -> Tensor:
@@ -117,9 +142,8 @@ def means_stacked(h: Tensor, b: Batch) -> Tensor:
 
 
 REFUSED = [
-    (loss_if_any, "torch.where", loss_of_any),
-    (scaled_if_large, "torch.where", scaled_where_large),
-    (scaled_if_large, "torch.cond", scaled_by_cond),
+    (scaled_if_drawn, "torch.where", scaled_where_drawn),
+    (scaled_if_drawn, "torch.cond", scaled_by_cond),
     (divided_by_a_number, "compute with the tensor", divided_by_a_tensor),
     (weights_by_numpy, "compute it with torch", weights_by_torch),
     (means_in_a_list, "torch.stack, not torch.Tensor", means_stacked),
@@ -131,7 +155,7 @@ def test_the_remedy_of_what_is_refused_trains(refused: Loss, remedy: str, instea
     with pytest.raises(CaptureError, match=rf"test_idioms.py:\d+: (.|\n)*{re.escape(remedy)}"):
         x, batch = batch_of(1)
         shardc.parallelize(Model(Idiom("", "plain", refused)).double(), MESH, ANNOTATIONS)(x, batch)
-    test_an_idiom_trains_as_on_one_device(Idiom("", "rows" if instead is loss_of_any else "plain", instead))
+    test_an_idiom_trains_as_on_one_device(Idiom("", "plain", instead))
 
 
 def test_more_programs_than_are_kept_are_refused_with_a_remedy_that_needs_one() -> None:

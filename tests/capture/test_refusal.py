@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
 
 def checked(x: Tensor) -> Tensor:
-    assert x.max() < 8
+    assert x.max() < 8 + torch.rand(())
     return x
 
 

@@ -45,14 +45,14 @@ def bare() -> tuple[Any, ...]:
 
 
 class Branching(nn.Module):
-    """Has no graph: it branches on a value."""
+    """Has no graph: it branches on a number that it draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum() if x.sum() > 0 else x.sum()
+        return (self.weight * x).sum() if torch.rand(()) > 0 else x.sum()
 
 
 def branching() -> tuple[Any, ...]:

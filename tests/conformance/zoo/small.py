@@ -113,6 +113,7 @@ def _run(config: Any) -> tuple[nn.Module, Inputs]:
                 raise CannotBuildError("only large", "it runs with its default config alone, which is large")
             model = make(config)
             with torch.no_grad():
+                model.train()(**inputs)
                 model.eval()(**inputs)
             return model, inputs
         except Exception as error:  # of transformers
