@@ -106,7 +106,8 @@ def compile_request(model: nn.Module, request: Request) -> Compiled:
     if request.strict:
         raise_all(unused)
     watch("capture", first_program(captured.program, request, pins), time.perf_counter() - start)
-    local = run_passes(after["capture"], watch)
+    with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for the model's code
+        local = run_passes(after["capture"], watch)
     unused += map(idle_error, idle_annotations(after[UNANNOTATED.__name__], after[PROPAGATED.__name__]))
     request = replace(request, **_on_meta(request))
     compiled = Compiled(model, local, captured.convention, after, seconds, request)

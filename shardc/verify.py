@@ -86,11 +86,20 @@ def verify(
     differences: list[Difference] = []
     exact: dict[tuple[Check, str], _Exact] = {}
     for dtype in TOLERANCES:
-        copied = copy.deepcopy(model, computed_tensors(model)).to(dtype)
+        copied = _in_dtype(copy.deepcopy(model, computed_tensors(model)), dtype)
         own_args, own_kwargs = _converted(copied, args, kwargs or {}, dtype)
         run = _Run(copied, mesh, annotations, own_args, own_kwargs, train, options or {}, dtype, progress, exact)
         differences += run.differences(watch)
     return tuple(differences)
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with all floating-point tensors in ``dtype``: parameters, buffers, and plain tensors of its modules."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(module, name, value.to(dtype))
+    return model.to(dtype)
 
 
 def _converted(

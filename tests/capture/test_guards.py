@@ -49,6 +49,7 @@ FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cov": lambda h, given: torch.cov(h.T, fweights=given).square().sum(),
     "gaussian_nll_loss": lambda h, given: F.gaussian_nll_loss(h, h * 2, h.square() + 1),
     "ctc_loss": ctc,
+    "a branch": lambda h, given: h.square().sum() if given.sum() > 14 else h.abs().sum(),
     "lstsq": lambda h, given: torch.linalg.lstsq(h[:, :2], h[:, 2:]).solution.square().sum(),
 }
 CHANGES = {name: name not in ("gaussian_nll_loss", "lstsq", "cov", "ctc_loss") for name in FOUND}

@@ -193,6 +193,25 @@ def test_verify_reads_casts_to_float32_as_float64() -> None:
     assert all(each.is_small for each in found), verify.differences_text(found)
 
 
+class Places(torch.nn.Module):
+    """A table that is no buffer, whole numbers plus a half, and noise between bounds that are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table = torch.nn.Parameter(torch.ones(())), torch.randn(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = torch.zeros((), dtype=x.dtype), torch.ones((), dtype=x.dtype)
+        noise = low + torch.rand(x.shape, dtype=x.dtype) * (high - low) if self.training else low
+        return (x + noise.log1p()) @ self.table @ (torch.arange(4) + 0.5) * self.scale
+
+
+def test_verify_computes_all_of_a_model_in_each_dtype() -> None:
+    found = verify.verify(Places(), Mesh(dp=2), {"x": P("dp")}, args=(torch.randn(4, 4),))
+    assert {each.dtype for each in found} == {"float64", "float32"}
+    assert all(each.is_small for each in found), verify.differences_text(found)
+
+
 def test_verify_changes_neither_model_nor_default_dtype() -> None:
     model, args, _, annotations = mlp()
     before = {name: value.clone() for name, value in model.state_dict().items()}

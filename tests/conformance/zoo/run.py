@@ -137,7 +137,7 @@ def run_type(model_type: str) -> Result:
         found = verify(model.train(), mesh, _annotations(model, inputs), kwargs=inputs, watch=seen.append)
         facts = _worst(found) | {"roundings": sum(each.is_rounding for each in found)} | _costs(seen[-1])
         wrong = [_text(each) for each in found if not each.is_small]
-        if wrong and all(each.is_small or _is_ill_conditioned(each, found) for each in found):
+        if wrong and _is_ill_conditioned(found):
             facts["reason"] = "ill-conditioned"
             return Result(model_type, "apart", f"float32 is off as much on one device: {'; '.join(wrong[:4])}", facts)
         decoder = small.decoder(model, inputs)
@@ -153,16 +153,15 @@ def run_type(model_type: str) -> Result:
     return Result(model_type, "wrong" if wrong else "right", "; ".join(wrong[:4]), facts)
 
 
-def _is_ill_conditioned(wrong: Difference, found: Sequence[Difference]) -> bool:
-    """Whether a tensor is off by no more than rounding explains, which on one device is much in float32.
+def _is_ill_conditioned(found: Sequence[Difference]) -> bool:
+    """Whether float32 has few digits of some tensor on one device, and no tensor is off by more than that.
 
-    A sum of large numbers that is nearly 0, as the gradient of a bias before a batch norm is, has no digits in float32.
-    Then float64 is held to as much as float32 is off by, in float64's smaller units.
+    So it is for a sum of large numbers that is nearly 0, as the gradient of a bias before a batch norm is. Float64 is
+    held to as much as float32 is off by, in float64's smaller units.
     """
-    same = (each for each in found if (each.check, each.name) == (wrong.check, wrong.name))
-    rounding = NUM_ROUNDINGS * max(each.rounding for each in same)
-    unit = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if wrong.dtype == "float64" else 1.0
-    return rounding > LOOSEST and wrong.difference <= max(unit * rounding, TOLERANCES[getattr(torch, wrong.dtype)])
+    lost = NUM_ROUNDINGS * max(each.rounding for each in found)
+    units = {"float32": 1.0, "float64": torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps}
+    return lost > LOOSEST and all(each.is_small or each.difference <= lost * units[each.dtype] for each in found)
 
 
 def _annotations(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, P]:
