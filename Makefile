@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
-# make test TORCH=2.12.1 PYTHON=python3.13: another torch, another Python or both, in an environment of its own.
+# make test TORCH=2.14.1 PYTHON=python3.13: another torch, another Python or both, in an environment of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))$(if $(filter command,$(origin PYTHON)),-$(notdir $(PYTHON)))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin

@@ -36,7 +36,7 @@ ELEMENTWISE = {  # beside the ops that torch tags as pointwise
     aten.ones_like, aten.zero_, aten.zeros_like,
 }  # fmt: skip
 FUSED = {aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_}
-NOT_BY_ELEMENT = {f"aten::_foreach_{each}" for each in ("max", "mm", "norm", "powsum")}  # torch 2.12 has no mm
+NOT_BY_ELEMENT = {f"aten::_foreach_{each}" for each in ("max", "mm", "norm", "powsum")}
 FACTORIES = {aten.new_empty, aten.new_empty_strided, aten.new_full, aten.new_ones, aten.new_zeros}
 ALONG = {  # these have an argument ``dim`` or ``dims``, or work along all
     aten._log_softmax, aten._softmax, aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.argsort,

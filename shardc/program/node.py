@@ -41,8 +41,8 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
 
 
 def last_node(graph: fx.Graph) -> fx.Node:
-    """The last node of a graph; the output where it is complete. In torch 2.12 ``reversed`` gives no iterator."""
-    return next(iter(reversed(graph.nodes)))
+    """The last node of a graph; the output where it is complete."""
+    return next(reversed(graph.nodes))
 
 
 def op_name(target: Any) -> str:
