@@ -179,9 +179,10 @@ class _Joint:
                     try:
                         return self._trace()
                     except Exception as error:
-                        if not (isinstance(error, DATA_DEPENDENT) or self.refusals.gave_unknown):
+                        if isinstance(error, DATA_DEPENDENT) or self.refusals.gave_unknown:
+                            latest = error
+                        elif not is_compiling:  # the path for compilers may fail where it was not meant to be taken
                             raise
-                        latest = error
         raise latest
 
     def _trace(self) -> fx.GraphModule:
