@@ -70,6 +70,8 @@ class Refusals(TorchFunctionMode):
             return None
         if func in _FROM_LISTS and (stacked := _stack_of_numbers(*args, **(kwargs or {}))) is not None:
             return stacked
+        if func in _INDEXING:
+            args = (args[0], _with_stacks(args[1]), *args[2:])
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
         if (kwargs or {}).get("generator") is not None:
@@ -142,6 +144,14 @@ def _stack_of_numbers(data: Any, *, dtype: torch.dtype | None = None, **options:
     return stack(data).requires_grad_(options.get("requires_grad", False))
 
 
+def _with_stacks(index: Any) -> Any:
+    """An index of several dims whose lists of numbers are tensors, where some of the numbers are tensors."""
+    if not isinstance(index, tuple):
+        return index
+    stacks = (_stack_of_numbers(entry) if isinstance(entry, (list, tuple)) else None for entry in index)
+    return tuple(entry if stack is None else stack for entry, stack in zip(index, stacks, strict=True))
+
+
 @torch.library.custom_op("shardc::numbers", mutates_args=(), schema="(Tensor x) -> int[]")
 def numbers(x: Tensor) -> list[int]:
     """The numbers of a tensor, in order: one op, and so one guard, for all of them."""
@@ -191,6 +201,7 @@ _COMPARISONS = {
     *(Tensor.__eq__, Tensor.__ne__),
 }
 _FROM_LISTS = {torch.tensor, torch.as_tensor}
+_INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.numpy: _NUMPY,

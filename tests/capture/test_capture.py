@@ -739,9 +739,11 @@ def test_a_number_made_in_forward_is_inline_and_a_tensor_is_a_buffer():
         lambda x: torch.tensor([[x[0, 0].half(), 1.5], [1, True]]),
         lambda x: torch.as_tensor([x[:1, :1], x[1:, 1:2]], dtype=torch.double),
         lambda x: torch.tensor((x.argmax(), 2), device=x.device),
+        lambda x: x[0, [x[0].argmax(), 1]],
+        lambda x: x[tuple(zip(*torch.stack([x[0].argsort() % 2, x[1].argsort()], 1), strict=True))],
     ],
 )
-def test_a_tensor_of_numbers_of_tensors_is_a_stack_of_them(given: Any) -> None:
+def test_a_list_of_numbers_that_are_tensors_is_a_stack_of_them(given: Any) -> None:
     class Listed(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x * 2, given(x.detach())
