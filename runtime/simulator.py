@@ -49,7 +49,7 @@ def _stage_mesh(mesh: Mesh) -> Mesh:
 def interpret(program: Program, inputs: Values) -> list[Tensor | None]:
     """Run a program of any level below localized on one device; reshards and collectives are identities."""
     assert program.level != "localized", program.level
-    executor = Executor(program, device=_device(inputs), is_eager=False)
+    executor = Executor(program, device=_device(inputs))
     outputs, saved = executor.forward([inputs])
     return _merged(outputs[0], executor.backward(saved, [inputs])[0])
 

@@ -265,7 +265,7 @@ def _casting_to(dtype: torch.dtype, replaced: Functions = CASTS) -> Iterator[Non
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The dtype of whole numbers plus 0.5, in the block: programs run under the one that they were captured under."""
+    """Set torch's default dtype in the block: that of a whole number plus 0.5, in a program too, when it runs."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

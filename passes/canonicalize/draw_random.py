@@ -33,7 +33,7 @@ def draw_random(program: Program) -> None:
     ordinals: Counter[str] = Counter()
     for node in list(program.calls):
         if not is_random(node):
-            continue  # attention with a dropout of zero draws nothing
+            continue
         module = program.source(node).module
         ordinals[module] += 1
         draw = Draw(program, node, f"{module}#{ordinals[module]}")

@@ -97,8 +97,9 @@ class Refusals(TorchFunctionMode):
                 self.pass_over(frame)
                 return passing
             caller = _caller(sys._getframe(), is_direct=True)
-            is_branch = frame is not None and caller is not None and caller.f_code.co_name == Tensor.__bool__.__name__
-            if (is_branch and self.reads_numbers) or any(args[0] is each for each in self.comparisons):
+            is_branch = frame is not None and caller is not None and caller.f_code.co_name == "__bool__"
+            is_compared = func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons)
+            if is_compared or (is_branch and self.reads_numbers):
                 return bool(numbers((args[0] != 0).long())[0])
             if frame is None or func is not Tensor.item or caller is not frame:
                 raise
