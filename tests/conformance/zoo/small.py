@@ -19,9 +19,13 @@ MOST_PARAMETERS = 60_000_000
 DEPTHS = ("layers", "n_layer", "depth", "num_blocks")
 HEADS = ("heads_num", "attention_heads", "n_head", "num_heads", "n_heads", "kv_heads", "key_value_heads")
 PER_HEAD = ("head_dim", "d_kv", "d_head", "rotary_dim", "rope_section")
-WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "projection_dim", "model_dim", "hidden_dim")
+WIDTHS = (
+    *("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "projection_dim", "model_dim", "hidden_dim"),
+    *("dim_per_stage", "channel_list", "output_channels"),
+)
 INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_size", "mlp_dim", "feedforward", "lora_rank")
-EXPERTS = ("num_experts", "routed_experts", "local_experts")
+IMAGES = ("image_size", "feature_sizes")
+EXPERTS = ("num_experts", "routed_experts", "local_experts", "expert_num")
 Limits = dict[tuple[str, ...], int]
 ONLY_DEPTH: Limits = {("vocab_size",): VOCAB, DEPTHS: 2, ("source_positions",): 32}  # by how the name of a field ends
 LIMITS: Limits = ONLY_DEPTH | {
@@ -29,10 +33,11 @@ LIMITS: Limits = ONLY_DEPTH | {
     HEADS + EXPERTS: 4,
     ("rotary_dim",): 4,
     ("head_dim", "d_kv", "patch_size"): 8,
-    ("lora_rank",): 16,
+    ("lora_rank", "num_pos_feats"): 16,
     (*WIDTHS, "image_size"): 32,
     INNER: 64,
-    ("groups",): 4,
+    ("groups", "image_embedding_size"): 4,
+    ("context_length",): 64,
 }
 WIDE: Limits = ONLY_DEPTH | {HEADS: 2, EXPERTS: 4, WIDTHS + INNER: 128}  # for heads of 64, which some models fix
 
@@ -122,11 +127,13 @@ def _run(config: Any) -> tuple[nn.Module, Inputs]:
 
 
 def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
-    """Configs to try: with every size limited, then with all in proportion, then with less and less."""
+    """Configs to try: with every size limited, then with all in proportion, of smaller images too, then with less."""
     cls = CONFIG_MAPPING[model_type]
     fields = cls().to_dict()
     few = _limited(fields, ONLY_DEPTH)
-    for small in (_limited(fields, LIMITS), _scaled(few), _limited(fields, WIDE), few):
+    scaled = _scaled(few)
+    of_images = [_divided(scaled, {IMAGES: 8})] if _sizes(scaled, IMAGES) else []
+    for small in (_limited(fields, LIMITS), *of_images, scaled, _limited(fields, WIDE), few):
         yield lambda small=small: cls.from_dict(small)
         yield lambda small=small: cls.from_dict(small | {"layer_types": None})
     yield cls
@@ -190,8 +197,8 @@ def _divided(fields: dict[str, Any], divisors: Limits) -> dict[str, Any]:
         divisor = next((each for ends, each in divisors.items() if str(name).endswith(ends)), 1)
         if isinstance(value, dict):
             return _divided(value, divisors)
-        if isinstance(value, list) and all(map(_is_size, value)):
-            return [max(1, each // divisor) for each in value]
+        if isinstance(value, list):
+            return [divide(name, each) for each in value]
         return max(1, value // divisor) if _is_size(value) and value > 0 else value
 
     return {name: divide(name, value) for name, value in fields.items()}
