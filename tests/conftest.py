@@ -5,10 +5,12 @@ import re
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from captured_once import captured_once, is_about_capture
 from collector import exempt_imports
 from gloo_pool import POOL
 from gloo_pool import gloo as gloo
@@ -46,6 +48,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check that the group is in the name: else every worker would start gloo processes of its own."""
     if getattr(item.config.option, "loadgroup", False) and "gloo" in getattr(item, "fixturenames", ()):
         assert "gloo" in item.nodeid.rpartition("@")[2], item.nodeid
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Let tests share what they capture, but for those of capture and those that patch something."""
+    is_patched = "monkeypatch" in getattr(item, "fixturenames", ())
+    with nullcontext() if is_patched or is_about_capture(item.path) else captured_once():
+        return (yield)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -124,7 +124,7 @@ def train(mesh: Mesh, steps: int) -> Run:
     for _ in range(steps):
         ids, targets = torch.randint(CONFIG.vocab, (2, BATCH, CONFIG.context), generator=generator)
         step = parallel.step
-        with captured_once("GPT"):
+        with captured_once():
             loss = parallel(ids, targets)
         drawing = drawing or Drawing(parallel.program.program)
         masks.append(digest(drawing.masks(parallel.seed, step).items()))

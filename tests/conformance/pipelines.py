@@ -138,7 +138,7 @@ def run(column: str, mesh: Mesh, pipeline: Pipeline | None = None) -> Run:
     torch.manual_seed(0)
     model = shardc.parallelize(Model(**settings).double(), mesh, pipeline=pipeline)
     losses = []
-    with captured_once(column):
+    with captured_once():
         for _ in range(2):
             losses.append(model(*args))
             losses[-1].backward()

@@ -32,7 +32,7 @@ class Layers(nn.Module):
 def record(model: nn.Module, pp: int, pipeline: Pipeline) -> StageRecord:
     ids = torch.zeros(16, 32, dtype=torch.int64)
     args = (ids, ids) if isinstance(model, GPT) else (torch.zeros(16, 64),)
-    with captured_once(repr(model)):
+    with captured_once():
         return StageRecord(shardc.compile(model, Mesh(pp=pp), args=args, pipeline=pipeline).program)
 
 

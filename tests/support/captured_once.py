@@ -1,35 +1,74 @@
-"""Models that are the same but for their values, captured once: a capture depends on no mesh and on no schedule."""
+"""Equal calls of equal models are captured once: a capture depends on no mesh, no plan and no schedule.
+
+Half of the time of most compiles goes into capture. The key is the one by which a parallel module knows whether to
+compile again: all that a forward may read besides the values of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 
 from shardc import compiler
 from shardc.capture.annotations import Matched
+from shardc.capture.call import call_leaves
 from shardc.capture.capture import Captured
+from shardc.capture.model import state_names
+from shardc.capture.signature import model_state, signature_of
 from shardc.compiler import Request
+from shardc.program.opaque import Opaque
 
-_CAPTURED: dict[tuple[str, bool], Captured] = {}
+TESTS = Path(__file__).parents[1]
+ABOUT_CAPTURE = ("api", "capture")  # folders whose tests capture each model anew
+MOST = 64
+_CAPTURED: OrderedDict[Hashable, Captured] = OrderedDict()
+
+
+def is_about_capture(path: Path) -> bool:
+    """Whether the tests of a file are of capture itself."""
+    return path.relative_to(TESTS).parts[0] in ABOUT_CAPTURE
 
 
 @contextmanager
-def captured_once(name: str) -> Iterator[None]:
-    """In the block, calls of models of one name and mode get the graph of the first of them.
-
-    Half the time of most compiles goes into capture. The models must have equal calls, and no annotated modules.
-    """
+def captured_once() -> Iterator[None]:
+    """In the block, a model whose annotations name no modules gets the capture of an equal one, if it has one."""
     capture_model = compiler.capture_model
 
     def capture(model: nn.Module, request: Request, matched: Matched) -> Captured:
-        assert not matched.modules
-        key = (name, request.train)
-        if key not in _CAPTURED:
-            _CAPTURED[key] = capture_model(model, request, matched)
-        return _CAPTURED[key]
+        if matched.modules:
+            return capture_model(model, request, matched)
+        key = _key(model, request)
+        found = _CAPTURED.get(key)
+        if found is None:
+            found = capture_model(model, request, matched)
+            if not _is_of_one_model(found):
+                _CAPTURED[key] = found
+                if len(_CAPTURED) > MOST:
+                    _CAPTURED.popitem(last=False)
+        return found
 
     with mock.patch.object(compiler, "capture_model", capture):
         yield
+
+
+def _is_of_one_model(captured: Captured) -> bool:
+    """Whether it holds tensors or functions that an equal model may have others for."""
+    is_opaque = any(isinstance(node.target, Opaque) for node in captured.program.calls)
+    return is_opaque or bool(captured.convention.constants)
+
+
+def _key(model: nn.Module, request: Request) -> Hashable:
+    leaves, tree = call_leaves(model.forward, request.args, request.kwargs)
+    parameters, buffers, _ = state_names(model)
+    passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
+    tensors = {**parameters, **buffers, **passed}
+    types: Any = tuple((name, each.dtype, each.device) for name, each in tensors.items())
+    signature = signature_of(leaves, tree, request.train, model_state(model))
+    return signature, types, request.differentiable, request.options.precision
