@@ -23,9 +23,9 @@ from shardc.program.collective import source_position, wire_bytes
 from . import messages, process_group
 from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Rows, Tensors, Traffic, start_packed
 from .dtensor import unshard
-from .failure import announce, waiting
+from .failure import announce, timeout_of, waiting
 from .halo import HALO_KINDS, exchange_of
-from .process_group import Group, is_traced, limit_timeout, process_group_of, timeout_of
+from .process_group import Group, is_traced, limit_timeout, process_group_of
 
 
 class TorchComm(LocalCollectives):
@@ -40,7 +40,7 @@ class TorchComm(LocalCollectives):
         self.position = own_position(device_mesh)
         self.positions = (self.position,)
         self.device = torch.device(device_mesh.device_type)
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "meta"):
             self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
         self.traffic = (Traffic(),)
         self.gathers_in_place = self.device.type == "cpu"

@@ -197,10 +197,10 @@ def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN and signed zeros included."""
+    """Whether two tensors hold the same bytes, NaN and signed zeros included; not known of two on meta."""
     if a is b:
         return True
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.is_meta or a.shape != b.shape or a.dtype != b.dtype:
         return False
     own = [x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b)]
     return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in own))

@@ -25,6 +25,7 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 
 from shardc.language.errors import CommunicationError, RankError, error_line
 
@@ -191,8 +192,13 @@ def job_timeout() -> timedelta:
     """The timeout of the job's default process group."""
     job = dist.group.WORLD
     assert job is not None
-    timeout: timedelta = next(job._get_backend(device).options._timeout for device in job._device_types)
-    return timeout
+    return next(timeout_of(job, device) for device in job._device_types)
+
+
+def timeout_of(process: ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of a group may take; of fake processes, whose backend has no options, torch's own limit."""
+    options: Any = process._get_backend(device).options
+    return default_pg_timeout if options is None else options._timeout
 
 
 def default_store() -> Any:

@@ -85,12 +85,6 @@ def limit_timeout(process: ProcessGroup) -> None:
             backend._set_default_timeout(job_timeout())
 
 
-def timeout_of(process: ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of a group may take."""
-    timeout: timedelta = process._get_backend(device).options._timeout
-    return timeout
-
-
 REDUCE_STACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda pieces: pieces.sum(0, dtype=pieces.dtype),
     "max": lambda pieces: pieces.amax(0),

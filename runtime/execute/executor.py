@@ -8,6 +8,7 @@ part are saved for backward.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,6 +31,12 @@ from .instruction import Env, Instruction, instructions, with_deaths, with_waits
 from .interpreter import Deferred, Sums, Totals, Values, move, run
 
 Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """No op is cast in the block: a program has its casts in it."""
+    is_available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if is_available else nullcontext()
 
 
 class Runner:
@@ -137,7 +144,7 @@ class Executor(Runner):
         self._blank: Env = [None] * len(self._slots)
         if once:
             read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
-            with torch.autocast(device.type, enabled=False):  # casts are in the program already
+            with without_autocast(device):
                 run(with_deaths(prepare, read), [self._blank], comm)
             share(self._blank)
 

@@ -26,7 +26,7 @@ from ..agreement.gate import Gate, digest
 from ..agreement.program import ProgramText
 from ..comm.dtensor import local
 from ..comm.failure import telling_others
-from ..execute.executor import Runner, SavedEnvs
+from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.interpreter import Sums, Values
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
@@ -89,7 +89,7 @@ class CompiledCall:
         for i, argument in zip(self._indices.arguments, arguments, strict=True):
             values[i] = argument
         for i in self._indices.random:
-            values[i] = torch.tensor(random_key)
+            values[i] = _key_tensor(random_key, self.conversion.comm.device)
         if self._indices.tangents and torch.is_grad_enabled():
             outputs = ProgramFunction.apply(self, *values)
         else:
@@ -103,7 +103,7 @@ class CompiledCall:
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], SavedEnvs]:
         """Run the forward part: the outputs, and the values that are saved for backward."""
-        with self._without_autocast():
+        with without_autocast(self.conversion.comm.device):
             inputs = self._shards(values)
             gathered = None if self.gather is None else self.gather(values, inputs)
             rows, saved = self.runner.forward(inputs, gathered)
@@ -147,7 +147,7 @@ class CompiledCall:
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
         else:
-            with self._without_autocast():
+            with without_autocast(self.conversion.comm.device):
                 rows = self.runner.backward(saved, tangents, keep)
             columns = list(zip(*separate_rows(rows, tangents, self._own_gradients), strict=True))
         results: list[Tensor | None] = [None] * len(self.program.inputs)
@@ -216,7 +216,7 @@ class CompiledCall:
         before = deferred_reduction_of(list(parameters.values()), self._reduce)
         totals = before.take() if before is not None else None
         is_last = totals is not None and self.accumulation.is_last
-        with self._without_autocast():
+        with without_autocast(self.conversion.comm.device):
             rows, sums = self.runner.accumulate(saved, tangents, keep, totals, is_last)
         columns: Columns = list(zip(*separate_rows(rows, tangents), strict=True))
         before = before or DeferredReduction.of_gradients(parameters, self._reduce)
@@ -232,17 +232,13 @@ class CompiledCall:
         if self.gate is not None:
             self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
         self.accumulation.note_read()
-        with torch.no_grad(), telling_others(), self._without_autocast():
+        with torch.no_grad(), telling_others(), without_autocast(self.conversion.comm.device):
             rows = separate_rows(self.runner.close(sums), [()] * len(sums))
         return self._reduced(list(zip(*rows, strict=True)))
 
     def _reduced(self, columns: Columns) -> dict[int, Tensor]:
         gradients = {i: _present(columns[i]) for i in self.runner.deferred}
         return {i: local(self._outputs[i].to_tensor(each, is_plain=False)) for i, each in gradients.items()}
-
-    def _without_autocast(self) -> torch.autocast:
-        """Casts are in the program already: none is added while it runs."""
-        return torch.autocast(self.conversion.comm.device.type, enabled=False)
 
     def _shards(self, values: Values) -> list[list[Tensor | None]]:
         """For each rank its shards, parallel to the program's inputs."""
@@ -263,6 +259,14 @@ class CompiledCall:
         pins = [pin for pin in self.program.pins if (pin.kind, pin.name) == ("output", output.name)]
         is_annotated = any(not pin.sharding.cut_axes and (pin.is_returned_whole or not pin.open) for pin in pins)
         return is_annotated or node is None or is_small_output(self.program, output, node)
+
+
+def _key_tensor(key: tuple[int, int], device: torch.device) -> Tensor:
+    """A random key on a device: its numbers go with the launches of the kernels, and no copy waits for the device."""
+    seed, step = key
+    result = torch.full((2,), step, dtype=torch.int64, device=device)
+    result[:1].fill_(seed)
+    return result
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -355,10 +359,10 @@ class BackwardTensors:
 class ProgramIndices:
     """Which inputs and outputs of a program belong together, by index.
 
-    ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: inputs that are random
-    keys. ``tangents``: by an output's name, the input that is its gradient. ``buffers`` and ``gradients``: for an input
-    the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is the
-    gathered parameter.
+    ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: random keys, if an
+    op draws. ``tangents``: by an output's name, the input that is its gradient. ``buffers`` and ``gradients``: for an
+    input the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is
+    the gathered parameter.
     """
 
     outputs: tuple[int, ...]
@@ -378,7 +382,7 @@ class ProgramIndices:
         return ProgramIndices(
             tuple(i for i, output in outputs if output.kind == "output"),
             tuple(i for i, put in inputs if put.kind == "input"),
-            tuple(i for i, put in inputs if put.kind == "random"),
+            tuple(i for i, put in inputs if put.kind == "random" and program.placeholders[i].users),
             {put.name: i for i, put in inputs if put.kind == "tangent"},
             {owner: i for kind, owner, i in owned if kind == "buffer"},
             {owner: i for kind, owner, i in owned if kind == "gradient"},

@@ -58,6 +58,8 @@ class InitialValues:
         Names, shapes and dtypes are compared, and with ``"check"`` values. If they differ every rank raises a
         ShardingError that names the first tensor that does, and two ranks. ``"trust"`` looks at this rank alone.
         """
+        if self.comm.device.type == "meta":  # a job without values, which only shows what a step does
+            return False
         if initial == "trust":
             if names := _on_meta(tensors):
                 _raise_on_meta(names, "", "initial='trust' sends no values from other ranks")

@@ -185,7 +185,8 @@ class ModuleRuntime:
             placements = tuple(each.placements for _, each in arguments if isinstance(each, DTensor))
             dtypes = tuple(each.dtype for each in tensors.values())
             device = self.conversion.comm.device.type
-            key = signature, placements, dtypes, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+            key = signature, placements, dtypes, torch.get_autocast_dtype(device) if casts else None
             return CallRequest(kind, args, kwargs, key, tensors, arguments)
 
     def _compiled(self, request: CallRequest) -> Variants:

@@ -83,12 +83,15 @@ class PipelineRunner(Runner):
         return outputs, StepGradients(gradients, scale)
 
     def backward(self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False) -> Rows:
-        """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set."""
+        """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set.
+
+        That the factor is 1 is seen on the CPU alone: reading it would make the host wait for another device.
+        """
         if saved.rows is None:
             raise second_backward()
         rows, saved.rows = saved.rows, saved.rows if keep else None
         factor = next(value for value in tangents[0] if value is not None) / saved.scale
-        if not keep and bool(factor == 1):  # kept gradients are not handed out
+        if not keep and factor.device.type == "cpu" and bool(factor == 1):  # kept gradients are not handed out
             return rows
         values = {id(value): value for row in rows for value in row if value is not None}
         scaled = {key: value * factor.to(value.device) for key, value in values.items()}

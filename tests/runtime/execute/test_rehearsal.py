@@ -1,0 +1,109 @@
+"""A step of every plan runs where no tensor has values: nothing in it reads a number, or makes a tensor on the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rehearsal import StallError, fake_job, watched
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc import P
+from shardc.runtime.execute.executor import Executor
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from ours import PLANS
+from trainer import SIZES, Job, Trainer, batches, new_model
+
+RANKS = 4
+EAGER = [name for name in PLANS if "inductor" not in name]  # Inductor compiles nothing for meta
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    with fake_job(RANKS):
+        yield
+
+
+def trainer(plan: str) -> Trainer:
+    with torch.device("meta"):
+        model = new_model(SIZES["tiny"], has_experts=plan == "shardc ep")
+    return PLANS[plan].trainer(model, Job(RANKS, "loop", device="meta"), SIZES["tiny"])
+
+
+def step(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Forward and backward; all gradients are on meta."""
+    model(*args, **kwargs).backward()
+    assert {each.grad.device.type for each in model.parameters() if each.grad is not None} == {"meta"}
+
+
+@pytest.mark.parametrize("plan", EAGER)
+def test_a_step_of_a_plan_waits_for_no_number_and_makes_nothing_on_the_host(plan: str) -> None:
+    rehearsed = trainer(plan)
+    tokens, targets = batches(SIZES["tiny"], "meta")[0][0]
+    step(rehearsed.model, tokens, targets)  # compiles
+    rehearsed.optimizer.step()
+    with watched():
+        step(rehearsed.model, tokens, targets)
+    rehearsed.optimizer.step()
+
+
+class Dropping(nn.Module):
+    """Draws in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = nn.functional.dropout(self.first(x), 0.5)
+        return self.second(hidden).square().mean()
+
+
+def dropping() -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        model, x = Dropping(), torch.empty(8, 8)
+    mesh = init_device_mesh("meta", (2, 2), mesh_dim_names=("dp", "tp"))
+    return shardc.parallelize(model, mesh, {"x": P("dp"), "first.weight": P("tp")}), x
+
+
+def test_a_step_that_draws_copies_no_seed_to_the_device() -> None:
+    model, x = dropping()
+    step(model, x)
+    with watched():
+        step(model, x)
+
+
+def test_a_number_that_the_runtime_reads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = dropping()
+    step(model, x)
+    forward = Executor.forward
+
+    def reading(self: Executor, inputs: Any, *args: Any) -> Any:
+        next(each for each in inputs[0] if each is not None).sum().item()
+        return forward(self, inputs, *args)
+
+    monkeypatch.setattr(Executor, "forward", reading)
+    with pytest.raises(RuntimeError, match="item"):
+        step(model, x)
+
+
+def test_a_tensor_that_the_runtime_makes_on_the_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = dropping()
+    step(model, x)
+    forward = Executor.forward
+
+    def making(self: Executor, inputs: Any, *args: Any) -> Any:
+        torch.zeros(2)
+        return forward(self, inputs, *args)
+
+    monkeypatch.setattr(Executor, "forward", making)
+    with pytest.raises(StallError, match="on cpu"), watched():
+        step(model, x)
