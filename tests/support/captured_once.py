@@ -48,7 +48,7 @@ def captured_once() -> Iterator[None]:
         found = _CAPTURED.get(key)
         if found is None:
             found = capture_model(model, request, matched)
-            if not _is_of_one_model(found):
+            if not _is_of_one_call(found):
                 _CAPTURED[key] = found
                 if len(_CAPTURED) > MOST:
                     _CAPTURED.popitem(last=False)
@@ -58,10 +58,12 @@ def captured_once() -> Iterator[None]:
         yield
 
 
-def _is_of_one_model(captured: Captured) -> bool:
-    """Whether it holds tensors or functions that an equal model may have others for."""
-    is_opaque = any(isinstance(node.target, Opaque) for node in captured.program.calls)
-    return is_opaque or bool(captured.convention.constants)
+def _is_of_one_call(captured: Captured) -> bool:
+    """Whether it depends on values, or holds tensors or functions, that an equal call may have others for."""
+    program = captured.program
+    is_opaque = any(isinstance(node.target, Opaque) for node in program.calls)
+    is_guarded = any(output.kind == "guard" for output in program.outputs)
+    return is_opaque or is_guarded or bool(captured.convention.constants)
 
 
 def _key(model: nn.Module, request: Request) -> Hashable:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from captured_once import captured_once
 
 import shardc
 from shardc import Mesh, P
@@ -120,7 +121,8 @@ def run_variant(name: str, *, uneven: bool = False, odd: bool = False, count: in
         return Result(name, "apart", f"takes {error}")
     for number, sample in enumerate(chosen):
         if odd or found.samples < count:
-            _run_sample(found, name, number, sample, uneven or odd)
+            with captured_once():
+                _run_sample(found, name, number, sample, uneven or odd)
     return _result(name, found)
 
 
