@@ -131,7 +131,10 @@ def _cut_dims(
                 continue
             is_piece = factor == WINDOWED[node.target].piece
             dim_cut = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
-            if num_shards(dim_cut.axes) == 1 or dim_cut.minor:
+            if dim_cut.minor:  # a merged dim, cut unevenly: in chunks where another tensor is, or nowhere
+                in_chunks = DimSharding(dim_cut.axes)
+                dim_cut = in_chunks if any(in_chunks in other.dims for *_, other in tensors if other) else WHOLE
+            if num_shards(dim_cut.axes) == 1:
                 continue
             # several axes must cut as one of as many ranks would: each cuts what those before it left
             sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]

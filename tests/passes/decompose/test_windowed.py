@@ -250,6 +250,22 @@ def test_an_op_along_a_cut_dim_exchanges_edges_alone(op: Op, rows: int) -> None:
     check(op, Mesh(x=2, y=2), P(("x", "y"), None), random(rows, 6))
 
 
+@pytest.mark.parametrize(("rows", "ranks", "factor"), [(7, 2, 2), (8, 4, 2), (5, 4, 3), (6, 4, 2), (3, 4, 2)])
+def test_rows_with_zeros_between_them_are_not_gathered(rows: int, ranks: int, factor: int) -> None:
+    """Chunks of what is stuffed begin elsewhere than the chunks of the rows where sizes do not divide."""
+
+    def stuffed(x: Tensor) -> Tensor:
+        shape = [*x.shape[:2], rows * factor, x.shape[3]]
+        return F.pad(x.unsqueeze(3), (0, 0, 0, factor - 1)).reshape(shape)[:, :, : (rows - 1) * factor + 1]
+
+    x, weight = random(2, 4, rows, 6), random(8, 4, 3, 3)
+    model = Model(lambda x, w: F.conv2d(stuffed(x), w, padding=1), weight)
+    ends = {"x": HEIGHT, "output:*": HEIGHT}
+    compiled = shardc.compile(model, Mesh(x=ranks), ends, args=(x,), train=False)
+    torch.testing.assert_close(compiled.simulate(x)[0], model(x).detach(), rtol=0, atol=1e-12)
+    assert {each.kind for each in compiled.collectives} == {"collective_permute"}
+
+
 def test_a_pipelines_shift_is_one_collective_permute_of_a_row() -> None:
     class Shift(nn.Module):
         def forward(self, first: Tensor, state: Tensor) -> Tensor:
