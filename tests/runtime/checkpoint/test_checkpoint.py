@@ -509,21 +509,21 @@ def test_errors_of_a_save_in_the_background_are_raised_by_wait_or_by_the_next_sa
     assert slow.is_done and shardc.load(tmp_path / "good")["step"] == 6
 
 
-def killed(path: Path, count: int, seed: int) -> list[int]:
-    """Save in child processes that are killed at random moments; the step of the latest after each."""
+def killed(path: Path, count: int, seed: int, latest: float) -> list[int]:
+    """Save in child processes, each killed within ``latest`` seconds; the step of the checkpoint after each."""
     generator, steps = random.Random(seed), []
     for _ in range(count):
         child = os.fork()
         if not child:
             try:
-                model, latest = nn.Linear(64, 64), shardc.load(path)["step"]
-                for step in range(latest + 1, latest + 1000):
+                model, first = nn.Linear(64, 64), shardc.load(path)["step"] + 1
+                for step in range(first, first + 1000):
                     nn.init.constant_(model.weight, step)
                     nn.init.constant_(model.bias, step)
                     shardc.save(path, model, step=step, keep=2)
             finally:
                 os._exit(1)
-        time.sleep(generator.uniform(0.01, 0.06))
+        time.sleep(generator.uniform(0.01, latest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found = shardc.load(path)
@@ -539,8 +539,9 @@ def test_after_a_kill_at_a_random_moment_the_latest_loads_whole(count: int, tmp_
     model = nn.Linear(64, 64)
     nn.init.constant_(model.weight, 0)
     nn.init.constant_(model.bias, 0)
+    start = time.monotonic()
     shardc.save(tmp_path, model, step=0)
-    steps = killed(tmp_path, count, seed=0)
+    steps = killed(tmp_path, count, seed=0, latest=max(0.06, 10 * (time.monotonic() - start)))
     assert steps == sorted(steps) and steps[-1] > 0, steps
     shardc.save(tmp_path, model, step=10**6, keep=2)
     left = [each.name for each in tmp_path.iterdir() if each.name.startswith(".")]
