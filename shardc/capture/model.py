@@ -80,7 +80,10 @@ def override_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
 def no_checkpoints() -> Iterator[None]:
     """Run activation checkpoints as plain calls: dropout inside is drawn once; what to recompute is decided later."""
     plain_call = SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args))
-    generator: Any = lambda *args, **kwargs: iter([None])  # noqa: E731
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield  # between what checkpoints do before a call and after it; errors of the call pass
+
     home, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
     with (
         override_attribute(home, f"{name}_impl" if hasattr(home, f"{name}_impl") else name, generator),  # torch 2.14

@@ -1,6 +1,7 @@
 """What a model's own line may do with a value that is unknown during capture: check it, print it, log it.
 
-A check is ``assert`` or ``if ...: raise``. It is passed over, as ``torch._assert`` is: a step does not run it.
+A check is ``assert`` or ``if ...: raise``. It is passed over, as ``torch._assert`` is: a step does not run it. One
+whose error the model catches is a branch.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import dis
 import functools
 import itertools
 import linecache
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 Place = tuple[int, int, int, int]  # first line and column, last line and column
 
@@ -69,8 +72,9 @@ def passing_check(frame: FrameType) -> bool | None:
     place = _place(frame)
     if place is None:
         return None
-    checks = _checks(frame.f_code.co_filename)
-    return next((_passing(test, value, place) for test, value in checks if _holds(_span(test), place)), None)
+    checks = _statements(frame.f_code.co_filename).checks
+    check = next((check for check in checks if _holds(_span(check.test), place)), None)
+    return None if check is None or _is_caught(frame, check.error) else _passing(check.test, check.value, place)
 
 
 def _place(frame: FrameType) -> Place | None:
@@ -84,20 +88,96 @@ def _place(frame: FrameType) -> Place | None:
     return line, column, last_line, last_column
 
 
+class _Check(NamedTuple):
+    """A check: its test, the value at which it passes, and the error that it raises; None for one in flight."""
+
+    test: ast.expr
+    value: bool
+    error: ast.expr | None
+
+
+class _Catch(NamedTuple):
+    """Lines of which errors are caught, and the classes of these; None for all."""
+
+    first: int
+    last: int
+    classes: ast.expr | None
+
+
+class _Statements(NamedTuple):
+    """What a file has of checks, and of statements that catch errors and raise none."""
+
+    checks: tuple[_Check, ...] = ()
+    catches: tuple[_Catch, ...] = ()
+
+
 @functools.lru_cache(maxsize=256)
-def _checks(filename: str) -> tuple[tuple[ast.expr, bool], ...]:
-    """The tests of all checks of a file, each with the value at which the check passes."""
+def _statements(filename: str) -> _Statements:
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
-        return ()
-    found: list[tuple[ast.expr, bool]] = []
-    for node in ast.walk(tree):
+        return _Statements()
+    nodes = list(ast.walk(tree))
+    return _Statements(tuple(_checks_in(nodes)), tuple(_catches_in(nodes)))
+
+
+def _checks_in(nodes: list[ast.AST]) -> Iterator[_Check]:
+    for node in nodes:
         if isinstance(node, ast.Assert):
-            found.append((node.test, True))
+            yield _Check(node.test, True, ast.Name("AssertionError"))
         elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and not node.orelse:
-            found.append((node.test, False))
-    return tuple(found)
+            error = node.body[0].exc
+            yield _Check(node.test, False, error.func if isinstance(error, ast.Call) else error)
+
+
+def _catches_in(nodes: list[ast.AST]) -> Iterator[_Catch]:
+    for node in nodes:
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                if not isinstance(handler.body[-1], ast.Raise):
+                    yield _Catch(node.body[0].lineno, node.body[-1].end_lineno or 0, handler.type)
+        elif isinstance(node, ast.With):
+            for call in (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)):
+                if ast.unparse(call.func).endswith("suppress"):
+                    classes = ast.Tuple(call.args, ast.Load())
+                    yield _Catch(node.body[0].lineno, node.body[-1].end_lineno or 0, classes)
+
+
+_TORCH = f"site-packages{os.sep}torch{os.sep}"
+_CAPTURE = str(Path(__file__).with_name("capture.py")), "run"  # the function that calls the model
+
+
+def _is_caught(frame: FrameType | None, error: ast.expr | None) -> bool:
+    """Whether the model catches an error of a line, in that line's own function or in one that calls it."""
+    raised = _classes(frame, error) if frame is not None and error is not None else ()
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _CAPTURE:
+        for first, last, classes in () if _TORCH in frame.f_code.co_filename else _catches_of(frame):
+            if first <= frame.f_lineno <= last and (classes is None or _overlap(raised, _classes(frame, classes))):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _catches_of(frame: FrameType) -> tuple[_Catch, ...]:
+    return _statements(frame.f_code.co_filename).catches
+
+
+def _classes(frame: FrameType, node: ast.expr) -> tuple[type, ...]:
+    """The classes that an expression of a frame names; none where they are not known."""
+    if isinstance(node, ast.Tuple):
+        return tuple(found for element in node.elts for found in _classes(frame, element))
+    if not isinstance(node, (ast.Name, ast.Attribute)):
+        return ()
+    try:
+        value = eval(ast.unparse(node), frame.f_globals, frame.f_locals)
+    except Exception:  # of a name that is not there, or of a property
+        return ()
+    return (value,) if isinstance(value, type) else (type(value),) if isinstance(value, BaseException) else ()
+
+
+def _overlap(raised: tuple[type, ...], caught: tuple[type, ...]) -> bool:
+    """Whether some error is both; one that is not known may be any."""
+    return not raised or not caught or any(issubclass(one, caught) for one in raised)
 
 
 def _passing(test: ast.expr, value: bool, place: Place) -> bool | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import CaptureError, Mesh, P
@@ -38,6 +39,10 @@ def ctc(h: Tensor, given: Tensor) -> Tensor:
     return F.ctc_loss(rows, torch.tensor([[1, 2, 3], [2, 3, 4]]), torch.tensor([8, 7]), 1 + (given[:2] > 1).long())
 
 
+def branching(h: Tensor, given: Tensor) -> Tensor:
+    return h.square().sum() if given.sum() > 14 else h.abs().sum()
+
+
 FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nonzero": lambda h, given: h[torch.nonzero(given > 1).flatten()].square().sum(),
     "masked_select": lambda h, given: torch.masked_select(h, (given > 1)[:, None]).std(),
@@ -49,7 +54,8 @@ FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cov": lambda h, given: torch.cov(h.T, fweights=given).square().sum(),
     "gaussian_nll_loss": lambda h, given: F.gaussian_nll_loss(h, h * 2, h.square() + 1),
     "ctc_loss": ctc,
-    "a branch": lambda h, given: h.square().sum() if given.sum() > 14 else h.abs().sum(),
+    "a branch": branching,
+    "a branch in a checkpoint": lambda h, given: checkpoint(branching, h, given, use_reentrant=False),
     "lstsq": lambda h, given: torch.linalg.lstsq(h[:, :2], h[:, 2:]).solution.square().sum(),
 }
 CHANGES = {name: name not in ("gaussian_nll_loss", "lstsq", "cov", "ctc_loss") for name in FOUND}

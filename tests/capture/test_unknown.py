@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,3 +72,59 @@ def test_a_branch_is_no_check(use: Callable[[Tensor], Any]) -> None:
     if use is raises_or_else:
         with pytest.raises(ValueError, match="nan"):
             parallel(x / 0 - x / 0)
+
+
+def falls_back(y: Tensor) -> Tensor:
+    try:
+        if y.max() > 6:
+            raise OverflowError
+    except OverflowError:
+        y = y / 2
+    return y
+
+
+def falls_back_from_an_assert(y: Tensor) -> Tensor:
+    try:
+        assert y.max() < 6
+    except (AssertionError, KeyError):
+        y = y / 2
+    return y
+
+
+def at_most_6(y: Tensor) -> None:
+    if y.max() > 6:
+        raise OverflowError("x")
+
+
+def falls_back_from_a_function(y: Tensor) -> Tensor:
+    with contextlib.suppress(OverflowError):
+        at_most_6(y)
+        y = y + 1
+    return y
+
+
+@pytest.mark.parametrize("use", [falls_back, falls_back_from_an_assert, falls_back_from_a_function])
+def test_a_check_whose_error_the_model_catches_is_a_branch(use: Callable[[Tensor], Any]) -> None:
+    model = Model(use)
+    parallel = shardc.parallelize(model, MESH, ANNOTATIONS)
+    for scale in (1, 100, 1):
+        x = torch.full((4, 8), float(scale))
+        torch.testing.assert_close(parallel(x), model(x))
+    assert not any("no step runs it" in note for note in parallel.program.program.notes)
+
+
+def rethrows(y: Tensor) -> Tensor:
+    try:
+        at_most_6(y)
+    except KeyError:
+        y = y / 2
+    except OverflowError as error:
+        raise ValueError("too large") from error
+    return y
+
+
+def test_a_check_whose_error_leaves_the_model_is_passed_over() -> None:
+    model, x = Model(rethrows), torch.ones(4, 8)
+    parallel = shardc.parallelize(model, MESH, ANNOTATIONS)
+    torch.testing.assert_close(parallel(x), model(x))
+    assert any("no step runs it" in note for note in parallel.program.program.notes)
