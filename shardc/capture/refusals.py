@@ -291,8 +291,8 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     elif isinstance(error, DataDependentOutputException):
         problem = f"what runs next depends on the value of a tensor, which is unknown during capture{reason}"
         remedy = (
-            "branch on a comparison of tensors (if (a == b).all():, if x.max() > 3:), use torch.where or torch.cond, or "
-            "pass the number to the model"
+            "branch on a comparison of tensors (if (a == b).all():, if x.max() > 3:), use torch.where or torch.cond, "
+            "or pass the number to the model"
         )
     elif isinstance(error, DynamicOutputShapeException):
         problem = f"the shape of a result depends on the values of a tensor{reason}"
