@@ -197,7 +197,7 @@ def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN and signed zeros included; not known of two on meta."""
+    """Whether two tensors hold the same bytes, NaN and signed zeros included. Two on meta are not the same."""
     if a is b:
         return True
     if a.is_meta or a.shape != b.shape or a.dtype != b.dtype:

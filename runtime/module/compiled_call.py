@@ -262,7 +262,7 @@ class CompiledCall:
 
 
 def _key_tensor(key: tuple[int, int], device: torch.device) -> Tensor:
-    """A random key on a device: its numbers go with the launches of the kernels, and no copy waits for the device."""
+    """A random key, written by kernels that take its numbers as arguments: nothing is copied from the host."""
     seed, step = key
     result = torch.full((2,), step, dtype=torch.int64, device=device)
     result[:1].fill_(seed)

@@ -89,7 +89,7 @@ def _place(frame: FrameType) -> Place | None:
 
 
 class _Check(NamedTuple):
-    """A check: its test, the value at which it passes, and the error that it raises; None for one in flight."""
+    """A check: its test, the value at which it passes, and the error that it raises; None for a bare ``raise``."""
 
     test: ast.expr
     value: bool
@@ -151,15 +151,12 @@ def _is_caught(frame: FrameType | None, error: ast.expr | None) -> bool:
     """Whether the model catches an error of a line, in that line's own function or in one that calls it."""
     raised = _classes(frame, error) if frame is not None and error is not None else ()
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _CAPTURE:
-        for first, last, classes in () if _TORCH in frame.f_code.co_filename else _catches_of(frame):
+        file = frame.f_code.co_filename
+        for first, last, classes in () if _TORCH in file else _statements(file).catches:
             if first <= frame.f_lineno <= last and (classes is None or _overlap(raised, _classes(frame, classes))):
                 return True
         frame = frame.f_back
     return False
-
-
-def _catches_of(frame: FrameType) -> tuple[_Catch, ...]:
-    return _statements(frame.f_code.co_filename).catches
 
 
 def _classes(frame: FrameType, node: ast.expr) -> tuple[type, ...]:

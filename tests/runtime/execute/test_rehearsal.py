@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,21 @@ def test_a_step_that_draws_copies_no_seed_to_the_device() -> None:
         step(model, x)
 
 
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], object]) -> None:
+    """Let every forward do this to the first of its inputs, too."""
+    forward = Executor.forward
+
+    def faulty(self: Executor, inputs: Any, *args: Any) -> Any:
+        fault(next(each for each in inputs[0] if each is not None))
+        return forward(self, inputs, *args)
+
+    monkeypatch.setattr(Executor, "forward", faulty)
+
+
 def test_a_number_that_the_runtime_reads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = dropping()
     step(model, x)
-    forward = Executor.forward
-
-    def reading(self: Executor, inputs: Any, *args: Any) -> Any:
-        next(each for each in inputs[0] if each is not None).sum().item()
-        return forward(self, inputs, *args)
-
-    monkeypatch.setattr(Executor, "forward", reading)
+    plant(monkeypatch, lambda value: value.sum().item())
     with pytest.raises(RuntimeError, match="item"):
         step(model, x)
 
@@ -98,12 +103,6 @@ def test_a_number_that_the_runtime_reads_is_an_error(monkeypatch: pytest.MonkeyP
 def test_a_tensor_that_the_runtime_makes_on_the_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = dropping()
     step(model, x)
-    forward = Executor.forward
-
-    def making(self: Executor, inputs: Any, *args: Any) -> Any:
-        torch.zeros(2)
-        return forward(self, inputs, *args)
-
-    monkeypatch.setattr(Executor, "forward", making)
+    plant(monkeypatch, lambda value: torch.zeros(2))
     with pytest.raises(StallError, match="on cpu"), watched():
         step(model, x)
