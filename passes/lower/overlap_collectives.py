@@ -9,7 +9,7 @@
 
 The executor starts a collective where it stands and waits at its first reader. In backward, calls that no such reader
 needs, as gradients of weights, are put off until something waits. Then all of them run, so that nothing is kept longer
-than from one collective to the next. The results of a bucket are picked where they are read.
+than from one collective to the next. Views of a collective's result stand where something computes with them.
 
 A layer's parameters are gathered one layer ahead, so that two layers' parameters are whole at a time::
 
@@ -34,7 +34,7 @@ from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
 from shardc.program.communication import bucket, first_reader, is_early, layer, members, move_before
 from shardc.program.lifetime import split
-from shardc.program.node import ancestors, is_getitem, operand
+from shardc.program.node import ancestors, is_free, operand
 from shardc.program.program import Program
 
 
@@ -47,8 +47,6 @@ def overlap_collectives(program: Program) -> Program:
     if order != list(backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
-    for node in [node for node in program.graph.nodes if is_getitem(node) and operand(node).target is bucket]:
-        min(node.users, default=program.output_node).prepend(node)
     for part in (split(program).forward, split(program).backward):
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
         # too: two layers' parameters are whole at a time, in any number of buckets.
@@ -59,6 +57,9 @@ def overlap_collectives(program: Program) -> Program:
             for _, node in group:
                 move_before(place, node)
                 place.prepend(node)
+    for node in list(program.graph.nodes):
+        if _is_view_of_collective(node):
+            (first_reader(node) or program.output_node).prepend(node)
     return program
 
 
@@ -97,6 +98,14 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
         if node in waited or not is_urgent:
             pending.add(node)
     return order + later
+
+
+def _is_view_of_collective(node: fx.Node) -> bool:
+    while is_free(node):
+        node = operand(node)
+        if node.target is bucket or members(node):
+            return True
+    return False
 
 
 def _is_sent(node: fx.Node) -> bool:

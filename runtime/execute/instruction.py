@@ -21,7 +21,7 @@ from shardc.ops.pointwise import is_pointwise
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members
 from shardc.program.lifetime import dies_at, is_whole, view_chain
-from shardc.program.node import is_getitem, is_view, operand, takes_device
+from shardc.program.node import is_free, operand, takes_device
 from shardc.program.opaque import Opaque
 from shardc.program.program import Program
 from shardc.program.text import range_name
@@ -128,7 +128,7 @@ def _instruction(
     target = custom(target, node.name) if is_custom(node.target) else target
     collective = _collective(program, node) if program.level == "localized" else ""
     layout = BucketLayout.of(program, node) if collective and is_bucket else None
-    name, line = "" if is_getitem(node) or is_view(node) else range_name(program, node), program.source(node).location
+    name, line = "" if is_free(node) else range_name(program, node), program.source(node).location
     return Instruction(
         target, args, kwargs, tuple(_slots(args)), call_of(target, args, kwargs), slots[node], name, collective, layout,
         is_bucket or is_own, next(earlier, -1), line=line,

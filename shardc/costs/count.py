@@ -20,7 +20,7 @@ from shardc.ops.contraction import dot, is_attention
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import is_row_of_kept
-from shardc.program.node import is_getitem, is_view
+from shardc.program.node import is_free
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage
 from shardc.program.text import rank_axes
@@ -149,7 +149,7 @@ def seconds(program: Program, node: fx.Node) -> float:
 
 def call_seconds(program: Program, node: fx.Node) -> float:
     """The time for which one rank computes in a call; 0 for a view."""
-    if is_getitem(node) or is_view(node):
+    if is_free(node):
         return 0.0
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"

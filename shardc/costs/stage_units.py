@@ -13,7 +13,7 @@ from torch import fx
 from shardc.costs.count import bytes_moved, flops_of_call
 from shardc.language.sharding import ceil_div
 from shardc.program.lifetime import split, storages
-from shardc.program.node import is_cast, is_getitem, is_random, is_view, operand
+from shardc.program.node import is_cast, is_free, is_getitem, is_random, is_view, operand
 from shardc.program.program import Input, Program, Value
 
 FLOPS_PER_BYTE = 100  # operations in the time of a byte of memory traffic: about 10 on a CPU, 100 on a GPU in fp32
@@ -227,7 +227,7 @@ def _with_backward(flow: Flow, cost: Callable[[Program, fx.Node], int]) -> list[
 
 def time_of_call(program: Program, node: fx.Node) -> int:
     """The estimated time of a call in bytes of memory traffic: the longer of moving and computing; 0 for a view."""
-    if is_getitem(node) or is_view(node):
+    if is_free(node):
         return 0
     return max(bytes_moved(program, node), flops_of_call(program, node) // FLOPS_PER_BYTE)
 

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 from torch import fx
@@ -27,7 +28,7 @@ from shardc.program.collective import (
     wire_bytes,
     wire_bytes_total,
 )
-from shardc.program.node import descendants, is_getitem, operands
+from shardc.program.node import descendants, is_free, is_getitem, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -194,9 +195,12 @@ def layer(program: Program, node: fx.Node) -> str:
 
 
 def first_reader(node: fx.Node) -> fx.Node | None:
-    """The first call that reads the result of a gather; None where it is only returned."""
-    results = [user for user in node.users if is_getitem(user)] if node.target is bucket else [node]
-    readers = [user for result in results for user in result.users if user.op == "call_function"]
+    """The first call that computes with the result of a node, or with a view of it; None where it is only returned."""
+    views, readers = [node], list[fx.Node]()
+    for view in views:
+        calls = [user for user in view.users if user.op == "call_function"]
+        views += filter(is_free, calls)
+        readers += filterfalse(is_free, calls)
     return min(readers, default=None)
 
 

@@ -32,6 +32,11 @@ def is_view(node: fx.Node) -> bool:
     return bool(returns) and all(entry.alias_info is not None for entry in returns)
 
 
+def is_free(node: fx.Node) -> bool:
+    """Whether a node computes nothing: it views its operand, or picks one of its results."""
+    return is_getitem(node) or is_view(node)
+
+
 def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
     """A node, the operand of it if it is a cast or a call of ``others``, and so on to the first that is neither."""
     chain = [node]
