@@ -53,7 +53,7 @@ class TorchComm(LocalCollectives):
         announce(self)
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
-        """Start a collective; local work and exchanges with neighbours are done at once."""
+        """Start a collective; local work is done at once."""
         if kind in LOCAL_KINDS:
             results: Tensors = getattr(self, kind)(xs, *args)
             return lambda: results
@@ -130,14 +130,19 @@ class TorchComm(LocalCollectives):
         exchange, parts = exchange_of(kind, *args), parse_parts(axes, self.mesh)
         index, (x,) = self.mesh.index(self.position, parts), xs
         pieces = exchange.pieces(x, index)
+        if not exchange.moves:
+            result = exchange.join(x, index, pieces)
+            return lambda: [result]
         sent = [each if i != index else () for i, each in enumerate(pieces)]
-        received: list[Tensors] = [()] * len(pieces)
-        if exchange.moves:
-            received = process_group.exchange(x, sent, exchange.lengths(index), exchange.dim, self.group(parts))
-            self.traffic[0].count("collective_permute", sum(piece.nbytes for each in sent for piece in each))
-        received[index] = pieces[index]
-        result = exchange.join(x, index, received)
-        return lambda: [result]
+        finish = process_group.exchange(x, sent, exchange.lengths(index), exchange.dim, self.group(parts))
+        self.traffic[0].count("collective_permute", sum(piece.nbytes for each in sent for piece in each))
+
+        def join() -> Tensors:
+            received = finish()
+            received[index] = pieces[index]
+            return [exchange.join(x, index, received)]
+
+        return join
 
 
 def _sends_messages(kind: str, group: Group) -> bool:

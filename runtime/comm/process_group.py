@@ -141,25 +141,31 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
 
 def exchange(
     x: Tensor, pieces: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dim: int, group: Group
-) -> list[Sequence[Tensor]]:
-    """Send ``pieces`` of any length along ``dim`` to each rank of the group; returns those received from each.
+) -> Callable[[], list[Sequence[Tensor]]]:
+    """Send ``pieces`` of any length along ``dim`` to each rank of the group; the result has those received from each.
 
     ``lengths`` are those of the received pieces. Pieces of this rank for itself are left out.
     """
-    row = x.numel() // max(1, x.shape[dim])
+    shape = x.shape
+    row = x.numel() // max(1, shape[dim])
     sends = [sum(piece.numel() for piece in pieces[i]) for i in group.inverse]
     receives = [row * sum(lengths[i]) if i != group.index else 0 for i in group.inverse]
     flat = torch.cat([x.new_empty(0), *(piece.flatten() for i in group.inverse for piece in pieces[i])])
-    received = _all_to_all(flat, receives, sends, group)().split(receives)
-    return [
-        [
-            piece.view([size if i == dim else old for i, old in enumerate(x.shape)])
-            for size, piece in zip(lengths[i], received[rank].split([row * size for size in lengths[i]]), strict=True)
+    finish = _all_to_all(flat, receives, sends, group)
+
+    def received() -> list[Sequence[Tensor]]:
+        parts = finish().split(receives)
+        return [
+            [
+                piece.view([size if i == dim else old for i, old in enumerate(shape)])
+                for size, piece in zip(lengths[i], parts[rank].split([row * size for size in lengths[i]]), strict=True)
+            ]
+            if i != group.index
+            else ()
+            for i, rank in enumerate(group.order)
         ]
-        if i != group.index
-        else ()
-        for i, rank in enumerate(group.order)
-    ]
+
+    return received
 
 
 def _exchange(pieces: Tensor, group: Group) -> Finish:
