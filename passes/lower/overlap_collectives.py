@@ -32,7 +32,7 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
-from shardc.program.communication import bucket, first_reader, is_early, layer, members, move_before
+from shardc.program.communication import bucket, first_reader, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, is_free, operand
 from shardc.program.program import Program
@@ -103,7 +103,7 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
 def _is_view_of_collective(node: fx.Node) -> bool:
     while is_free(node):
         node = operand(node)
-        if node.target is bucket or members(node):
+        if node.target is bucket or is_collective(node):
             return True
     return False
 

@@ -386,7 +386,7 @@ def _clone(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _replicated(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor), type(tensor)
-    with waiting(lambda: "the gather of a DTensor", tensor.device_mesh.mesh.flatten().tolist):
+    with waiting(lambda: "the gather of a DTensor", lambda: tensor.device_mesh.mesh.flatten().tolist()):
         return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 

@@ -8,10 +8,13 @@ accelerator shows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, partialmethod
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -21,9 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardc.api import Compiled
 from shardc.language.machine import LOCAL_KINDS
-from shardc.runtime.comm.distributed import TorchComm
-from shardc.runtime.execute import executor
+from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
+from shardc.runtime.execute import code, executor, interpreter
+from shardc.runtime.execute.instruction import Instruction
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -40,23 +45,48 @@ def fake_job(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def rehearse(compiled: Compiled) -> None:
+    """Run the forward and backward parts of a compiled program, as the first rank. StallError where a device waits."""
+    program = compiled.program
+    values: dict[str, list[Tensor | None]] = {"inputs": [], "tangents": []}
+    for put, node in zip(program.inputs, program.placeholders, strict=True):
+        value = torch.empty(program.local_type(node).shape, dtype=program.local_type(node).dtype, device="meta")
+        values["inputs"].append(value if put.kind != "tangent" else None)
+        values["tangents"].append(value if put.kind == "tangent" else None)
+    with fake_job(compiled.mesh.size):
+        runner = executor.Executor(program, TorchComm(make_device_mesh(compiled.mesh, "meta")))
+        with watched():
+            _, saved = runner.forward([values["inputs"]])
+            runner.backward(saved, [values["tangents"]])
+
+
 class StallError(AssertionError):
     """A device would wait: for a tensor that the host makes, or for a collective whose result nothing reads yet."""
+
+
+@dataclass(slots=True)
+class Unread:
+    """A collective that was waited for: the storages of its results, and the instruction that it was waited for by."""
+
+    kind: str
+    results: set[int]
+    reader: Instruction | None = None
 
 
 class watched(TorchDispatchMode):
     """In the block, an op that a device would wait for without need is a StallError.
 
-    Its result must be on meta. Between the wait for a collective and the first op that computes with its result, no
-    other op may compute. Reductions to shards are left out: the third one waits for the first, to bound their memory.
-    State: ``_starting``: the kind of the collective that is being started. ``_unread``: of each collective that was
-    waited for and is not read yet, its kind and the storages of its results.
+    Its result must be on meta. An instruction that waits for a collective must compute with its result, or send it.
+    Reductions to shards are left out: the third one waits for the first, to bound their memory. State: ``started``: the
+    kinds of all collectives. ``_starting``: the kind of the one that is being started. ``_unread``: those that were
+    waited for and are not read yet.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.started: list[str] = []
         self._starting = ""
-        self._unread: list[tuple[str, set[int]]] = []
+        self._unread: list[Unread] = []
 
     def __enter__(self) -> watched:
         self._patches = ExitStack()
@@ -79,31 +109,35 @@ class watched(TorchDispatchMode):
         if func is WAIT and self._starting:
             raise StallError(f"{self._starting} is waited for where it is started")
         if func.namespace != WAIT.namespace and not func.is_view:
-            self._read(func, _storages((args, kwargs)))
+            self._read((args, kwargs))
         return result
 
-    def _read(self, func: Any, storages: set[int]) -> None:
-        self._unread = [(kind, results) for kind, results in self._unread if results.isdisjoint(storages)]
-        if self._unread:
-            raise StallError(f"{self._unread[0][0]} is waited for before {func}, which does not read its result")
+    def _read(self, operands: Any) -> None:
+        """Note that the instruction that runs computes with tensors, or sends them."""
+        now, storages = _running(), _storages(operands)
+        for each in self._unread:
+            if each.reader not in (None, now):
+                place = each.reader and f"{each.reader.name} ({each.reader.line})"
+                raise StallError(f"{each.kind} is waited for by {place}, which does not read its result")
+            each.reader = now
+        self._unread = [each for each in self._unread if each.results.isdisjoint(storages)]
 
     def _run(self, run: Any, *args: Any) -> None:
         """Run a part of a program, at whose end every collective is waited for."""
         run(*args)
         self._unread.clear()
 
-    def _start(self, start: Any, comm: TorchComm, first: Any, *args: Any, **kwargs: Any) -> Any:
+    def _start(self, start: Any, comm: TorchComm, first: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:
         kind = first if isinstance(first, str) else first.kind
-        self._starting = kind
-        try:
-            finish = start(comm, first, *args, **kwargs)
-        finally:
-            self._starting = ""
+        self.started.append(kind)
+        self._read(operands)
+        with mock.patch.object(self, "_starting", kind):
+            finish = start(comm, first, operands, *args, **kwargs)
 
         def wait() -> Any:
             results = finish()
             if kind not in ("reduce_scatter", *LOCAL_KINDS):
-                self._unread.append((kind, _storages(results)))
+                self._unread.append(Unread(kind, _storages(results)))
             return results
 
         return wait
@@ -112,3 +146,16 @@ class watched(TorchDispatchMode):
 def _storages(nest: Any) -> set[int]:
     """The storages of the tensors among nested arguments."""
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)}
+
+
+def _running() -> Instruction | None:
+    """The instruction that an op is part of, in generated code or interpreted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == code.FILE and frame.f_back is not None:
+            lines: list[Instruction | None] = frame.f_back.f_locals["self"]._lines
+            return lines[frame.f_lineno - 1]
+        if frame.f_code in (interpreter._call.__code__, interpreter._start.__code__):
+            return cast("Instruction", frame.f_locals["each"])
+        frame = frame.f_back
+    return None

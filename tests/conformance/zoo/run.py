@@ -2,8 +2,8 @@
 
 Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
 and once with sizes that do not divide. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
-against the single device, and that against the eager model. ``--all`` takes every model type of transformers, as small
-as it can be built, on dp=2,tp=2; one that transformers cannot build or run small is apart.
+against the single device, and that against the eager model; a step is rehearsed on meta. ``--all`` takes every model
+type of transformers, as small as it can be built, on dp=2,tp=2; what transformers cannot build or run small is apart.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from rehearsal import StallError, rehearse
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -96,6 +97,9 @@ def run(case: Case) -> Result:
     try:
         model, inputs, annotations = case.make()
         found = verify(model, MESHES[case.mesh], annotations, kwargs=inputs, watch=seen.append)
+        rehearse(seen[-1])
+    except StallError as error:
+        return Result(str(case), "wrong", str(error))
     except Exception as error:  # whatever stops one model, the next is tried
         return Result(str(case), "refused", f"{type(error).__name__}: {error}")
     wrong = [_text(each) for each in found if not each.is_small]

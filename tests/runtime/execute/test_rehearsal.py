@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import P
+from shardc.runtime.comm.distributed import TorchComm
+from shardc.runtime.execute import executor
 from shardc.runtime.execute.executor import Executor
+from shardc.runtime.execute.instruction import Instruction
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -106,3 +111,42 @@ def test_a_tensor_that_the_runtime_makes_on_the_host_is_an_error(monkeypatch: py
     plant(monkeypatch, lambda value: torch.zeros(2))
     with pytest.raises(StallError, match="on cpu"), watched():
         step(model, x)
+
+
+def test_a_collective_that_is_waited_for_where_it_is_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = dropping()
+    step(model, x)
+    start = TorchComm.start
+
+    def wait_at_once(self: TorchComm, kind: str, xs: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        results = start(self, kind, xs, *args, **kwargs)()
+        return lambda: results
+
+    monkeypatch.setattr(TorchComm, "start", wait_at_once)
+    with pytest.raises(StallError, match="waited for where it is started"), watched():
+        step(model, x)
+
+
+def test_a_collective_that_is_waited_for_before_its_first_reader_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of the model is that of the op that a device would not begin."""
+
+    def wait_for_the_one_before(order: Sequence[Instruction]) -> list[Instruction]:
+        return [*order[:1], *(replace(each, waits=(before.result,)) for before, each in pairwise(order))]
+
+    monkeypatch.setattr(executor, "with_waits", wait_for_the_one_before)
+    model = trainer("shardc zero3").model
+    tokens, targets = batches(SIZES["tiny"], "meta")[0][0]
+    step(model, tokens, targets)
+    with pytest.raises(StallError, match=r"waited for by .*\(gpt.py:\d+\), which does not read its result"), watched():
+        step(model, tokens, targets)
+
+
+def test_edges_from_neighbours_are_waited_for_at_their_first_reader() -> None:
+    with torch.device("meta"):
+        model, x = nn.Conv1d(3, 4, kernel_size=3, padding=1), torch.empty(2, 3, 16)
+    mesh = init_device_mesh("meta", (RANKS,), mesh_dim_names=("x",))
+    parallel = shardc.parallelize(model, mesh, {"input": P(None, None, "x")})
+    parallel(x)  # compiles
+    with watched() as seen:
+        parallel(x).sum().backward()
+    assert "windows" in seen.started
