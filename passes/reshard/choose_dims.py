@@ -130,10 +130,22 @@ def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Mov
         for value, dims, sharding in zip(values, rule.operands, op.operands, strict=True):
             if value is not None and dims is not None and sharding is not None:
                 stand_ins[node, value] = with_cut(value, dims, sharding)
-                known = program.origins(value[0])[value[1]]
-                origins |= {part.name: known[part.name] for part in cut.axes if part.name in known}
+                origins |= {part.name: _origin(program, value, part.name) for part in cut.axes}
         for i, (dims, sharding) in enumerate(zip(rule.results, op.results, strict=True)):
             if dims is not None and sharding is not None:
                 through = {axis: origin.through(node.name, (node.name, i)) for axis, origin in origins.items()}
                 moved[node, i] = with_cut((node, i), dims, sharding), through
     return stand_ins, moved
+
+
+def _origin(program: Program, value: Value, axis: str) -> Origin:
+    """Why an axis cuts a value where it is read: that of the nearest value behind it which the axis cuts."""
+    behind = {value: None}
+    queue = [value]
+    for node, index in queue:  # which grows
+        if axis in (origins := program.origins(node)[index]):
+            return origins[axis]
+        further = [each for each in program.operand_values(node) if each is not None and each not in behind]
+        behind |= dict.fromkeys(further)
+        queue += further
+    raise KeyError(axis)

@@ -65,3 +65,14 @@ def test_the_reason_names_the_dim_that_is_whole_and_the_annotation() -> None:
     program = compiled(lambda x: x.sort(0).values, MESH, {"x": P("dp")}, x=value(64, 16))
     text = program.explain("all_to_all_dp").text()
     assert "dp cuts dim 0, which sort needs whole" in text and "x: P('dp')" in text
+
+
+def test_an_axis_moves_that_cuts_a_value_where_it_is_read_alone() -> None:
+    """The value itself is not cut by it, since 4 ranks do not divide its 3 rows: only the op before is."""
+    x, mask = value(3, 2, 1, 2), value(3, 2, 1, 1) > 0
+
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, x, -torch.inf).logsumexp(0)
+
+    annotations = {"x": P("y", None, None, "x"), "mask": P(("x", "y"))}
+    compiled(masked, Mesh(x=2, y=2), annotations, x=x, mask=mask)
