@@ -10,7 +10,7 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test test-all sweep soak conformance bench lint format types wheel-test readme examples clean
+.PHONY: demo test test-all sweep soak conformance bench cuda lint format types wheel-test readme examples clean
 
 demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
@@ -38,6 +38,10 @@ conformance: $(VENV)/installed-test
 # Step time, bytes and memory beside DDP, FSDP2, DTensor and others; BENCH="--plans tensor --ranks 2" chooses rows.
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+# On a machine with GPUs: what only they show. One GPU is enough; with several the ranks are NCCL's.
+cuda: $(VENV)/installed-test
+	$(BIN)/torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

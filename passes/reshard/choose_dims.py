@@ -20,7 +20,7 @@ from shardc.language.cut import dims_sharding, factor_cuts
 from shardc.language.mesh import MICROBATCH
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
-from shardc.program.node import arguments, is_getitem
+from shardc.program.node import ancestors, arguments, is_getitem
 from shardc.program.program import Program, Value
 from shardc.program.provenance import Origin
 
@@ -139,13 +139,7 @@ def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Mov
 
 
 def _origin(program: Program, value: Value, axis: str) -> Origin:
-    """Why an axis cuts a value where it is read: that of the nearest value behind it which the axis cuts."""
-    behind = {value: None}
-    queue = [value]
-    for node, index in queue:  # which grows
-        if axis in (origins := program.origins(node)[index]):
-            return origins[axis]
-        further = [each for each in program.operand_values(node) if each is not None and each not in behind]
-        behind |= dict.fromkeys(further)
-        queue += further
-    raise KeyError(axis)
+    """Why an axis cuts a value where it is read; if it does not cut the value itself, that of the last value before."""
+    node, index = value
+    before = [origins for each in sorted(ancestors(node)) for origins in program.origins(each)]
+    return next(each[axis] for each in (program.origins(node)[index], *reversed(before)) if axis in each)

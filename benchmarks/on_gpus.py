@@ -1,0 +1,104 @@
+"""What only GPUs show: every plan of the benchmark trains there as the plain model does, and its steps do not stall.
+
+    torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
+
+Each plan takes three steps beside the plain model on the same GPU. In the last one torch raises an error where the host
+waits for the device in forward or backward. The plans follow each other in one job: NCCL would hang if ranks started
+their collectives in different orders. On one GPU ranks are virtual. With ``--device cpu`` the job runs over gloo, which
+tries the script and not the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import torch
+import torch.distributed as dist
+from ours import PLANS, Plan
+from trainer import SIZES, Job, Trainer, batches, new_model
+
+from shardc import Mesh, Pipeline
+from shardc.runtime.comm.distributed import start_job
+
+SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 3, 4
+OFFLOADING = Plan("pp", {}, {"pipeline": Pipeline(microbatches=8, schedule="zb-v", offload=True)})
+OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING}
+
+
+class VirtualJob(Job):
+    """A job whose ranks are all in this process, on one device."""
+
+    def mesh(self, axis: str) -> Any:
+        """A mesh of virtual ranks."""
+        return Mesh(device_ids=None, **{axis: self.ranks})
+
+
+def main() -> int:
+    """Run every plan; print how far its losses are from the plain model's. 1 where one is further than rounding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="plans whose name contains this")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU: nothing was checked", file=sys.stderr)
+        return 1
+    start_job(options.device)
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    ranks = dist.get_world_size()
+    job = Job(ranks, "loop", options.device) if ranks > 1 else VirtualJob(VIRTUAL_RANKS, "loop", options.device)
+    wrong = []
+    for name, plan in OWN_PLANS.items():
+        if options.only not in name or (ranks == 1 and "inductor" in name):
+            continue
+        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name else 1e-4
+        wrong += [name] if distance > bound else []
+        if dist.get_rank() == 0:
+            print(f"{name}: losses differ by {distance:.1e} of at most {bound:.0e}", flush=True)
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+def difference(name: str, plan: Any, job: Job) -> float:
+    """How far the losses of a plan are from those of the plain model, relative to them."""
+    has_experts = name == "shardc ep"
+    plain, model = (new_model(SIZE, has_experts).to(job.device) for _ in range(2))
+    expected = losses(Trainer(plain, job.adamw(plain.parameters())), job.device)
+    found = losses(plan.trainer(model, job, SIZE), job.device)
+    return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+
+
+def losses(trainer: Trainer, device: str) -> list[float]:
+    """The loss of each step; the host does not wait for the device in the last one, the optimizer's step aside."""
+    results = []
+    for i, microbatches in enumerate(batches(SIZE, device)[:STEPS]):
+        with no_wait(device) if i == STEPS - 1 else no_wait("cpu"):
+            loss = trainer.model(*microbatches[0])
+            loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        results.append(loss)
+    return [float(loss.detach()) for loss in results]
+
+
+@contextmanager
+def no_wait(device: str) -> Iterator[None]:
+    """In the block it is torch's error that the host waits for a GPU."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The script of ``make cuda``, tried without a GPU: what it compares, and that it sees a plan that trains otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import on_gpus
+import pytest
+from on_gpus import OWN_PLANS, VirtualJob, difference
+from torch import nn
+from trainer import Job, Size, Trainer
+
+VIRTUAL = VirtualJob(4, "loop", "cpu")
+
+
+@pytest.mark.parametrize("name", ["shardc tp", "shardc zb-v, offloaded"])
+def test_a_plan_trains_as_the_plain_model(name: str) -> None:
+    assert difference(name, OWN_PLANS[name], VIRTUAL) < 1e-5
+
+
+@dataclass
+class Faster:
+    """A plan that learns ten times as fast as it should."""
+
+    def trainer(self, model: nn.Module, job: Job, size: Size) -> Trainer:
+        trainer = OWN_PLANS["shardc tp"].trainer(model, job, size)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] *= 10
+        return trainer
+
+
+def test_a_plan_that_trains_otherwise_is_seen() -> None:
+    assert difference("faster", Faster(), VIRTUAL) > 1e-3
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_runs_under_torchrun(ranks: int) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = [str(Path(on_gpus.__file__)), "--device", "cpu", "--only", "1f1b"]
+    run = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=120, check=True)
+    assert "shardc 1f1b: losses differ by" in run.stdout
