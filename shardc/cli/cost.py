@@ -13,7 +13,7 @@ from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import LARGEST, add_command, add_compile_options, add_output_options, sizes, unreadable
 from shardc.cli.compile import compile_target, compiled, load_quietly, with_idle_axes, write
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
-from shardc.language.text import json_text
+from shardc.language.record import json_text
 
 if TYPE_CHECKING:
     from shardc.api import Compiled

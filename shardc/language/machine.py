@@ -329,10 +329,8 @@ def _device(device: Device | str) -> Device:
     return DEVICES[device]
 
 
-CollectiveKind = Literal[
-    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice",
-    "mask_padding", "rechunk",
-]  # fmt: skip
+SentKind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv"]
+CollectiveKind = Literal[SentKind, "shard_slice", "mask_padding", "rechunk"]
 WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # a rank sends its whole operand
 LOCAL_KINDS = ("shard_slice", "mask_padding")  # nothing is sent: a rank's own work, by its position on the mesh
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 _IS_ORIGIN = re.compile(r"\S+ from ").match
 
@@ -126,14 +124,3 @@ def seconds_text(seconds: float) -> str:
 def change_text(before: float, after: float, text: Callable[[float], str] = bytes_text) -> str:
     """``+1.1 kB``, ``-20 B``: the difference of two numbers."""
     return f"{'-' if after < before else '+'}{text(abs(after - before))}"
-
-
-def json_text(record: Mapping[str, Any]) -> str:
-    """An object as JSON: a line for each entry of the lists in it."""
-
-    def entry(value: Any) -> str:
-        if isinstance(value, list) and value:
-            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
-        return json.dumps(value)
-
-    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {entry(value)}" for key, value in record.items()) + "\n}\n"

@@ -5,7 +5,7 @@ Facts: the program after a pass (``Compiled.after``), and tables that ``shardc/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,8 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord, rank_flops
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.language.text import bytes_text, count_text, json_text, operations_text, table
+from shardc.language.record import json_text
+from shardc.language.text import bytes_text, count_text, operations_text, table
 from shardc.options import BALANCES
 from shardc.program.program import Input, Output, Program
 from shardc.program.stages import has_stages
@@ -33,7 +34,7 @@ from shardc.program.text import (
 from shardc.program.traffic import collectives_of, collectives_text, fallbacks_of
 from shardc.report.dump.dot import program_dot
 from shardc.report.dump.html import html_report
-from shardc.report.dump.json import program_json, selected_json
+from shardc.report.dump.program_record import program_record, selected_record
 from shardc.report.dump.schema import FORMATS
 from shardc.report.dump.selection import Selection
 
@@ -53,7 +54,7 @@ def dump(
     program = compiled.at(after) if after else compiled.whole
     seconds, selection = compiled.seconds if verbose else {}, Selection.of(program, only) if only else None
     if format == "json":
-        return json_text(selected_json(program, selection) if selection else program_json(program, seconds))
+        return json_text(selected_record(program, selection) if selection else program_record(program, seconds))
     if format == "dot":
         return program_dot(program, selection)
     if format == "html":
@@ -86,8 +87,14 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
     return table((kind, "sharding", "on one rank", "bytes"), rows)
 
 
+def _stages_of_values(program: Program) -> Mapping[fx.Node, Sequence[int]]:
+    """For each parameter and call of a pipeline the stages that hold or run it."""
+    runs = StageRecord(program).runs if has_stages(program) else {}
+    return {node: [run.stage for run in its] for node, its in runs.items()}
+
+
 TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
-    "parameters": lambda program: parameters_text(program, StageRecord(program).runs if has_stages(program) else None),
+    "parameters": lambda program: parameters_text(program, _stages_of_values(program)),
     "inputs": lambda program: _inputs_or_outputs(program, "input"),
     "outputs": lambda program: _inputs_or_outputs(program, "output"),
     "stages": lambda program: StageRecord(program).text() if has_stages(program) else "",

@@ -101,7 +101,7 @@ class CollectiveExplainer:
             return self._side(cause.user, cause.dst.text(cause.type), index)
         readers = list(_readers(result, isinstance(cause, NeighbourEdges)))
         runs = self.stages.record.runs if self.stages is not None else {}
-        in_stage = (each for each in readers if any(run["stage"] == collective.stage for run in runs.get(each, ())))
+        in_stage = (each for each in readers if any(run.stage == collective.stage for run in runs.get(each, ())))
         reader = next(in_stage, next(iter(readers), result))
         source = self.program.source(reader)
         return self._side(Endpoint(reader.name, source.module, source.location), type_text(self.program, result), None)

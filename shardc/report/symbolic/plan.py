@@ -297,8 +297,8 @@ def region_text(plan: SymbolicPlan) -> str:
         name, count = record.schedule.name, record.schedule.num_microbatches
         lines += [f"{count} microbatches by {name}, whose order and fullest rank are as here, and so are the stages:"]
         for stage in record.entries():
-            modules = " to ".join(filter(None, dict.fromkeys(stage["modules"])))
-            lines.append(f"stage {stage['stage']} on rank {stage['rank']}: {modules}")
+            modules = " to ".join(filter(None, dict.fromkeys(stage.modules)))
+            lines.append(f"stage {stage.stage} on rank {stage.rank}: {modules}")
     return f"{table(('symbol', 'from', 'to'), ranges)}\n" + "".join(f"{line}\n" for line in lines)
 
 

@@ -15,10 +15,12 @@ from targets import mlp, weighed
 from shardc import Compiled, Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
+from shardc.language.record import json_of
 from shardc.program.provenance import NeedKind
 from shardc.report.dump.diff import diff
-from shardc.report.dump.json import program_json
-from shardc.report.dump.schema import schema_of
+from shardc.report.dump.program_record import program_record
+from shardc.report.dump.records import Dump
+from shardc.report.dump.schema import form_schema
 from shardc.report.explain import advice, explanation
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -26,7 +28,7 @@ COMMANDS = {
     "dump": "dump", "check": "check", "diff": "diff", "cost": "cost", "explain": "explain", "stages": "stages",
     "trace": "trace", "bench-links": "links",
 }  # fmt: skip
-OF_DUMPS = set(schema_of("dump")["$defs"])  # test_dump.py compares these with dumps
+OF_DUMPS = set(form_schema("dump")["$defs"])  # test_dump.py compares these with dumps
 
 
 def golden(name: str) -> Any:
@@ -59,12 +61,13 @@ def checked(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> l
 
 
 def differing(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
-    dumps = {name: json.loads(json.dumps(program_json(plan.whole))) for name, plan in plans.items()}
-    part = {key: dumps["plain"][key] for key in ("version", "level", "mesh", "collectives")} | {"only": "collectives"}
-    captured = json.loads(json.dumps(program_json(plans["plain"].at("capture"))))
+    dumps = {name: program_record(plan.whole) for name, plan in plans.items()}
+    part = Dump(dumps["plain"].level, dumps["plain"].mesh, "collectives", dumps["plain"].collectives)
+    captured = program_record(plans["plain"].at("capture"))
     pairs = [("plain", "zero"), ("zero", "plain"), ("plain", "piped"), ("plain", "weighed"), ("weighed", "plain")]
     found = [diff(dumps[a], dumps[b]) for a, b in pairs]
-    return [golden("diff.json"), *found, diff(part, dumps["plain"]), diff(captured, dumps["plain"])]
+    found += [diff(part, dumps["plain"]), diff(captured, dumps["plain"])]
+    return [golden("diff.json"), *map(json_of, found)]
 
 
 def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
@@ -98,7 +101,7 @@ RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], l
 def test_output_matches_its_schema_and_uses_all_of_it(
     name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schema, seen = schema_of(name), set[tuple[str, str]]()
+    schema, seen = form_schema(name), set[tuple[str, str]]()
     for record in RECORDS[name](plans, capsys):
         assert errors(record, schema) == []
         seen |= met(record, schema)
@@ -106,7 +109,7 @@ def test_output_matches_its_schema_and_uses_all_of_it(
 
 
 def test_the_words_of_explain_are_those_of_its_schema() -> None:
-    schema = schema_of("explain")
+    schema = form_schema("explain")
     assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Subject)]
     assert schema["$defs"]["step"]["properties"]["role"]["enum"] == [*get_args(explanation.Role)]
     assert schema["$defs"]["advice"]["properties"]["aim"]["enum"] == [advice.REMOVE, advice.SHRINK]
@@ -120,7 +123,7 @@ def test_every_command_prints_its_schema_which_lets_nothing_pass_that_it_does_no
     with pytest.raises(SystemExit) as exit_:
         main([command, "--schema"])
     schema = json.loads(capsys.readouterr().out)
-    assert exit_.value.code == 0 and schema == schema_of(COMMANDS[command])
+    assert exit_.value.code == 0 and schema == form_schema(COMMANDS[command])
     Draft202012Validator.check_schema(schema)
     assert all("additionalProperties" in each for each in objects(schema))
     assert all(each.startswith("#") for each in references(schema))
