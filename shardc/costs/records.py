@@ -74,6 +74,74 @@ class Cost:
     flops: Count
 
 
+@dataclass(frozen=True, slots=True)
+class TrafficExpression:
+    """The collectives of one kind, over the same axes, in one phase.
+
+    ``axes``: major first. ``values``: how many values go in them.
+    """
+
+    phase: Phase
+    kind: SentKind
+    axes: tuple[str, ...]
+    values: str
+    bytes: str
+    wire_bytes: str
+
+
+@dataclass(frozen=True, slots=True)
+class CostExpressions:
+    """Bytes, counts and operations. ``memory``: of one rank, by class."""
+
+    traffic: tuple[TrafficExpression, ...]
+    memory: Mapping[str, str]
+    flops: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEntry:
+    """Where expressions hold.
+
+    ``low``: the least size of each symbol. ``high``: the most. ``conditions``: in words. ``compiled``: the points that
+    were compiled, each the size of each symbol.
+    """
+
+    low: Mapping[str, Size]
+    high: Mapping[str, Size]
+    conditions: tuple[str, ...]
+    compiled: tuple[Mapping[str, Size], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CostAt:
+    """The numbers at a point of --at.
+
+    ``point``: the size of each symbol. ``traffic``: what one rank sends in a step, in the order in which each first
+    occurs. ``flops``: floating-point operations of one rank.
+    """
+
+    point: Mapping[str, Size]
+    traffic: tuple[TrafficEntry, ...]
+    memory: MemoryEntry
+    flops: Count
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicCost:
+    """The cost of a step as expressions, as Python reads them, of the sizes of axes and of what --symbol names.
+
+    ``plan``: what all points of the region have in common, in 12 hexadecimal digits. ``reference``: the sizes that the
+    plan was first compiled at. ``region``: where the expressions hold.
+    """
+
+    version: Literal[1] = field(default=1, init=False)
+    plan: str
+    reference: Mapping[str, Size]
+    expressions: CostExpressions
+    region: RegionEntry
+    at: tuple[CostAt, ...]
+
+
 # The stages of a pipeline.
 
 

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
-from shardc.costs.records import AxesTime, TimeEntry
+from shardc.costs.records import AxesTime, MemoryEntry, TimeEntry, TrafficEntry
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.text import seconds_text, table
@@ -32,11 +31,11 @@ class StepCost:
     memory: Mapping[str, Size]
     flops: Size
 
-    def record(self) -> dict[str, Any]:
-        """The JSON form."""
+    def entries(self) -> tuple[tuple[TrafficEntry, ...], MemoryEntry, int]:
+        """Traffic, memory and operations as records have them."""
         names = ("phase", "kind", "axes", "values", "count", "bytes", "wire_bytes")
-        traffic = [{name: getattr(each, name) for name in names} for each in self.traffic]
-        return {"traffic": traffic, "memory": dict(self.memory), "flops": self.flops}
+        traffic = tuple(TrafficEntry(*(getattr(each, name) for name in names)) for each in self.traffic)
+        return traffic, MemoryEntry(**self.memory), self.flops
 
     def text(self) -> str:
         """Three tables."""

@@ -185,18 +185,18 @@ def violations(value: Any, schema: Schema, definitions: Mapping[str, Schema], pl
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types
     shown = json.dumps(value)[:40]
+    ways = [list(violations(value, way, definitions, place)) for way in schema.get("anyOf", ())]
     if types and not any(isinstance(value, PYTHON_TYPES[each]) for each in types):
         yield f"{place or 'it'} is {shown}, no {' or '.join(types)}"
     elif value not in schema.get("enum", [value]):
         yield f"{place} is {shown}, none of {', '.join(schema['enum'])}"
+    elif ways and all(ways):
+        yield from ways[0]
     elif isinstance(value, list):
         for i, entry in enumerate(value):
             yield from violations(entry, schema.get("items", {}), definitions, f"{place}[{i}]")
     elif isinstance(value, dict):
-        ways = [each["required"] for each in schema.get("anyOf", [{"required": ()}])]
-        lacking = [] if any(set(way) <= set(value) for way in ways) else ways[-1]
-        required = (*schema.get("required", ()), *lacking)
-        yield from (f"{place or 'it'} has no {key!r}" for key in required if key not in value)
+        yield from (f"{place or 'it'} has no {key!r}" for key in schema.get("required", ()) if key not in value)
         further = schema.get("additionalProperties")
         for key, entry in value.items():
             inside = schema.get("properties", {}).get(key, further if isinstance(further, dict) else {})

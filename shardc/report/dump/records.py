@@ -99,9 +99,9 @@ class Dump:
 
     CONDITIONS: ClassVar[Mapping[str, Any]] = {
         "anyOf": [
-            {"required": ["only"]},
             {"required": ["collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "memory", "flops",
                           "stages", "notes", "nodes"]},
+            {"required": ["only"]},
         ]
     }  # fmt: skip
 

@@ -7,21 +7,28 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from shardc.costs.records import Cost, CutStages, SymbolicCost
 from shardc.language.errors import UsageError
+from shardc.language.machine import MachineEntry
 from shardc.language.record import Schema, read, schema_of, violations
 from shardc.language.text import read_file
 from shardc.report.dump.budget import Check
 from shardc.report.dump.records import Difference, Dump
+from shardc.schedules.trace import Trace
 
 FORMATS = ("text", "json", "dot", "html")
 TABLES = (
     "collectives", "parameters", "inputs", "outputs", "fallbacks", "memory", "flops", "stages", "time", "nodes",
     "notes",
 )  # fmt: skip
-FORMS: Mapping[str, tuple[str, Any]] = {  # the commands that write JSON, and the type of their records
+FORMS: Mapping[str, tuple[str, Any]] = {  # titles, and the types of records
     "check": ("shardc check --format json", Check),
+    "cost": ("shardc cost --format json", Cost | SymbolicCost),
     "diff": ("shardc diff --format json", Difference),
     "dump": ("shardc dump --format json", Dump),
+    "links": ("shardc bench-links", MachineEntry),
+    "stages": ("shardc stages --format json", CutStages),
+    "trace": ("shardc trace", Trace),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -83,7 +84,9 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
 
 def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
     link = Link(1e-5, 1e9, kinds=(("all_reduce", 1e-5, 1e9),))
-    return [json.loads(json.dumps(Machine({"dp": link, **LINKS}, DEVICES["cpu"]).to_json()))]
+    machine = Machine({"dp": link, **LINKS}, DEVICES["cpu"])
+    in_nodes = replace(machine, node=8, between="infiniband")
+    return [json.loads(json.dumps(each.to_json())) for each in (machine, in_nodes)]
 
 
 RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {
