@@ -90,11 +90,23 @@ class TrafficExpression:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryExpressions:
+    """Of one rank, by class."""
+
+    parameters: str
+    gradients: str
+    optimizer: str
+    saved: str
+    gathered: str
+    peak: str
+
+
+@dataclass(frozen=True, slots=True)
 class CostExpressions:
-    """Bytes, counts and operations. ``memory``: of one rank, by class."""
+    """Bytes, counts and operations."""
 
     traffic: tuple[TrafficExpression, ...]
-    memory: Mapping[str, str]
+    memory: MemoryExpressions
     flops: str
 
 

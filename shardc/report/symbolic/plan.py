@@ -11,7 +11,14 @@ from functools import cache, cached_property
 from typing import Any
 
 from shardc.compiler import Compiled
-from shardc.costs.records import CostAt, CostExpressions, RegionEntry, SymbolicCost, TrafficExpression
+from shardc.costs.records import (
+    CostAt,
+    CostExpressions,
+    MemoryExpressions,
+    RegionEntry,
+    SymbolicCost,
+    TrafficExpression,
+)
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost, step_cost
@@ -335,5 +342,5 @@ def _expressions(cost: StepCost) -> CostExpressions:
         row = replace(each, wire_bytes=sympy.floor(each.wire_bytes))
         texts: dict[str, Any] = {name: str(getattr(row, name)) for name in SHOWN}
         traffic.append(TrafficExpression(axes=each.axes, **texts))
-    memory = {name: str(size) for name, size in cost.memory.items()}
+    memory = MemoryExpressions(**{name: str(size) for name, size in cost.memory.items()})
     return CostExpressions(tuple(traffic), memory, str(cost.flops))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -109,6 +109,48 @@ def test_output_matches_its_schema_and_uses_all_of_it(
         assert errors(record, schema) == []
         seen |= met(record, schema)
     assert own(seen) == own(said(schema))
+
+
+@pytest.mark.parametrize("name", ["dump", *RECORDS])
+def test_a_wrong_document_is_refused(name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> None:
+    schema = form_schema(name)
+    validator = Draft202012Validator(schema)
+    records = [golden("mlp.json")] if name == "dump" else RECORDS[name](plans, capsys)
+    for record in records[: 1 if name == "diff" else 2]:  # in a further diff there are pairs of anything
+        changed = dict(wrong(record, schema))
+        assert len(changed) > 10 and {kind for kind, *_ in changed} == {"lacks", "unknown", "type"}
+        accepted = [what for what, document in changed.items() if validator.is_valid(document)]
+        assert not accepted and validator.is_valid(record)
+
+
+def wrong(record: Any, schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies of a document, each with one fault: a key too few or too many, or an object in place of another value."""
+    for path, value in places(record):
+        if isinstance(value, dict):
+            yield ("unknown", *path), replaced(record, path, {**value, "unknown": {}})
+            kinds = [each for each in objects(schema) if set(value) <= set(each.get("properties", ()))]
+            for key in {key for key in value if kinds and all(key in each["required"] for each in kinds)}:
+                yield ("lacks", *path, key), replaced(record, path, {k: v for k, v in value.items() if k != key})
+        elif path:
+            yield ("type", *path), replaced(record, path, {})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value in a document with the way to it; of a list the first entry."""
+    yield path, value
+    entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from places(entry, (*path, key))
+
+
+def replaced(record: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A document with another value in one place."""
+    if not path:
+        return value
+    key, *rest = path
+    copy = dict(record) if isinstance(record, dict) else list(record)
+    copy[key] = replaced(record[key], tuple(rest), value)
+    return copy
 
 
 def test_the_words_of_explain_are_those_of_its_schema() -> None:
