@@ -65,11 +65,13 @@ def json_text(record: Any) -> str:
 def read(type_: Any, value: Any) -> Any:
     """The record of a JSON value that agrees with its schema. Keys that it does not know are ignored."""
     make, args = type_, get_args(type_)
+    if value is None:
+        return None
     if is_dataclass(type_):
         hints = _hints(make)
         given = (field for field in fields(type_) if field.init and _key(field) in value)
         return make(**{field.name: read(hints[field.name], value[_key(field)]) for field in given})
-    if value is None or not args:
+    if not args:
         return value
     match get_origin(type_):
         case origin if origin in (Union, UnionType):

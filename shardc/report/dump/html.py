@@ -32,7 +32,8 @@ from shardc.report.dump.selection import Selection
 from shardc.report.explain.alternatives import Alternative, choices
 from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import Chain, Explanation, reason_text
+from shardc.report.explain.explanation import Explanation, reason_text
+from shardc.report.explain.records import Chain
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.schedule import Action
 from shardc.schedules.timeline import Task, rounded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 from shardc.costs.records import Cost, CutStages, SymbolicCost
@@ -14,6 +13,7 @@ from shardc.language.record import Schema, read, schema_of, violations
 from shardc.language.text import read_file
 from shardc.report.dump.budget import Check
 from shardc.report.dump.records import Difference, Dump
+from shardc.report.explain.records import Explained, ExplainedCollective
 from shardc.schedules.trace import Trace
 
 FORMATS = ("text", "json", "dot", "html")
@@ -26,6 +26,7 @@ FORMS: Mapping[str, tuple[str, Any]] = {  # titles, and the types of records
     "cost": ("shardc cost --format json", Cost | SymbolicCost),
     "diff": ("shardc diff --format json", Difference),
     "dump": ("shardc dump --format json", Dump),
+    "explain": ("shardc explain --format json", Explained | ExplainedCollective),
     "links": ("shardc bench-links", MachineEntry),
     "stages": ("shardc stages --format json", CutStages),
     "trace": ("shardc trace", Trace),
@@ -39,9 +40,6 @@ def schema_text(name: str) -> str:
 
 def form_schema(name: str) -> Schema:
     """The JSON Schema of what a command writes."""
-    if name not in FORMS:
-        path = files("shardc.report.dump") / "schemas" / f"{name}.schema.json"
-        return dict(json.loads(path.read_text(encoding="utf-8")))
     title, type_ = FORMS[name]
     return schema_of(type_, title)
 
