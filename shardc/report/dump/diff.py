@@ -209,8 +209,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tupl
 def _stages(before: Dump, after: Dump) -> tuple[ChangedStage, ...]:
     old, new = ({stage.stage: json_of(stage) for stage in dump.stages or ()} for dump in (before, after))
     pairs = {stage: _differing(old.get(stage, {}), new.get(stage, {})) for stage in {**old, **new}}
-    changed = {stage: {key: pair for key, pair in its.items() if key != "stage"} for stage, its in pairs.items()}
-    return tuple(ChangedStage(its, stage) for stage, its in changed.items() if its)
+    return tuple(ChangedStage(its, stage) for stage, its in pairs.items() if its)
 
 
 def _ops(before: Dump, after: Dump) -> dict[str, tuple[int, int]]:
@@ -283,7 +282,8 @@ def _parts(difference: Difference) -> Iterator[str]:
     for key, title in NUMBERS.items():
         yield _number_table(title, getattr(difference, key) or {}, UNITS.get(key))
     for stage in difference.stages or ():
-        yield _number_table(f"stage {stage.stage}", stage.changed)
+        changed = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage of one plan alone
+        yield _number_table(f"stage {stage.stage}", changed)
     yield _number_table("op, how many", difference.ops or {})
     if difference.notes:
         yield table(("", "note"), _signed(difference.notes))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import fx
 
-from shardc.language.text import bytes_text, folded, over_calls, printable, seconds_text, table
+from shardc.language.text import aligned, bytes_text, folded, over_calls, printable, seconds_text, table
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
@@ -117,7 +117,7 @@ def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
             operand = "" if side.operand is None else f"as operand {side.operand} of {side.op}"
             words = " ".join(filter(None, (operand, _place(side.module, side.location).strip())))
             rows.append((f"{title:5}", side.name, side.type, words))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     taken = {(reason.axis, reason.end) for reason in explanation.reasons if reason.kind == "taken"}
     for reason in explanation.reasons:
         if reason.kind != "cut" or (reason.axis, reason.end) not in taken:  # which says the same
@@ -149,7 +149,7 @@ def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
         if step.role != "tied":
             way = "" if step.role == "annotated" else f"{ROLES[step.role]} {op}{_place(step.module, step.location)}"
         rows.append((step.value, step.type, way))
-    for i, line in enumerate(_aligned(rows)):
+    for i, line in enumerate(aligned(rows)):
         if left_out and i == first:
             yield f"  ... {left_out} more"
         yield f"  {line}"
@@ -158,13 +158,6 @@ def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
 def _place(module: str, location: str) -> str:
     words = ", ".join(filter(None, (module, location)))
     return f" ({words})" if words else ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows without a header, in columns that are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:

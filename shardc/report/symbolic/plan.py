@@ -24,7 +24,7 @@ from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError
 from shardc.language.machine import WHOLE_PAYLOAD
-from shardc.language.text import table
+from shardc.language.text import aligned, table
 from shardc.passes.lower.rematerialize import rematerialize
 from shardc.passes.order import run_passes
 from shardc.passes.verify import verify
@@ -289,9 +289,7 @@ def costs_text(plan: SymbolicPlan) -> str:
 
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, all aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(aligned([header, *rows])) + "\n"
 
 
 def region_text(plan: SymbolicPlan) -> str:
