@@ -194,6 +194,8 @@ def violations(value: Any, schema: Schema, definitions: Mapping[str, Schema], pl
         yield f"{place} is {shown}, none of {', '.join(schema['enum'])}"
     elif ways and all(ways):
         yield from ways[0]
+    elif isinstance(value, list) and len(value) != schema.get("maxItems", len(value)):
+        yield f"{place} is {shown}, no list of {schema['maxItems']}"
     elif isinstance(value, list):
         for i, entry in enumerate(value):
             yield from violations(entry, schema.get("items", {}), definitions, f"{place}[{i}]")

@@ -133,6 +133,7 @@ def test_a_docstring_that_names_no_field_is_refused() -> None:
     ("change", "message"),
     [
         ({"is_old": 1}, "is_old is 1, no boolean"),
+        ({"place": ["x"]}, 'place is ["x"], no list of 2'),
         ({"height": "3"}, 'height is "3", no integer or null'),
         ({"branches": []}, "branches is [], no object"),
         ({"branches": {"low": {"ends": [1, 2], "first": None, "branches": []}}}, "branches.low has no 'leaves'"),
