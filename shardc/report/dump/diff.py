@@ -282,8 +282,8 @@ def _parts(difference: Difference) -> Iterator[str]:
     for key, title in NUMBERS.items():
         yield _number_table(title, getattr(difference, key) or {}, UNITS.get(key))
     for stage in difference.stages or ():
-        changed = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage of one plan alone
-        yield _number_table(f"stage {stage.stage}", changed)
+        numbers = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage of one plan alone
+        yield _number_table(f"stage {stage.stage}", numbers)
     yield _number_table("op, how many", difference.ops or {})
     if difference.notes:
         yield table(("", "note"), _signed(difference.notes))
