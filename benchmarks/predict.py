@@ -29,6 +29,7 @@ from shardc.costs.count import on_machine
 from shardc.costs.step import StepRecord
 from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
+from shardc.language.record import json_of
 from shardc.language.text import table
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
 from shardc.runtime.comm.launch import launch
@@ -72,7 +73,7 @@ def compare(
         slowest: list[list[float]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(slowest, plan.seconds)
         program = on_machine(plan.trainer.model.program.program, machine)  # type: ignore[attr-defined]
-        found.append((plan.name, StepRecord(program).entry(), list(map(max, zip(*slowest, strict=True)))))
+        found.append((plan.name, json_of(StepRecord(program).entry()), list(map(max, zip(*slowest, strict=True)))))
     return machine, found
 
 

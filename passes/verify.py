@@ -13,10 +13,11 @@ from shardc.language.cut import dims_sharding, extends, factor_cuts, has_same_sh
 from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
+from shardc.language.words import LEVELS, Level
 from shardc.program.collective import EXCHANGES, reshard, steps_sharding
 from shardc.program.communication import members
 from shardc.program.node import is_annotation, is_getitem
-from shardc.program.program import LEVELS, Level, Program, Value, ends_of
+from shardc.program.program import Program, Value, ends_of
 
 from .canonicalize.keep_dims import SPECS
 

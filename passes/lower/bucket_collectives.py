@@ -26,10 +26,11 @@ from torch import fx
 
 from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import MICROBATCH
+from shardc.language.words import Part
 from shardc.program.communication import Member, bucket, deferrable, is_early, layer, members, move_before
 from shardc.program.lifetime import split
 from shardc.program.program import Program
-from shardc.program.stages import Part, has_stages, stages_of
+from shardc.program.stages import has_stages, stages_of
 
 SMALL = 2**20  # below it a bucket is not worth a start of its own
 Where = frozenset[tuple[int, Part]]  # the stages of a pipeline that run a call, and in which part of their work

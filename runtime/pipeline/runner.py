@@ -10,8 +10,9 @@ import torch
 from shardc.costs.pipeline_memory import ResidentStages, stage_turns, ways_after
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
 from shardc.language.errors import second_backward
+from shardc.language.words import Part
 from shardc.program.program import Program, ends_of, parameters_of
-from shardc.program.stages import PARTS_OF, Crossing, Part, is_cut_in_time, stages_of
+from shardc.program.stages import PARTS_OF, Crossing, is_cut_in_time, stages_of
 from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm

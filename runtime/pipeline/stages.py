@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from shardc.costs.pipeline_memory import kept_after, read_beside, sums_in_place
+from shardc.language.words import PARTS, Part
 from shardc.program.node import operand
-from shardc.program.stages import PARTS, SCHEDULED, Part, Stages
+from shardc.program.stages import SCHEDULED, Stages
 
 from ..comm.comm import Comm
 from ..execute import code

@@ -10,8 +10,9 @@ from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps, unreadable
 from shardc.cli.compile import compiled, with_idle_axes, write
 from shardc.language.errors import UsageError
-from shardc.language.text import json_text
-from shardc.report.dump.budget import SYNTAX, Budget, check_record, check_text, measure
+from shardc.language.record import json_text
+from shardc.report.dump.budget import SYNTAX, Budget, check, check_text
+from shardc.report.dump.records import Dump
 from shardc.report.dump.schema import is_dump, read_dump
 
 HELP = "hold a plan against budgets: exit 1 where one is broken, and print what breaks it"
@@ -45,20 +46,20 @@ def run(options: argparse.Namespace) -> int:
     if not options.budgets:
         what, remedy = "neither --fail-on nor --max-memory", "say --fail-on 'all_gather>10MB' or --max-memory 8GB"
         raise UsageError("check", what, "there is no budget to hold", remedy)
-    record = _record(options)
-    findings = [measure(budget, record) for budget in options.budgets]
-    text = with_idle_axes(check_text(findings), record.get("notes", ()))
-    write(json_text(check_record(findings)) if options.format == "json" else text, options.output)
-    return CHECK_FAILED if any(finding.is_broken for finding in findings) else GOOD
+    dump = _dump(options)
+    found = check(options.budgets, dump)
+    text = with_idle_axes(check_text(found.budgets), dump.notes or ())
+    write(json_text(found) if options.format == "json" else text, options.output)
+    return CHECK_FAILED if found.is_broken else GOOD
 
 
-def _record(options: argparse.Namespace) -> dict[str, Any]:
+def _dump(options: argparse.Namespace) -> Dump:
     if is_dump(options.target):
         check_dumps(options, [options.target])
         return read_dump(options.target)
-    from shardc.report.dump.json import program_json
+    from shardc.report.dump.program_record import program_record
 
     if options.mesh is None:
         remedy = "say --mesh dp=2,tp=4; only a dump, FILE.json, needs none"
         raise UsageError("--mesh", options.target, "a target is compiled for a mesh", remedy)
-    return program_json(compiled(options).whole)
+    return program_record(compiled(options).whole)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import LARGEST, add_command, add_compile_options, add_output_options, sizes, unreadable
 from shardc.cli.compile import compile_target, compiled, load_quietly, with_idle_axes, write
+from shardc.costs.records import Cost
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
-from shardc.language.text import json_text
+from shardc.language.record import json_text
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
@@ -74,9 +75,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_symbolic(options)
     program = compiled(options)
     cost = program.cost
-    record = {"version": 1, "mesh": options.mesh.sizes, **cost.record()}
     text = with_idle_axes(cost.text(), program.whole.notes)
-    write(text if options.format == "text" else json_text(record), options.output)
+    write(text if options.format == "text" else json_text(Cost(options.mesh.sizes, *cost.entries())), options.output)
     return GOOD
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps
 from shardc.cli.compile import compiled, write
 from shardc.language.errors import UsageError
-from shardc.language.text import json_text
+from shardc.language.record import json_text
 from shardc.report.dump.diff import diff, diff_text, is_same
+from shardc.report.dump.records import Dump
 from shardc.report.dump.schema import is_dump, read_dump
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ def run(options: argparse.Namespace) -> int:
     if is_dump(options.a) and is_dump(options.b):
         check_dumps(options, [options.a, options.b])
     targets: dict[str, Compiled] = {}
-    before, after = (_record(options, each, targets) for each in (options.a, options.b))
+    before, after = (_dump(options, each, targets) for each in (options.a, options.b))
     difference = diff(before, after)
     write(json_text(difference) if options.format == "json" else diff_text(difference), options.output)
     return GOOD if is_same(difference) else CHECK_FAILED
 
 
-def _record(options: argparse.Namespace, operand: str, targets: dict[str, Compiled]) -> dict[str, Any]:
-    """The JSON form of an operand; ``targets`` are those that are compiled already."""
+def _dump(options: argparse.Namespace, operand: str, targets: dict[str, Compiled]) -> Dump:
+    """The dump of an operand; ``targets`` are those that are compiled already."""
     if is_dump(operand):
         return read_dump(operand)
-    from shardc.report.dump.json import program_json
+    from shardc.report.dump.program_record import program_record
 
     if options.mesh is None:
         remedy = "say --mesh dp=2,tp=4; only dumps, FILE.json, need none"
@@ -56,5 +56,4 @@ def _record(options: argparse.Namespace, operand: str, targets: dict[str, Compil
     target, _, name = operand.partition("@")
     if target not in targets:
         targets[target] = compiled(argparse.Namespace(**{**vars(options), "target": target}))
-    record = program_json(targets[target].at(name) if name else targets[target].whole)
-    return dict(json.loads(json_text(record)))  # as a file has it: lists for tuples
+    return program_record(targets[target].at(name) if name else targets[target].whole)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli import GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, count
 from shardc.cli.compile import compiled, progress, with_idle_axes, write
 from shardc.language.errors import ShardingError, UsageError
+from shardc.language.record import json_of, read
+from shardc.report.explain.records import AdviceEntry, AlternativeEntry, Explained, ExplainedCollective
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
@@ -55,9 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"NAME {options.name!r}", error.what, error.problem, error.remedy) from None
     choices, advice = _of_collective(options, program, explanation)
     if options.format == "json":
-        added = {"alternatives": list(map(asdict, choices)), "advice": advice and advice.record()}
-        record = {"version": 1, **explanation.record(), **(added if explanation.kind == "collective" else {})}
-        text = json.dumps(record, indent=1) + "\n"
+        text = json.dumps(json_of(_record(explanation, choices, advice)), indent=1) + "\n"
     else:
         replaces = options.target.startswith("hf:")  # there --annotate replaces the target's annotations
         parts = [explanation.text(None if options.verbose else LONGEST_CHAIN), alternatives_text(choices)]
@@ -65,6 +66,15 @@ def run(options: argparse.Namespace) -> int:
         text = with_idle_axes(text, program.whole.notes)
     write(text, options.output)
     return GOOD
+
+
+def _record(explanation: Explanation, choices: Sequence[Alternative], advice: Advice | None) -> Explained:
+    entry = explanation.record()
+    own = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    if explanation.kind != "collective":
+        return Explained(**own)
+    alternatives = tuple(AlternativeEntry(**asdict(each)) for each in choices)
+    return ExplainedCollective(**own, alternatives=alternatives, advice=read(AdviceEntry, advice and advice.record()))
 
 
 def _of_collective(

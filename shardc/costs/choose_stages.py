@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.costs.stage_units import Flow, StageLoads, flow_of, mask_of, prefixes, units_of
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.options import BALANCES, Pipeline
+from shardc.options import BALANCES, Balance, Pipeline
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
 from shardc.schedules.balance import (
@@ -45,7 +45,7 @@ class SplitOptions:
     """
 
     num_stages: int
-    balance: str = "params"
+    balance: Balance = "params"
     cuts: tuple[str, ...] = ()
     place: tuple[int, ...] = ()
     microbatches: int | None = None

@@ -18,11 +18,12 @@ from shardc.costs.stage_schedule import PART_OF_PHASE
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
+from shardc.language.words import PARTS, Part
 from shardc.program.collective import mask_padding
 from shardc.program.lifetime import dies_at, is_whole, owners_of
 from shardc.program.node import is_getitem, operand
 from shardc.program.program import Value, parameters_of
-from shardc.program.stages import PARTS, PARTS_OF, SCHEDULED, Crossing, Part, Stages, is_cut_in_time
+from shardc.program.stages import PARTS_OF, SCHEDULED, Crossing, Stages, is_cut_in_time
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
 from shardc.costs.count import flops_of_call, nbytes
+from shardc.costs.records import RunEntry, ScheduleEntry, SentEntry, SentValue, StageEntry
 from shardc.costs.stage_schedule import schedule_of, stage_costs
 from shardc.costs.stage_units import prefixes
 from shardc.language.text import bytes_text, count_text, table
+from shardc.language.words import Part
 from shardc.program.program import Program, parameters_of
-from shardc.program.stages import TIMED, Crossing, Part, Stage, Stages, stages_of
+from shardc.program.stages import TIMED, Crossing, Stage, Stages, stages_of
 from shardc.program.text import value_names
 from shardc.schedules.schedule import Schedule, to_csv
 from shardc.schedules.simulate import simulate
@@ -58,63 +59,58 @@ class StageRecord:
         """How often a part of a stage runs in a step."""
         return self.schedule.num_microbatches if part in TIMED else 1
 
-    def entries(self) -> list[dict[str, Any]]:
-        """The JSON form, one object for each stage.
+    def entries(self) -> tuple[StageEntry, ...]:
+        """An entry for each stage."""
+        return tuple(self._entry(i, stage) for i, stage in enumerate(self.stages.stages))
 
-        ``modules``: the first and the last. ``parameter_bytes``, ``flops``: on one rank, of a step. ``calls``: the
-        number in each part. ``sent``: the target stage, the part after which values are sent, how often, and the axis
-        (none if the target is on the same rank). ``actions``: as cells of torch.distributed.pipelining.
-        """
-        return [self._entry(i, stage) for i, stage in enumerate(self.stages.stages)]
-
-    def _entry(self, index: int, stage: Stage) -> dict[str, Any]:
+    def _entry(self, index: int, stage: Stage) -> StageEntry:
         rank, parameters = self.schedule.place[index], [self._parameters[name] for name in stage.parameters]
-        return {
-            "stage": index,
-            "rank": rank,
-            "modules": list(self.modules[index]),
-            "parameters": list(stage.parameters),
-            "elements": sum(self.program.global_type(node).numel for node in parameters),
-            "parameter_bytes": sum(nbytes(self.program.local_type(node)) for node in parameters),
-            "flops": self.flops[index],
-            "calls": {part: len(calls) for part, calls in stage.parts.items()},
-            "sent": [self._sent(*each) for each in self.stages.crossings.items() if each[0].source == index],
-            "actions": [str(action) for action in self.schedule.actions[rank] if action.stage == index],
-        }
+        return StageEntry(
+            stage=index,
+            rank=rank,
+            modules=self.modules[index],
+            parameters=tuple(stage.parameters),
+            elements=sum(self.program.global_type(node).numel for node in parameters),
+            parameter_bytes=sum(nbytes(self.program.local_type(node)) for node in parameters),
+            flops=self.flops[index],
+            calls={part: len(calls) for part, calls in stage.parts.items()},
+            sent=tuple(self._sent(*each) for each in self.stages.crossings.items() if each[0].source == index),
+            actions=tuple(str(action) for action in self.schedule.actions[rank] if action.stage == index),
+        )
 
-    def _sent(self, way: Crossing, nodes: Iterable[fx.Node]) -> dict[str, Any]:
+    def _sent(self, way: Crossing, nodes: Iterable[fx.Node]) -> SentEntry:
         place, pipeline = self.schedule.place, self.program.options.pipeline
         assert pipeline is not None
         types = [(node.name, self.program.local_type(node)) for node in nodes]
-        return {
-            "to": way.target,
-            "after": way.part,
-            "times": self.times(way.part),
-            "over": pipeline.axis if place[way.source] != place[way.target] else None,
-            "values": [{"name": name, "type": str(type_), "bytes": nbytes(type_)} for name, type_ in types],
-        }
+        return SentEntry(
+            to=way.target,
+            after=way.part,
+            times=self.times(way.part),
+            over=pipeline.axis if place[way.source] != place[way.target] else None,
+            values=tuple(SentValue(name, str(type_), nbytes(type_)) for name, type_ in types),
+        )
 
-    def schedule_entry(self) -> dict[str, Any]:
-        """The JSON form of the schedule: ``place``, the rank of each stage; ``rows``, one CSV line for each rank."""
-        return {
-            "name": self.schedule.name,
-            "microbatches": self.schedule.num_microbatches,
-            "place": list(self.schedule.place),
-            "rows": to_csv(self.schedule).splitlines(),
-            "makespan": rounded(self.timeline.makespan),
-            "bubble": rounded(self.timeline.bubble),
-        }
+    def schedule_entry(self) -> ScheduleEntry:
+        """The entry of the schedule."""
+        return ScheduleEntry(
+            name=self.schedule.name,
+            microbatches=self.schedule.num_microbatches,
+            place=tuple(self.schedule.place),
+            rows=tuple(to_csv(self.schedule).splitlines()),
+            makespan=rounded(self.timeline.makespan),
+            bubble=rounded(self.timeline.bubble),
+        )
 
     @cached_property
-    def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
+    def runs(self) -> Mapping[fx.Node, list[RunEntry]]:
         """For each call the stages that run it and the part in which; for each parameter the stages that hold it."""
-        runs: dict[fx.Node, list[dict[str, Any]]] = {}
+        runs: dict[fx.Node, list[RunEntry]] = {}
         for i, stage in enumerate(self.stages.stages):
             for part in stage.parts:
                 for node in (*stage.parts[part], *stage.sums[part]):
-                    runs.setdefault(node, []).append({"stage": i, "part": part})
+                    runs.setdefault(node, []).append(RunEntry(i, part))
             for name in stage.parameters:
-                runs.setdefault(self._parameters[name], []).append({"stage": i})
+                runs.setdefault(self._parameters[name], []).append(RunEntry(i))
         return runs
 
     def text(self) -> str:
@@ -132,21 +128,20 @@ class StageRecord:
     def _stage_table(self) -> str:
         entries, whole = self.entries(), sum(self.flops) or 1
         rows = [
-            (each["stage"], each["rank"], *(path or "(model)" for path in each["modules"]),
-             count_text(each["elements"]), bytes_text(each["parameter_bytes"]), f"{each['flops'] / whole:.1%}",
-             *each["calls"].values())
+            (each.stage, each.rank, *(path or "(model)" for path in each.modules), count_text(each.elements),
+             bytes_text(each.parameter_bytes), f"{each.flops / whole:.1%}", *each.calls.values())
             for each in entries
         ]  # fmt: skip
-        header = ["stage", "rank", "first module", "last module", "parameters", "bytes", "FLOPs", *entries[0]["calls"]]
+        header = ["stage", "rank", "first module", "last module", "parameters", "bytes", "FLOPs", *entries[0].calls]
         empty = {i for i, column in enumerate(zip(*rows, strict=True)) if i > 3 and not any(column)}
         return table(header, [["" if i in empty else cell for i, cell in enumerate(row)] for row in rows])
 
     def _crossing_table(self) -> str:
         names = {node.name: shown for node, shown in value_names(self.program).items()}
         rows = [
-            (entry["stage"], sent["to"], sent["after"], names[value["name"]], value["type"], bytes_text(value["bytes"]),
-             sent["times"], sent["over"] or "on one rank")
-            for entry in self.entries() for sent in entry["sent"] for value in sent["values"]
+            (entry.stage, sent.to, sent.after, names[value.name], value.type, bytes_text(value.bytes), sent.times,
+             sent.over or "on one rank")
+            for entry in self.entries() for sent in entry.sent for value in sent.values
         ]  # fmt: skip
         header = ("from", "to", "after", "value", "type", "bytes", "times", "over")
         return table(header, rows) if rows else "no value crosses between stages\n"

@@ -8,9 +8,10 @@ from dataclasses import replace
 from torch import fx
 
 from shardc.costs.count import resident_bytes, seconds, stage_link
+from shardc.language.words import Part
 from shardc.program.node import is_view, operand
 from shardc.program.program import Program
-from shardc.program.stages import SCHEDULED, Part, Stages, cached_on_program, stages_of
+from shardc.program.stages import SCHEDULED, Stages, cached_on_program, stages_of
 from shardc.schedules.check import check
 from shardc.schedules.named import schedule
 from shardc.schedules.schedule import ActionPhase, Edge, Schedule

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
+from shardc.costs.records import AxesTime, MemoryEntry, TimeEntry, TrafficEntry
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.text import seconds_text, table
@@ -31,11 +31,11 @@ class StepCost:
     memory: Mapping[str, Size]
     flops: Size
 
-    def record(self) -> dict[str, Any]:
-        """The JSON form."""
+    def entries(self) -> tuple[tuple[TrafficEntry, ...], MemoryEntry, int]:
+        """Traffic, memory and operations as records have them."""
         names = ("phase", "kind", "axes", "values", "count", "bytes", "wire_bytes")
-        traffic = [{name: getattr(each, name) for name in names} for each in self.traffic]
-        return {"traffic": traffic, "memory": dict(self.memory), "flops": self.flops}
+        traffic = tuple(TrafficEntry(*(getattr(each, name) for name in names)) for each in self.traffic)
+        return traffic, MemoryEntry(**self.memory), self.flops
 
     def text(self) -> str:
         """Three tables."""
@@ -64,43 +64,38 @@ class StepRecord:
         """The timeline of the step."""
         return step_timeline(self.program)
 
-    def entry(self) -> dict[str, Any]:
-        """The JSON form, in seconds; of a pipeline only ``step``, since its schedule has the rest.
-
-        ``computing``: forward and backward. ``shared``: collectives while they occupy the rank's processor.
-        ``collectives``: by axes their number, their time, and the time for which computation waits for them.
-        """
-        step = {"step": rounded(self.timeline.makespan)}
+    def entry(self) -> TimeEntry:
+        """The entry; of a pipeline only ``step``, since its schedule has the rest."""
+        step = rounded(self.timeline.makespan)
         if has_stages(self.program):
-            return step
+            return TimeEntry(step)
         waiting = self._waiting_seconds()
         lanes = dict.fromkeys(lane for task in self.timeline.tasks for lane in task.lanes if lane != COMPUTING)
         sums = {"computing": 0.0, OPTIMIZER: 0.0, "shared": 0.0}
         for task in self.timeline.on(COMPUTING):
             sums[_kind(task)] += task.seconds
-        collectives = []
+        collectives: list[AxesTime] = []
         for lane in lanes:
             tasks, (axes, _) = self.timeline.on(lane), axes_and_link(lane)
-            seconds = {"seconds": rounded(sum(task.seconds for task in tasks)), "waited": rounded(waiting[lane])}
-            collectives.append({"axes": axes, "count": len(tasks), **seconds})
-        sums = {"computing": sums["computing"], "optimizer": sums[OPTIMIZER], "shared": sums["shared"]}
-        return {**step, **{name: rounded(took) for name, took in sums.items()}, "collectives": collectives}
+            seconds = rounded(sum(task.seconds for task in tasks))
+            collectives.append(AxesTime(axes, len(tasks), seconds, rounded(waiting[lane])))
+        computing, optimizer, shared = (rounded(sums[name]) for name in ("computing", OPTIMIZER, "shared"))
+        return TimeEntry(step, computing, optimizer, shared, tuple(collectives))
 
     def text(self) -> str:
         """A table."""
         entry = self.entry()
         links = dict(axes_and_link(lane) for task in self.timeline.tasks for lane in task.lanes)
         rows: list[tuple[object, ...]] = [
-            (name, "", seconds_text(entry[name]), "", "")
+            (name, "", seconds_text(took), "", "")
             for name in ("computing", "shared", "optimizer")
-            if entry.get(name)
+            if (took := getattr(entry, name))
         ]
         rows += [
-            (OVER + each["axes"], each["count"], *map(seconds_text, (each["seconds"], each["waited"])),
-             links[each["axes"]])
-            for each in entry.get("collectives", ())
-        ]  # fmt: skip
-        rows.append(("total", "", seconds_text(entry["step"]), "", ""))
+            (OVER + each.axes, each.count, seconds_text(each.seconds), seconds_text(each.waited), links[each.axes])
+            for each in entry.collectives or ()
+        ]
+        rows.append(("total", "", seconds_text(entry.step), "", ""))
         return table(("predicted step", "count", "time", "waited for", "link"), rows)
 
     def _waiting_seconds(self) -> Counter[object]:

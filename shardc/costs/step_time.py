@@ -28,12 +28,13 @@ from shardc.language.machine import HierarchicalLink, Link
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
+from shardc.language.words import Part
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
 from shardc.program.program import Program
 from shardc.program.provenance import Phase
-from shardc.program.stages import Crossing, Part, has_stages
+from shardc.program.stages import Crossing, has_stages
 from shardc.program.text import range_name
 from shardc.program.traffic import collectives_of
 from shardc.schedules.timeline import Task, Timeline, timeline

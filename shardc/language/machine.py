@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import gcd, isfinite, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import MICROBATCH, AxisPart, Mesh
 from shardc.language.partition import parse_part
+from shardc.language.record import Amount, Rate, Size, json_of
 from shardc.language.text import read_file, table
 
 
@@ -22,14 +23,14 @@ class Link:
     ``latency``: seconds of one step of a ring. ``bandwidth``: bytes a second that one rank sends. ``overlap``: the part
     of a collective's time, from 0 to 1, in which its rank computes at full speed: all of it where the network works by
     itself, less where the ranks' own processors do its work. ``kinds``: kind, latency and bandwidth of the kinds of
-    collectives that were measured apart. ``name`` is for messages.
+    collectives that were measured apart. ``name``: for messages.
     """
 
-    latency: float
-    bandwidth: float
-    overlap: float = 1.0
+    latency: Amount
+    bandwidth: Rate
+    overlap: Annotated[float, ("minimum", 0), ("maximum", 1)] = 1.0
     name: str = "a link"
-    kinds: tuple[tuple[str, float, float], ...] = ()
+    kinds: tuple[tuple[str, Amount, Rate], ...] = ()
 
     def __post_init__(self) -> None:
         problems = {
@@ -126,11 +127,11 @@ class Device:
     of the shortest call.
     """
 
-    flops: Mapping[str, float]
-    memory: float
-    call: float = 0.0
-    attention: float = 1.0
-    update: float = 0.0
+    flops: Mapping[str, Rate]
+    memory: Rate
+    call: Amount = 0.0
+    attention: Rate = 1.0
+    update: Amount = 0.0
     name: str = field(default="a device", compare=False)
 
     def __post_init__(self) -> None:
@@ -248,13 +249,22 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, version 1, which ``shardc bench-links`` writes."""
-        nodes = {"node": self.node, "between": asdict(self.between)} if self.between is not None else {}
-        return {
-            "version": VERSION,
-            "links": {axis: asdict(link) for axis, link in self.links.items()},
-            "device": asdict(self.device),
-            **nodes,
-        }
+        found: dict[str, Any] = json_of(MachineEntry(self.links, self.device, self.node or None, self.between))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class MachineEntry:
+    """A machine as it was measured: what ``--links FILE`` reads.
+
+    ``links``: by mesh axis; * is every other one. ``node``: the devices in a node. ``between``: the link between nodes.
+    """
+
+    version: Literal[1] = field(default=1, init=False)
+    links: Mapping[str, Link]
+    device: Device
+    node: Size | None = None
+    between: Link | None = None
 
 
 Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # what a user may pass as links=
@@ -329,10 +339,8 @@ def _device(device: Device | str) -> Device:
     return DEVICES[device]
 
 
-CollectiveKind = Literal[
-    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv", "shard_slice",
-    "mask_padding", "rechunk",
-]  # fmt: skip
+SentKind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "send", "recv"]
+CollectiveKind = Literal[SentKind, "shard_slice", "mask_padding", "rechunk"]
 WHOLE_PAYLOAD = ("collective_permute", "send", "recv")  # a rank sends its whole operand
 LOCAL_KINDS = ("shard_slice", "mask_padding")  # nothing is sent: a rank's own work, by its position on the mesh
 

@@ -1,15 +1,13 @@
-"""Text for people and tools: rows in columns, numbers in units, JSON with a line for each entry."""
+"""Text for people: rows in columns, numbers in units."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 _IS_ORIGIN = re.compile(r"\S+ from ").match
 
@@ -41,11 +39,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
     if len(cells) == 1:
         return ""
-    columns = [i for i in range(len(header)) if any(row[i] for row in cells[1:])]
-    right = {i for i in columns if all(row[i][:1].isdigit() for row in cells[1:])}
-    widths = {i: max(len(row[i]) for row in cells) for i in columns}
-    aligned = ((row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in columns) for row in cells)
-    return "\n".join("  ".join(row).rstrip() for row in aligned) + "\n"
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    right = {i for i, column in enumerate(columns) if all(cell[:1].isdigit() for cell in column[1:])}
+    return "\n".join(aligned(list(zip(*columns, strict=True)), right)) + "\n"
+
+
+def aligned(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """A line for each row, in columns as wide as their widest cells; those of ``right`` are aligned to the right."""
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if i in right else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def over_layers(name: str) -> str:
@@ -126,14 +131,3 @@ def seconds_text(seconds: float) -> str:
 def change_text(before: float, after: float, text: Callable[[float], str] = bytes_text) -> str:
     """``+1.1 kB``, ``-20 B``: the difference of two numbers."""
     return f"{'-' if after < before else '+'}{text(abs(after - before))}"
-
-
-def json_text(record: Mapping[str, Any]) -> str:
-    """An object as JSON: a line for each entry of the lists in it."""
-
-    def entry(value: Any) -> str:
-        if isinstance(value, list) and value:
-            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
-        return json.dumps(value)
-
-    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {entry(value)}" for key, value in record.items()) + "\n}\n"

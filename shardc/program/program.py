@@ -17,14 +17,13 @@ from shardc.language.errors import REPORT, ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.rule import OpCall, OpRule, Rule, replicated_rule
 from shardc.language.sharding import Sharding, TensorType
+from shardc.language.words import Level
 from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.inference import Types, result_types, typed
 from shardc.program.node import is_getitem, last_node, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
-Level = Literal["captured", "canonical", "annotated", "agreed", "lowered", "localized"]
-LEVELS: tuple[Level, ...] = ("captured", "canonical", "annotated", "agreed", "lowered", "localized")
 Shardings = Sharding | tuple[Sharding | None, ...] | None
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
@@ -23,6 +23,7 @@ from shardc.language.errors import OptionError, raise_all
 from shardc.language.machine import LOCAL_KINDS
 from shardc.language.mesh import MICROBATCH
 from shardc.language.sharding import Sharding, dtype_name
+from shardc.language.words import PARTS, Part
 from shardc.ops.contraction import dot
 from shardc.options import Pipeline
 from shardc.program.collective import Collective, adds_microbatches, wire_bytes_total
@@ -32,8 +33,6 @@ from shardc.program.node import ancestors, descendants, is_getitem, operand, rea
 from shardc.program.program import Program, parameters_of
 from shardc.program.provenance import Phase, StageCrossing, cause_text
 
-Part = Literal["once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after"]
-PARTS: tuple[Part, ...] = ("once", "count", "settle", "forward", "input_gradient", "weight_gradient", "after")
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
 TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
 PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action computes

@@ -176,14 +176,14 @@ def remarks_of(program: Program) -> dict[fx.Node, str]:
 # Tables.
 
 
-def parameters_text(program: Program, runs: Mapping[fx.Node, Sequence[Mapping[str, Any]]] | None = None) -> str:
+def parameters_text(program: Program, stages: Mapping[fx.Node, Sequence[int]] | None = None) -> str:
     """Parameters and buffers, each with its sharding, its local type and bytes, and the stages that hold it."""
     rows = []
     for put, node in zip(program.inputs, program.placeholders, strict=True):
         local = program.local_type(node)
         if local is not None and put.kind in ("parameter", "buffer"):
-            stages = "+".join(str(each["stage"]) for each in (runs or {}).get(node, ()))
-            rows.append((put.name, type_text(program, node), str(local), bytes_text(local.nbytes), stages))
+            held = "+".join(map(str, (stages or {}).get(node, ())))
+            rows.append((put.name, type_text(program, node), str(local), bytes_text(local.nbytes), held))
     return (
         table(("parameter", "sharding", "on one rank", "bytes", "stage"), folded(rows)) if rows else "no parameters\n"
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from html import escape
 from itertools import pairwise
 from math import ceil
+from typing import Literal
 
 from shardc.language.errors import ShardingError
+from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.schedules.schedule import COMPUTE, Action
+from shardc.schedules.trace import Trace, TraceArgs, TraceName, TraceSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,18 +265,20 @@ def _box(timeline: Timeline, task: Task, label: str, row: int, scale: float, is_
 def chrome_trace(timeline: Timeline) -> str:
     """JSON with one process for computations and one for channels, and in them one thread for each rank or channel."""
     channels = {lane: None for task in timeline.tasks for lane in task.lanes if lane not in timeline.ranks}
-    events: list[dict[str, object]] = []
-    for process, (name, lanes) in enumerate({"computation": timeline.ranks, "communication": channels}.items()):
-        events.append({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}})
+    processes: tuple[tuple[Literal[0, 1], str, Iterable[Hashable]], ...] = (
+        (0, "computation", timeline.ranks),
+        (1, "communication", channels),
+    )
+    events: list[TraceName | TraceSlice] = []
+    for process, name, lanes in processes:
+        events.append(TraceName("process_name", process, 0, TraceArgs(name)))
         for thread, lane in enumerate(lanes):
-            ids = {"pid": process, "tid": thread}
-            events.append({"name": "thread_name", "ph": "M", **ids, "args": {"name": _title(lane)}})
+            events.append(TraceName("thread_name", process, thread, TraceArgs(_title(lane))))
             for task in (
                 task for task in timeline.on(lane) if task.seconds
             ):  # ends are rounded like starts: no overlap
                 start, end = round(timeline.starts[task.name] * 1e9), round(timeline.end(task) * 1e9)
                 kind = getattr(task.name, "category", "") or _kind(task) or "message"
-                times = {"ts": start / 1e3, "dur": (end - start) / 1e3}  # microseconds
-                events.append({"name": str(task.name), "cat": kind, "ph": "X", **times, **ids})
-    lines = ",\n  ".join(json.dumps(event) for event in events)
+                events.append(TraceSlice(str(task.name), kind, start / 1e3, (end - start) / 1e3, process, thread))
+    lines = ",\n  ".join(json.dumps(event) for event in json_of(Trace(tuple(events)))["traceEvents"])
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n  {lines}\n]}}\n'

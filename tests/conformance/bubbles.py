@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh
 from shardc.costs.stage_schedule import schedule_of
+from shardc.language.words import Part
 from shardc.options import Pipeline
-from shardc.program.stages import Part
 from shardc.runtime.comm.comm import Comm
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.instruction import Env

@@ -20,8 +20,9 @@ from shardc.costs.step import StepRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice
 from shardc.language.errors import OptionError
 from shardc.language.machine import LINKS, Device, HierarchicalLink, Link, Machine, machine_of, num_steps
+from shardc.language.record import json_of
+from shardc.language.words import PARTS
 from shardc.program.communication import is_collective
-from shardc.program.stages import PARTS
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -111,7 +112,7 @@ def test_collectives_that_take_the_processor_are_not_hidden() -> None:
 
 def test_the_table_adds_up_to_the_step() -> None:
     found = compiled(machine(0.25))
-    entry = StepRecord(found.program).entry()
+    entry = json_of(StepRecord(found.program).entry())
     waited = sum(each["waited"] for each in entry["collectives"])
     parts = entry["computing"] + entry["optimizer"] + entry["shared"] + waited
     assert parts == pytest.approx(entry["step"], rel=1e-4)

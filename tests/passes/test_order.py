@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardc.language.words import LEVELS
 from shardc.passes.order import PASSES, PROPAGATED, SETTLED, UNANNOTATED, Pass
-from shardc.program.program import LEVELS
 
 ROOT = Path(__file__).parents[2]
 

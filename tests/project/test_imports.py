@@ -39,17 +39,22 @@ MOST_FILES_AT_THE_TOP = 8  # of shardc/
 TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without torch
     "shardc",
     "shardc.__main__",
+    "shardc.costs.records",
     "shardc.language.errors",
     "shardc.language.machine",
     "shardc.language.mesh",
     "shardc.language.partition",
+    "shardc.language.record",
     "shardc.language.rule",
     "shardc.language.sharding",
     "shardc.language.text",
     "shardc.language.windows",
+    "shardc.language.words",
     "shardc.report.dump.budget",
     "shardc.report.dump.diff",
+    "shardc.report.dump.records",
     "shardc.report.dump.schema",
+    "shardc.report.explain.records",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
 LOADS_MODELS = {

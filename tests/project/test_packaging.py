@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("packaging")  # who shares what is made once
 ROOT = Path(__file__).parents[2]
-FILES = ("*.py", "*.html", "*.css", "*.js", "*.schema.json", "py.typed")
+FILES = ("*.py", "*.html", "*.css", "*.js", "py.typed")
 
 
 def files() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardc.api import Compiled
-from shardc.program.stages import Part
+from shardc.language.words import Part
 from shardc.runtime.comm.comm import REDUCE, Comm
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor

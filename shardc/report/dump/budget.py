@@ -1,16 +1,19 @@
-"""Budgets of a plan, as a user types them after ``--fail-on``, measured against the JSON form of a dump."""
+"""Budgets of a plan, as a user types them after ``--fail-on``, measured against a dump."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
+from shardc.costs.records import MemoryEntry
 from shardc.language.errors import UsageError, did_you_mean
-from shardc.language.machine import LOCAL_KINDS, CollectiveKind
+from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.language.text import bytes_text, folded, operations_text, over_calls, seconds_text, shortened, table
+from shardc.program.provenance import Phase
+from shardc.report.dump.records import CollectiveEntry, Dump, NodeEntry
 
 SYNTAX = """\
 A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
@@ -23,8 +26,8 @@ A budget reads WHAT[@AXIS][/WHICH] > AMOUNT and is broken by more than that:
   step>50ms            the predicted time of a step, on the machine of --links and --device
 Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >= the amount itself breaks it, too.
 """
-KINDS = tuple(kind for kind in get_args(CollectiveKind) if kind not in (*LOCAL_KINDS, "rechunk"))
-PHASES = ("forward", "backward", "update")
+KINDS: tuple[str, ...] = get_args(SentKind)
+PHASES: tuple[str, ...] = get_args(Phase)
 MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")
 LISTED = {"fallback": "fallbacks", "note": "notes"}
 SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops", "step")
@@ -73,11 +76,10 @@ class Budget:
         """Whether a measure breaks it."""
         return amount >= self.limit if self.or_equal else amount > self.limit
 
-    def counts(self, collective: Mapping[str, Any]) -> bool:
+    def counts(self, collective: CollectiveEntry) -> bool:
         """Whether a collective is one of those that it limits."""
-        is_over_axis = not self.axis or self.axis in map(axis_of, collective["axes"])
-        phases, kinds = self.phases or PHASES, self.kinds or KINDS
-        return is_over_axis and collective["phase"] in phases and collective["kind"] in kinds
+        is_over_axis = not self.axis or self.axis in map(axis_of, collective.axes)
+        return is_over_axis and collective.phase in (self.phases or PHASES) and collective.kind in (self.kinds or KINDS)
 
 
 def _limit(text: str, subject: str, operator: str | None, amount: str | None) -> tuple[float, bool]:
@@ -126,120 +128,134 @@ def _error(text: str, what: str, problem: str, remedy: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The measure of a dump that a budget limits, as a text, and the collectives, ops or notes that break it."""
+    """A budget, and what was found.
 
-    budget: Budget
+    ``budget``: as it was typed. ``found``: what the plan has of it, in words. ``collectives``: those that break it.
+    ``fallbacks``: the ops without a rule that break it. ``notes``: the remarks of the compiler that break it.
+    """
+
+    budget: str
     is_broken: bool
-    text: str
-    collectives: tuple[Mapping[str, Any], ...] = ()
-    fallbacks: tuple[Mapping[str, Any], ...] = ()
+    found: str
+    collectives: tuple[CollectiveEntry, ...] = ()
+    fallbacks: tuple[NodeEntry, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def measure(budget: Budget, record: Mapping[str, Any]) -> Finding:
-    """Measure the JSON form of a program. Raises a UsageError where it lacks the table that the budget is about."""
-    mesh = record["mesh"]
-    if budget.axis and budget.axis not in mesh:
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.items())
-        remedy = did_you_mean(budget.axis, mesh) or f"say one of {', '.join(mesh)}"
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Budgets held against a plan.
+
+    ``is_broken``: whether any of them is: the exit code is then 1. ``budgets``: in the order in which they were given.
+    """
+
+    version: Literal[1] = field(default=1, init=False)
+    is_broken: bool
+    budgets: tuple[Finding, ...]
+
+
+def check(budgets: Iterable[Budget], dump: Dump) -> Check:
+    """Hold budgets against a dump. Raises a UsageError where it lacks the table that a budget is about."""
+    findings = tuple(measure(budget, dump) for budget in budgets)
+    return Check(any(finding.is_broken for finding in findings), findings)
+
+
+def measure(budget: Budget, dump: Dump) -> Finding:
+    """What a dump has of a budget. Raises a UsageError where it lacks the table that the budget is about."""
+    if budget.axis and budget.axis not in dump.mesh:
+        axes = ", ".join(f"{name}={size}" for name, size in dump.mesh.items())
+        remedy = did_you_mean(budget.axis, dump.mesh) or f"say one of {', '.join(dump.mesh)}"
         raise _error(budget.text, f"mesh {axes}", f"it has no axis {budget.axis!r}", remedy)
     if budget.subject in LISTED:
         name = LISTED[budget.subject]
-        entries = tuple(_table(budget, record, name))
+        entries = _table(budget, dump, name)
         is_broken, text = budget.is_broken(len(entries)), f"{len(entries) or 'none'} of them"
-        return Finding(budget, is_broken, text, **({name: entries} if is_broken else {}))
+        return Finding(budget.text, is_broken, text, **({name: entries} if is_broken else {}))
     if budget.subject in (*MEMORY, "step", "flops"):
-        amount, text = _amount(budget, record)
-        return Finding(budget, budget.is_broken(amount), text)
-    if record["level"] not in ("lowered", "localized"):
-        what = f"a program that is {record['level']}"
+        amount, text = _amount(budget, dump)
+        return Finding(budget.text, budget.is_broken(amount), text)
+    if dump.level not in ("lowered", "localized"):
+        what = f"a program that is {dump.level}"
         raise _error(budget.text, what, "it has no collectives yet", "dump it without --after")
-    return _of_collectives(budget, _table(budget, record, "collectives"))
+    return _of_collectives(budget, _table(budget, dump, "collectives"))
 
 
-def _table(budget: Budget, record: Mapping[str, Any], name: str) -> Any:
-    if name in record:
-        return record[name]
-    if name == "time" and "only" not in record:
+def _table(budget: Budget, dump: Dump, name: str) -> Any:
+    found = getattr(dump, name)
+    if found is not None:
+        return found
+    if name == "time" and dump.only is None:
         what, remedy = "a plan for no machine", "compile it with --links, as --links nvlink, and --device"
         raise _error(budget.text, what, "its time is not predicted", remedy)
-    what = f"a dump of --only {record.get('only', '')}"
+    what = f"a dump of --only {dump.only or ''}"
     raise _error(budget.text, what, f"it has no {name}", f"dump the whole program, or --only {name}")
 
 
-def _amount(budget: Budget, record: Mapping[str, Any]) -> tuple[float, str]:
+def _amount(budget: Budget, dump: Dump) -> tuple[float, str]:
     """The measure of memory, time or operations of one rank, and its text."""
     if budget.subject == "step":
-        seconds = _table(budget, record, "time")["step"]
+        seconds = _table(budget, dump, "time").step
         return seconds, f"{seconds_text(seconds)} predicted"
     if budget.subject == "flops":
-        count = _table(budget, record, "flops")["per_rank"]
+        count = _table(budget, dump, "flops").per_rank
         return count, f"{operations_text(count)} of one rank"
-    memory = _table(budget, record, "memory")
+    memory: MemoryEntry = _table(budget, dump, "memory")
     if budget.subject not in ("memory", "peak"):
-        return memory[budget.subject], f"{bytes_text(memory[budget.subject])} of one rank"
-    peak, states = memory["peak"], bytes_text(memory["optimizer"])
-    return peak, f"{bytes_text(peak)} of one rank at the peak, with {states} of the optimizer"
+        nbytes = getattr(memory, budget.subject)
+        return nbytes, f"{bytes_text(nbytes)} of one rank"
+    return (
+        memory.peak,
+        f"{bytes_text(memory.peak)} of one rank at the peak, with {bytes_text(memory.optimizer)} of the optimizer",
+    )
 
 
-def _of_collectives(budget: Budget, collectives: Sequence[Mapping[str, Any]]) -> Finding:
-    counted = [each for each in collectives if budget.counts(each)]
+def _of_collectives(budget: Budget, collectives: Sequence[CollectiveEntry]) -> Finding:
+    counted = tuple(each for each in collectives if budget.counts(each))
     if budget.in_bytes and budget.subject != "wire":  # of each collective
-        most = max((each["wire_bytes"] for each in counted), default=0)
-        broken = tuple(each for each in counted if budget.is_broken(each["wire_bytes"]))
+        most = max((each.wire_bytes for each in counted), default=0)
+        broken = tuple(each for each in counted if budget.is_broken(each.wire_bytes))
         text = f"{len(broken)} of {len(counted)}, the largest sends {bytes_text(most)}" if counted else "none of them"
-        return Finding(budget, bool(broken), text, broken)
-    count = sum(each.get("times", 1) for each in counted)
-    sent = sum(each["wire_bytes"] * each.get("times", 1) for each in counted)
+        return Finding(budget.text, bool(broken), text, broken)
+    count = sum(each.times or 1 for each in counted)
+    sent = sum(map(_sent, counted))
     is_broken = budget.is_broken(sent if budget.in_bytes else count)
     text = (
         f"one rank sends {bytes_text(sent)} in {count}" if budget.in_bytes else f"{count or 'none'} of them in a step"
     )
-    return Finding(budget, is_broken, text, tuple(counted) if is_broken else ())
+    return Finding(budget.text, is_broken, text, counted if is_broken else ())
 
 
-# Forms.
+def _sent(collective: CollectiveEntry) -> int:
+    """Bytes that a rank sends in a step."""
+    return collective.wire_bytes * (collective.times or 1)
+
+
+# Text.
 
 
 def check_text(findings: Sequence[Finding]) -> str:
     """The text form: broken budgets with their collectives or ops, then those that hold, then a count."""
     broken = []
     for finding in (finding for finding in findings if finding.is_broken):
-        lines = [f"broken  {finding.budget.text}: {finding.text}"]
-        if finding.collectives:
-            header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
-            rows = [
-                (
-                    each["id"], "+".join(each["axes"]), each["phase"], each.get("stage", ""), each.get("times", ""),
-                    bytes_text(each["wire_bytes"]), shortened(each["source"], ", "), shortened(each["cause"], "; "),
-                )
-                for each in sorted(finding.collectives, key=lambda c: -c["wire_bytes"] * c.get("times", 1))
-            ]  # fmt: skip
-            lines.append(_indented(table(header, folded(rows, alike=over_calls))))
-        if finding.fallbacks:
-            ops = ((each["op"], each["type"], each["module"], each["source"]) for each in finding.fallbacks)
-            lines.append(
-                _indented(
-                    table(("run whole, having no rule", "type", "module", "source"), folded(ops, alike=over_calls))
-                )
+        collectives = (
+            (
+                each.id, "+".join(each.axes), each.phase, "" if each.stage is None else each.stage, each.times or "",
+                bytes_text(each.wire_bytes), shortened(each.source, ", "), shortened(each.cause, "; "),
             )
-        broken.append("\n".join([*lines, *(f"  {line}\n" for line in finding.notes)]))
-    holding = [f"holds   {finding.budget.text}: {finding.text}\n" for finding in findings if not finding.is_broken]
+            for each in sorted(finding.collectives, key=_sent, reverse=True)
+        )  # fmt: skip
+        header = ("collective", "axes", "phase", "stage", "times", "wire bytes", "source", "cause")
+        ops = ((each.op, each.type, each.module, each.source) for each in finding.fallbacks)
+        tables = [
+            table(header, folded(collectives, alike=over_calls)),
+            table(("run whole, having no rule", "type", "module", "source"), folded(ops, alike=over_calls)),
+            *(f"{note}\n" for note in finding.notes),
+        ]
+        lines = [f"broken  {finding.budget}: {finding.found}", *map(_indented, filter(None, tables))]
+        broken.append("\n".join(lines))
+    holding = [f"holds   {finding.budget}: {finding.found}\n" for finding in findings if not finding.is_broken]
     count = f"{len(broken) or 'none'} of {len(findings)} budget{'s' * (len(findings) != 1)} broken\n"
     return "\n".join([*broken, "".join([*holding, count])])
-
-
-def check_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The JSON form, version 1: for each budget its measure, and the entries of the dump that break it."""
-    budgets = [
-        {
-            "budget": finding.budget.text, "is_broken": finding.is_broken, "found": finding.text,
-            "collectives": list(finding.collectives), "fallbacks": list(finding.fallbacks),
-            "notes": list(finding.notes),
-        }
-        for finding in findings
-    ]  # fmt: skip
-    return {"version": 1, "is_broken": any(finding.is_broken for finding in findings), "budgets": budgets}
 
 
 def _indented(text: str) -> str:

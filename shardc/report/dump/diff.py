@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+from shardc.language.record import json_of
 from shardc.language.text import (
     bytes_text,
     change_text,
@@ -18,9 +20,26 @@ from shardc.language.text import (
     shortened,
     table,
 )
+from shardc.program.provenance import Phase
+from shardc.report.dump.records import (
+    ChangedCollective,
+    ChangedCollectives,
+    ChangedFallbacks,
+    ChangedNotes,
+    ChangedParameter,
+    ChangedStage,
+    ChangedTotal,
+    ChangedValue,
+    CollectiveEntry,
+    Difference,
+    Dump,
+    NodeEntry,
+    ValueEntry,
+)
 
-Record = Mapping[str, Any]
-Pairs = list[tuple[Record, Record]]
+Pairs = list[tuple[CollectiveEntry, CollectiveEntry]]
+Collectives = Sequence[CollectiveEntry]
+T = TypeVar("T")
 
 STORED = ("parameters", "buffers", "inputs", "outputs")
 NUMBERS = {
@@ -31,46 +50,43 @@ NUMBERS = {
 }
 PHASES = ("forward", "backward", "update", "")  # "" stands for all of them
 PAYLOAD = ("dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "times", "stage")
-TOTALS = ("count", "bytes", "wire_bytes")
 UNITS: Mapping[str, Callable[[float], str]] = {  # how the numbers of a table are written, or those of one name
     "memory": bytes_text, "flops": operations_text, "time": seconds_text,
     "makespan": seconds_text, "bubble": seconds_text, "parameter_bytes": bytes_text,
 }  # fmt: skip
 
 
-def diff(before: Record, after: Record) -> dict[str, Any]:
-    """The difference of two dumps in JSON form, version 1; ``{"version": 1}`` where they are equal.
-
-    ``collectives``: those that ``came`` and ``went``, pairs of those ``changed``, and ``totals`` by phase, kind and
-    axes. Parameters, buffers, inputs and outputs that differ are listed as they were and are, None where absent.
-    ``memory``, ``flops``, ``stages``, ``schedule``, ``time`` and ``ops`` (how many of each op) list pairs of numbers
-    that differ. ``fallbacks`` and ``notes``: those that came and went. ``left_out``: tables that one dump lacks.
-    """
-    is_partial = "only" in before or "only" in after
-    if not is_partial:
-        before, after = ({"schedule": {}, "time": {}, **dump} for dump in (before, after))
-    difference = {key: compare(before, after) for key, compare in COMPARED.items() if key in before and key in after}
-    difference["ops"] = difference.pop("nodes", {})
-    difference["left_out"] = [key for key in COMPARED if (key in before) != (key in after)]
-    return {"version": 1, **{key: value for key, value in difference.items() if value}}
+def diff(before: Dump, after: Dump) -> Difference:
+    """The difference of two dumps; that of equal ones is ``Difference()``."""
+    tables = [_tables(dump, before.only or after.only) for dump in (before, after)]
+    found = {key: compare(before, after) for key, compare in COMPARED.items() if all(key in each for each in tables)}
+    found["ops"] = found.pop("nodes", {})
+    found["left_out"] = tuple(key for key in COMPARED if (key in tables[0]) != (key in tables[1]))
+    return Difference(**{key: value for key, value in found.items() if value})
 
 
-def is_same(difference: Record) -> bool:
+def _tables(dump: Dump, is_partial: object) -> set[str]:
+    """The tables that a dump has. A whole plan without a schedule, or without times, has an empty one."""
+    has_all = () if is_partial else ("schedule", "time")
+    return {key for key in COMPARED if key in has_all or getattr(dump, key) is not None}
+
+
+def is_same(difference: Difference) -> bool:
     """Whether two dumps agree in every table that both have."""
-    return not {*difference} - {"version", "left_out"}
+    return replace(difference, left_out=None) == Difference()
 
 
 # Collectives.
 
 
-def matched(before: Record, after: Record) -> tuple[Pairs, list[Record], list[Record]]:
+def matched(before: Dump, after: Dump) -> tuple[Pairs, list[CollectiveEntry], list[CollectiveEntry]]:
     """Pairs of collectives that correspond, those of the first dump alone, and those of the second alone.
 
     Collectives of another kind, phase or axes never correspond. Names shift where ops come and go, so equal names count
     most, and then equal modules and source lines. A bucket corresponds to the one that shares most modules with it.
     """
-    rest: list[list[Record]] = [list(before["collectives"]), list(after["collectives"])]
-    modules = [{node["name"]: node["module"] for node in dump.get("nodes", ())} for dump in (before, after)]
+    rest = [list(before.collectives or ()), list(after.collectives or ())]
+    modules = [{node.name: node.module for node in dump.nodes or ()} for dump in (before, after)]
     pairs: Pairs = []
     ways: list[Callable[..., dict[int, int]]] = [*(partial(_with_equal_keys, key) for key in KEYS), _buckets]
     for way in ways:
@@ -82,12 +98,10 @@ def matched(before: Record, after: Record) -> tuple[Pairs, list[Record], list[Re
 
 
 Modules = Mapping[str, str]  # the module of each value, by name
-Key = Callable[[Record, Modules], Hashable]
+Key = Callable[[CollectiveEntry, Modules], Hashable]
 
 
-def _with_equal_keys(
-    key: Key, old: Sequence[Record], new: Sequence[Record], of_old: Modules, of_new: Modules
-) -> dict[int, int]:
+def _with_equal_keys(key: Key, old: Collectives, new: Collectives, of_old: Modules, of_new: Modules) -> dict[int, int]:
     """Places of collectives with equal keys, in order. None equals no key."""
     places: dict[Hashable, list[int]] = {}
     for j, each in reversed(list(enumerate(new))):
@@ -96,127 +110,148 @@ def _with_equal_keys(
     return {i: places[its].pop() for i, its in keys if its is not None and places.get(its)}
 
 
-def _buckets(old: Sequence[Record], new: Sequence[Record], of_old: Modules, of_new: Modules) -> dict[int, int]:
+def _buckets(old: Collectives, new: Collectives, of_old: Modules, of_new: Modules) -> dict[int, int]:
     """Places of buckets of one kind that share most modules."""
     places: dict[int, int] = {}
     for i, each in enumerate(old):
         free = [j for j, other in enumerate(new) if j not in places.values() and _kind(other) == _kind(each)]
         common = {j: len({*_modules(each, of_old)} & {*_modules(new[j], of_new)}) for j in free}
         best = max(common, key=lambda j: common[j], default=None)
-        if best is not None and common[best] and ", " in each["node"] + new[best]["node"]:
+        if best is not None and common[best] and ", " in each.node + new[best].node:
             places[i] = best
     return places
 
 
-def _kind(collective: Record) -> tuple[Hashable, ...]:
-    return collective["kind"], tuple(collective["axes"]), collective["phase"]
+def _kind(collective: CollectiveEntry) -> tuple[Hashable, ...]:
+    return collective.kind, collective.axes, collective.phase
 
 
-def _payload(collective: Record) -> tuple[Hashable, ...]:
-    return tuple(str(collective.get(name)) for name in PAYLOAD)
+def _payload(collective: CollectiveEntry) -> tuple[Hashable, ...]:
+    return tuple(getattr(collective, name) for name in PAYLOAD)
 
 
-def _modules(collective: Record, modules: Modules) -> tuple[str, ...]:
-    return tuple(sorted({modules[name] for name in collective["node"].split(", ") if name in modules}))
+def _modules(collective: CollectiveEntry, modules: Modules) -> tuple[str, ...]:
+    return tuple(sorted({modules[name] for name in collective.node.split(", ") if name in modules}))
 
 
 KEYS: tuple[Key, ...] = (  # the most telling first; c is a collective, m the modules of values
-    lambda c, m: (_kind(c), c["node"], _modules(c, m), _payload(c)),
-    lambda c, m: (_kind(c), _modules(c, m), c["source"], _payload(c)),
-    lambda c, m: (_kind(c), c["id"]) if c["kind"] == "send" else None,
-    lambda c, m: (_kind(c), _modules(c, m), c["source"], c.get("stage")),
-    lambda c, m: (_kind(c), _modules(c, m), c["source"]),
+    lambda c, m: (_kind(c), c.node, _modules(c, m), _payload(c)),
+    lambda c, m: (_kind(c), _modules(c, m), c.source, _payload(c)),
+    lambda c, m: (_kind(c), c.id) if c.kind == "send" else None,
+    lambda c, m: (_kind(c), _modules(c, m), c.source, c.stage),
+    lambda c, m: (_kind(c), _modules(c, m), c.source),
     lambda c, m: (_kind(c), _modules(c, m)) if _modules(c, m) else None,
-    lambda c, m: (_kind(c), c["source"]) if c["source"] else None,
-    lambda c, m: (_kind(c), c["node"]),
+    lambda c, m: (_kind(c), c.source) if c.source else None,
+    lambda c, m: (_kind(c), c.node),
 )
 
 
-def _collectives(before: Record, after: Record) -> dict[str, Any]:
+def _collectives(before: Dump, after: Dump) -> ChangedCollectives | None:
     pairs, went, came = matched(before, after)
-    changed = [{"before": old, "after": new} for old, new in pairs if _payload(old) != _payload(new)]
+    changed = tuple(ChangedCollective(old, new) for old, new in pairs if _payload(old) != _payload(new))
     if not (came or went or changed):
-        return {}
+        return None
     totals = []  # pairs of counts and bytes that differ, by phase, kind and axes, and of all collectives together
-    sums = [_sums(dump["collectives"]) for dump in (before, after)]
+    sums = [_sums(dump.collectives or ()) for dump in (before, after)]
     for key in sorted({**sums[0], **sums[1]}, key=lambda key: (PHASES.index(key[0]), key[1:])):
         old, new = (each.get(key, (0, 0, 0)) for each in sums)
         if old != new:
-            numbers = map(list, zip(old, new, strict=True))
-            totals.append(dict(zip(("phase", "kind", "axes", *TOTALS), (*key, *numbers), strict=True)))
-    return {"came": came, "went": went, "changed": changed, "totals": totals}
+            totals.append(ChangedTotal(*key, *zip(old, new, strict=True)))
+    return ChangedCollectives(tuple(came), tuple(went), changed, tuple(totals))
 
 
-def _sums(collectives: Sequence[Record]) -> dict[tuple[str, str, str], tuple[int, ...]]:
+TotalKey = tuple[Literal[Phase, ""], str, str]
+
+
+def _sums(collectives: Collectives) -> dict[TotalKey, tuple[int, int, int]]:
     """Counts, bytes and wire bytes of a step by phase, kind and axes; of all collectives under empty names."""
-    sums: dict[tuple[str, str, str], tuple[int, ...]] = {("", "", ""): (0, 0, 0)}
+    sums: dict[TotalKey, tuple[int, int, int]] = {("", "", ""): (0, 0, 0)}
+    keys: tuple[TotalKey, ...]
     for each in collectives:
-        times = each.get("times", 1)
-        numbers = times, each["bytes"] * times, each["wire_bytes"] * times
-        for key in ((each["phase"], each["kind"], "+".join(each["axes"])), ("", "", "")):
-            sums[key] = tuple(a + b for a, b in zip(sums.get(key, (0, 0, 0)), numbers, strict=True))
+        times = each.times or 1
+        keys = ((each.phase, each.kind, "+".join(each.axes)), ("", "", ""))
+        for key in keys:
+            count, payload, wire = sums.get(key, (0, 0, 0))
+            sums[key] = count + times, payload + each.bytes * times, wire + each.wire_bytes * times
     return sums
 
 
 # Other tables.
 
 
-def _changed(key: str) -> Callable[[Record, Record], list[Any] | None]:
-    return lambda before, after: None if before[key] == after[key] else [before[key], after[key]]
-
-
-def _by_name(key: str) -> Callable[[Record, Record], list[dict[str, Any]]]:
-    def compare(before: Record, after: Record) -> list[dict[str, Any]]:
-        old, new = ({entry["name"]: entry for entry in dump[key]} for dump in (before, after))
-        return [{"name": name, "before": pair[0], "after": pair[1]} for name, pair in _differing(old, new).items()]
+def _changed(key: str) -> Callable[[Dump, Dump], tuple[Any, Any] | None]:
+    def compare(before: Dump, after: Dump) -> tuple[Any, Any] | None:
+        old, new = getattr(before, key), getattr(after, key)
+        return None if old == new else (old, new)
 
     return compare
 
 
-def _numbers(key: str, before: Record, after: Record) -> dict[str, Any]:
-    return _differing(before[key], after[key])
+def _by_name(key: str) -> Callable[[Dump, Dump], tuple[ChangedParameter | ChangedValue, ...]]:
+    type_ = ChangedParameter if key == "parameters" else ChangedValue
+
+    def compare(before: Dump, after: Dump) -> tuple[ChangedParameter | ChangedValue, ...]:
+        old, new = ({entry.name: entry for entry in getattr(dump, key)} for dump in (before, after))
+        return tuple(type_(name, *pair) for name, pair in _differing(old, new).items())
+
+    return compare
 
 
-def _differing(old: Record, new: Record) -> dict[str, Any]:
+def _numbers(key: str, before: Dump, after: Dump) -> dict[str, Any]:
+    return _differing(*(json_of(getattr(dump, key) or {}) for dump in (before, after)))
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The entries of two objects that differ, as pairs."""
-    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
-def _stages(before: Record, after: Record) -> list[dict[str, Any]]:
-    old, new = ({stage["stage"]: stage for stage in dump["stages"]} for dump in (before, after))
+def _stages(before: Dump, after: Dump) -> tuple[ChangedStage, ...]:
+    old, new = ({stage.stage: json_of(stage) for stage in dump.stages or ()} for dump in (before, after))
     pairs = {stage: _differing(old.get(stage, {}), new.get(stage, {})) for stage in {**old, **new}}
-    return [{**differing, "stage": stage} for stage, differing in pairs.items() if differing]
+    return tuple(ChangedStage(its, stage) for stage, its in pairs.items() if its)
 
 
-def _ops(before: Record, after: Record) -> dict[str, list[int]]:
-    old, new = (Counter(node["op"] for node in dump["nodes"]) for dump in (before, after))
-    return {op: [old[op], new[op]] for op in {**old, **new} if old[op] != new[op]}
+def _ops(before: Dump, after: Dump) -> dict[str, tuple[int, int]]:
+    old, new = (Counter(node.op for node in dump.nodes or ()) for dump in (before, after))
+    return {op: (old[op], new[op]) for op in {**old, **new} if old[op] != new[op]}
 
 
-def _came_and_went(key: str, name: Callable[[Any], Hashable]) -> Callable[[Record, Record], dict[str, Any]]:
-    def absent(entries: Iterable[Any], others: Iterable[Any]) -> Iterator[Any]:
-        left = Counter(map(name, others))
-        for entry in entries:
-            left[name(entry)] -= 1
-            if left[name(entry)] < 0:
-                yield entry
+def _fallbacks(before: Dump, after: Dump) -> ChangedFallbacks | None:
+    def place(entry: NodeEntry) -> Hashable:
+        return entry.op, entry.module, entry.source
 
-    def compare(before: Record, after: Record) -> dict[str, Any]:
-        came, went = list(absent(after[key], before[key])), list(absent(before[key], after[key]))
-        return {"came": came, "went": went} if came or went else {}
-
-    return compare
+    old, new = (dump.fallbacks or () for dump in (before, after))
+    found = ChangedFallbacks(_absent(new, old, place), _absent(old, new, place))
+    return found if found.came or found.went else None
 
 
-COMPARED: dict[str, Callable[[Record, Record], Any]] = {
+def _notes(before: Dump, after: Dump) -> ChangedNotes | None:
+    old, new = (dump.notes or () for dump in (before, after))
+    found = ChangedNotes(_absent(new, old, str), _absent(old, new, str))
+    return found if found.came or found.went else None
+
+
+def _absent(entries: Sequence[T], others: Sequence[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:
+    """The entries that are not among the others, each as often as it is there more often."""
+    left = Counter(map(name, others))
+    absent = []
+    for entry in entries:
+        left[name(entry)] -= 1
+        if left[name(entry)] < 0:
+            absent.append(entry)
+    return tuple(absent)
+
+
+COMPARED: dict[str, Callable[[Dump, Dump], Any]] = {
     "level": _changed("level"),
     "mesh": _changed("mesh"),
     "collectives": _collectives,
     **{key: _by_name(key) for key in STORED},
     **{key: partial(_numbers, key) for key in NUMBERS},
     "stages": _stages,
-    "fallbacks": _came_and_went("fallbacks", lambda entry: (entry["op"], entry["module"], entry["source"])),
-    "notes": _came_and_went("notes", str),
+    "fallbacks": _fallbacks,
+    "notes": _notes,
     "nodes": _ops,
 }
 
@@ -224,62 +259,73 @@ COMPARED: dict[str, Callable[[Record, Record], Any]] = {
 # Text.
 
 
-def diff_text(difference: Record) -> str:
+def diff_text(difference: Difference) -> str:
     """The text form of a difference: a table for each key that differs."""
     parts = [part for part in _parts(difference) if part]
     return "\n".join(["no difference\n", *parts] if is_same(difference) else parts)
 
 
-def _parts(difference: Record) -> Iterator[str]:
-    for key in ("level", "mesh"):
-        if key in difference:
-            old, new = (_mesh_text(each) if key == "mesh" else each for each in difference[key])
-            yield printable(f"{key}: {old} -> {new}") + "\n"
-    if "collectives" in difference:
-        yield from _collective_tables(difference["collectives"])
+def _parts(difference: Difference) -> Iterator[str]:
+    if difference.level:
+        yield _change_line("level", difference.level)
+    if difference.mesh:
+        yield _change_line("mesh", map(_mesh_text, difference.mesh))
+    if difference.collectives:
+        yield from _collective_tables(difference.collectives)
     for key in STORED:
-        rows = (
-            (each["name"], _stored_text(each["before"]), _stored_text(each["after"]))
-            for each in difference.get(key, ())
-        )
+        changed: Sequence[ChangedParameter | ChangedValue] = getattr(difference, key) or ()
+        rows = [(each.name, _stored_text(each.before), _stored_text(each.after)) for each in changed]
         yield table((key.removesuffix("s"), "before", "after"), folded(rows))
-    yield _signed_table("run whole, having no rule", difference.get("fallbacks", {}))
+    if difference.fallbacks:
+        ops = ((sign, each.op, each.module, each.source) for sign, each in _signed(difference.fallbacks))
+        yield table(("", "run whole, having no rule", "module", "source"), folded(ops, 1))
     for key, title in NUMBERS.items():
-        yield _number_table(title, difference.get(key, {}), UNITS.get(key))
-    for stage in difference.get("stages", ()):
-        yield _number_table(f"stage {stage['stage']}", {key: pair for key, pair in stage.items() if key != "stage"})
-    yield _number_table("op, how many", difference.get("ops", {}))
-    yield _signed_table("note", difference.get("notes", {}))
-    left_out = ", ".join(difference.get("left_out", ()))
+        yield _number_table(title, getattr(difference, key) or {}, UNITS.get(key))
+    for stage in difference.stages or ():
+        numbers = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage of one plan alone
+        yield _number_table(f"stage {stage.stage}", numbers)
+    yield _number_table("op, how many", difference.ops or {})
+    if difference.notes:
+        yield table(("", "note"), _signed(difference.notes))
+    left_out = ", ".join(difference.left_out or ())
     yield f"one dump leaves out {left_out}, which are not compared\n" if left_out else ""
 
 
-def _mesh_text(mesh: Record) -> str:
+def _change_line(title: str, texts: Iterable[str]) -> str:
+    return printable(f"{title}: {' -> '.join(texts)}") + "\n"
+
+
+def _signed(changed: ChangedFallbacks | ChangedNotes) -> list[tuple[str, Any]]:
+    """What went, after -, and what came, after +."""
+    return [*(("-", each) for each in changed.went), *(("+", each) for each in changed.came)]
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items()) or "none"
 
 
-def _collective_tables(difference: Record) -> Iterator[str]:
-    rows = [(sign, each, each) for sign, key in (("-", "went"), ("+", "came")) for each in difference[key]]
-    for old, new in ((each["before"], each["after"]) for each in difference["changed"]):
-        growth = new["wire_bytes"] * new.get("times", 1) - old["wire_bytes"] * old.get("times", 1)
+def _collective_tables(difference: ChangedCollectives) -> Iterator[str]:
+    rows = [("-", each, each) for each in difference.went] + [("+", each, each) for each in difference.came]
+    for old, new in ((each.before, each.after) for each in difference.changed):
+        growth = new.wire_bytes * (new.times or 1) - old.wire_bytes * (old.times or 1)
         rows.append(("grew" if growth > 0 else "shrank" if growth < 0 else "changed", old, new))
     header = ("collective", "kind", "axes", "phase", "name", "result", "times", "wire bytes", "source", "cause")
     yield table(header, folded((_collective_row(*row) for row in rows), header.index("name"), over_calls))
     totals = (
-        (each["phase"] or "total", each["kind"], each["axes"], _pair_text(each["count"]),
-         *(_bytes_pair_text(each[key]) for key in ("bytes", "wire_bytes")))
-        for each in difference["totals"]
+        (each.phase or "total", each.kind, each.axes, _pair_text(each.count), _bytes_pair_text(each.bytes),
+         _bytes_pair_text(each.wire_bytes))
+        for each in difference.totals
     )  # fmt: skip
     yield table(("phase", "kind", "axes", "count", "bytes", "wire bytes"), totals)
 
 
-def _collective_row(sign: str, old: Record, new: Record) -> tuple[object, ...]:
-    results = [f"{each['dtype']}{each['local_shape_out']}" for each in (old, new)]
-    times = [each.get("times", "") for each in (old, new)]
-    sent = _bytes_pair_text([each["wire_bytes"] for each in (old, new)])
+def _collective_row(sign: str, old: CollectiveEntry, new: CollectiveEntry) -> tuple[object, ...]:
+    results = [f"{each.dtype}{list(each.local_shape_out)}" for each in (old, new)]
+    times = [each.times or "" for each in (old, new)]
+    sent = _bytes_pair_text((old.wire_bytes, new.wire_bytes))
     return (
-        sign, new["kind"], "+".join(new["axes"]), new["phase"], new["id"], *map(_pair_text, (results, times)), sent,
-        shortened(new["source"], ", "), shortened(new["cause"], "; "),
+        sign, new.kind, "+".join(new.axes), new.phase, new.id, _pair_text(results), _pair_text(times), sent,
+        shortened(new.source, ", "), shortened(new.cause, "; "),
     )  # fmt: skip
 
 
@@ -295,24 +341,15 @@ def _bytes_pair_text(pair: Sequence[int]) -> str:
     return f"{', '.join(texts)}, {change_text(pair[0], pair[1])}" if is_lost else " -> ".join(texts)
 
 
-def _stored_text(entry: Record | None) -> str:
+def _stored_text(entry: ValueEntry | None) -> str:
     if entry is None:
         return "none"
-    type_ = entry["sharding"] or f"{entry['dtype']}{entry['shape']}"
-    stages = f", stage {'+'.join(map(str, entry['stages']))}" if entry.get("stages") else ""
-    return f"{type_}, {entry['local_shape']} on one rank{stages}"
+    type_ = entry.sharding or f"{entry.dtype}{list(entry.shape)}"
+    stages = "+".join(map(str, getattr(entry, "stages", None) or ()))
+    return f"{type_}, {list(entry.local_shape)} on one rank{stages and f', stage {stages}'}"
 
 
-def _signed_table(title: str, difference: Record) -> str:
-    """What came, after +, and what went, after -: notes, or ops with their places."""
-    signed = [(sign, each) for sign, key in (("-", "went"), ("+", "came")) for each in difference.get(key, ())]
-    if all(isinstance(each, str) for _, each in signed):
-        return table(("", title), signed)
-    rows = ((sign, each["op"], each["module"], each["source"]) for sign, each in signed)
-    return table(("", title, "module", "source"), folded(rows, 1))
-
-
-def _number_table(title: str, difference: Record, unit: Callable[[float], str] | None = None) -> str:
+def _number_table(title: str, difference: Mapping[str, Any], unit: Callable[[float], str] | None = None) -> str:
     """Each number before and after, with the difference; other values are only marked as changed."""
     rows: list[tuple[Any, ...]] = []
     for name, (old, new) in difference.items():

@@ -62,7 +62,7 @@ class _Drawing:
             for i, entry in enumerate(self._stages.entries()):
                 inside = [node for node in self._nodes if self._stage.get(node) == i]
                 lines = list(self._phases(inside, numbers, "    "))
-                yield from _box(f"stage_{i}", f"stage {i} on rank {entry['rank']}", lines, "  ")
+                yield from _box(f"stage_{i}", f"stage {i} on rank {entry.rank}", lines, "  ")
             yield from self._phases([node for node in self._nodes if node not in self._stage], numbers, "  ")
         yield from self._edges()
 
@@ -165,16 +165,17 @@ class _Drawing:
     def _stage(self) -> Mapping[fx.Node, int]:
         """The first stage that runs a call or holds a parameter."""
         runs = self._stages.runs if self._stages else {}
-        return {node: each[0]["stage"] for node, each in runs.items()}
+        return {node: each[0].stage for node, each in runs.items()}
 
     @cached_property
     def _messages(self) -> Mapping[tuple[str, int], str]:
         """The label of each message between stages, by the value's name and the stage that reads it."""
-        entries = self._stages.entries() if self._stages else []
-        messages = ((sent, value) for entry in entries for sent in entry["sent"] for value in sent["values"])
+        entries = self._stages.entries() if self._stages else ()
         return {
-            (value["name"], sent["to"]): f', label="{bytes_text(value["bytes"])}, {sent["times"]} times"'
-            for sent, value in messages
+            (value.name, sent.to): f', label="{bytes_text(value.bytes)}, {sent.times} times"'
+            for entry in entries
+            for sent in entry.sent
+            for value in sent.values
         }
 
 

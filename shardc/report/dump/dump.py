@@ -5,20 +5,22 @@ Facts: the program after a pass (``Compiled.after``), and tables that ``shardc/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import fx
 
 from shardc.costs.choose_stages import ChosenStages
 from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
+from shardc.costs.records import BalanceEntry, CutStage, CutStages, ReceivedValue, SharedParameter
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord, rank_flops
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.language.text import bytes_text, count_text, json_text, operations_text, table
-from shardc.options import BALANCES
+from shardc.language.record import json_text
+from shardc.language.text import bytes_text, count_text, operations_text, table
 from shardc.program.program import Input, Output, Program
 from shardc.program.stages import has_stages
 from shardc.program.text import (
@@ -33,7 +35,7 @@ from shardc.program.text import (
 from shardc.program.traffic import collectives_of, collectives_text, fallbacks_of
 from shardc.report.dump.dot import program_dot
 from shardc.report.dump.html import html_report
-from shardc.report.dump.json import program_json, selected_json
+from shardc.report.dump.program_record import program_record, selected_record
 from shardc.report.dump.schema import FORMATS
 from shardc.report.dump.selection import Selection
 
@@ -53,7 +55,7 @@ def dump(
     program = compiled.at(after) if after else compiled.whole
     seconds, selection = compiled.seconds if verbose else {}, Selection.of(program, only) if only else None
     if format == "json":
-        return json_text(selected_json(program, selection) if selection else program_json(program, seconds))
+        return json_text(selected_record(program, selection) if selection else program_record(program, seconds))
     if format == "dot":
         return program_dot(program, selection)
     if format == "html":
@@ -86,8 +88,14 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
     return table((kind, "sharding", "on one rank", "bytes"), rows)
 
 
+def _stages_of_values(program: Program) -> Mapping[fx.Node, Sequence[int]]:
+    """For each parameter and call of a pipeline the stages that hold or run it."""
+    runs = StageRecord(program).runs if has_stages(program) else {}
+    return {node: [run.stage for run in its] for node, its in runs.items()}
+
+
 TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
-    "parameters": lambda program: parameters_text(program, StageRecord(program).runs if has_stages(program) else None),
+    "parameters": lambda program: parameters_text(program, _stages_of_values(program)),
     "inputs": lambda program: _inputs_or_outputs(program, "input"),
     "outputs": lambda program: _inputs_or_outputs(program, "output"),
     "stages": lambda program: StageRecord(program).text() if has_stages(program) else "",
@@ -111,90 +119,82 @@ def stages_text(stages: ChosenStages, format: str = "text") -> str:
     record = stages_record(stages)
     if format == "json":
         return json_text(record)
-    rows = (
-        (each["name"], count_text(each["parameters"]), ", ".join(map(str, each["stages"]))) for each in record["shared"]
-    )
+    rows = ((each.name, count_text(each.parameters), ", ".join(map(str, each.stages))) for each in record.shared)
     shared = table(("shared parameter", "parameters", "stages"), rows)
     return "\n".join(filter(None, [_stage_table(record), _crossing_table(record), shared]))
 
 
-def stages_record(stages: ChosenStages) -> dict[str, Any]:
-    """The JSON form, version 1.
-
-    Parameters are counted once, at the first stage that reads them. FLOPs and time are of forward and backward on the
-    given inputs, time as a fraction of all. ``activation_bytes`` are saved for backward; ``memory_bytes`` are
-    parameters, gradients, Adam's states, and the activations of the microbatches in flight under 1F1B. ``balance``: the
-    largest part over the mean. ``bound``: 1 if no split is better, else the fraction of the heaviest stage below which
-    no split is known to be.
-    """
-    entries = [_entry(stages, stage) for stage in range(len(stages.masks))]
-    keys = {"params": "parameters", "flops": "flops", "time": "time", "memory": "memory_bytes"}
-    balance = {}
-    for name in BALANCES:
-        parts = [entry[keys[name]] for entry in entries]
-        balance[name] = round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
+def stages_record(stages: ChosenStages) -> CutStages:
+    """The record of stages before there is a schedule."""
+    entries = tuple(_entry(stages, stage) for stage in range(len(stages.masks)))
     names_of_stages = [stages.loads.parameters_of(mask) for mask in stages.masks]
-    shared = [
-        {"name": name, "parameters": stages.loads.elements(name), "stages": readers}
+    shared = tuple(
+        SharedParameter(name, stages.loads.elements(name), readers)
         for name in stages.loads.parameters
-        if len(readers := [stage for stage, names in enumerate(names_of_stages) if name in names]) > 1
-    ]
-    return {
-        "version": 1,
-        "by": stages.options.balance,
-        "balance": balance,
-        "bound": round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
-        "stages": entries,
-        "shared": shared,
-    }
+        if len(readers := tuple(stage for stage, names in enumerate(names_of_stages) if name in names)) > 1
+    )
+    return CutStages(
+        by=stages.options.balance,
+        balance=BalanceEntry(
+            params=_unevenness([entry.parameters for entry in entries]),
+            flops=_unevenness([entry.flops for entry in entries]),
+            time=_unevenness([entry.time for entry in entries]),
+            memory=_unevenness([entry.memory_bytes for entry in entries]),
+        ),
+        bound=round(stages.bound / stages.heaviest, 4) if stages.heaviest else 1.0,
+        stages=entries,
+        shared=shared,
+    )
 
 
-def _entry(stages: ChosenStages, stage: int) -> dict[str, Any]:
+def _unevenness(parts: Sequence[float]) -> float:
+    """The largest part over the mean."""
+    return round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
+
+
+def _entry(stages: ChosenStages, stage: int) -> CutStage:
     loads, mask = stages.loads, stages.masks[stage]
     all_time = sum(loads.unit_weights("time")) or 1
     # units that follow each other, grouped
     runs = [
         [unit for _, unit in run] for _, run in groupby(enumerate(stages.units(stage)), lambda pair: pair[1] - pair[0])
     ]
-    return {
-        "stage": stage,
-        "modules": [[loads.units[run[0]].first, loads.units[run[-1]].last] for run in runs],
-        "parameters": loads.weight("params", mask),
-        "flops": loads.weight("flops", mask),
-        "time": round(loads.weight("time", mask) / all_time, 4),
-        "activation_bytes": loads.saved_bytes(mask),
-        "memory_bytes": loads.memory(mask, len(stages.masks) - stage),
-        "received_bytes": loads.received_bytes(mask),
-        "received": [
-            {"value": c.name, "type": c.type, "from": stages.stage_of(c.maker), "bytes": c.nbytes}
-            for c in loads.received(mask)
-        ],
-    }
+    return CutStage(
+        stage=stage,
+        modules=tuple((loads.units[run[0]].first, loads.units[run[-1]].last) for run in runs),
+        parameters=loads.weight("params", mask),
+        flops=loads.weight("flops", mask),
+        time=round(loads.weight("time", mask) / all_time, 4),
+        activation_bytes=loads.saved_bytes(mask),
+        memory_bytes=loads.memory(mask, len(stages.masks) - stage),
+        received_bytes=loads.received_bytes(mask),
+        received=tuple(ReceivedValue(c.name, c.type, stages.stage_of(c.maker), c.nbytes) for c in loads.received(mask)),
+    )
 
 
 # Text.
 
 
-def _stage_table(record: Mapping[str, Any]) -> str:
+def _stage_table(record: CutStages) -> str:
     rows = [
         (
-            entry["stage"],
-            ", ".join(first or "(model)" for first, _ in entry["modules"]),
-            ", ".join(last or "(model)" for _, last in entry["modules"]),
-            count_text(entry["parameters"]), operations_text(entry["flops"]), f"{entry['time']:.1%}",
-            *(bytes_text(entry[name]) for name in ("activation_bytes", "memory_bytes", "received_bytes")),
+            entry.stage,
+            ", ".join(first or "(model)" for first, _ in entry.modules),
+            ", ".join(last or "(model)" for _, last in entry.modules),
+            count_text(entry.parameters), operations_text(entry.flops), f"{entry.time:.1%}",
+            *map(bytes_text, (entry.activation_bytes, entry.memory_bytes, entry.received_bytes)),
         )
-        for entry in record["stages"]
+        for entry in record.stages
     ]  # fmt: skip
-    uneven = ", ".join(f"{value:.2f} in {name}" for name, value in record["balance"].items())
-    better = f"a heaviest stage below {record['bound']:.1%} of this one is ruled out\n" if record["bound"] < 1 else ""
-    return f"{len(rows)} stages, even in {record['by']}\n{table(HEADER, rows)}max/mean: {uneven}\n{better}"
+    uneven = ", ".join(f"{value:.2f} in {name}" for name, value in asdict(record.balance).items())
+    better = f"a heaviest stage below {record.bound:.1%} of this one is ruled out\n" if record.bound < 1 else ""
+    return f"{len(rows)} stages, even in {record.by}\n{table(HEADER, rows)}max/mean: {uneven}\n{better}"
 
 
-def _crossing_table(record: Mapping[str, Any]) -> str:
+def _crossing_table(record: CutStages) -> str:
     rows = (
-        (entry["stage"], each["from"], each["value"], each["type"], bytes_text(each["bytes"]))
-        for entry in record["stages"]
-        for each in entry["received"]
+        (entry.stage, each.from_, each.value, each.type, bytes_text(each.bytes))
+        for entry in record.stages
+        for each in entry.received
     )
     return table(("to stage", "from", "value", "type", "bytes"), rows) or "no value crosses a cut\n"

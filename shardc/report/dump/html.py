@@ -22,16 +22,18 @@ from shardc.costs.pipeline_memory import bytes_over_time
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, Slice, axes_and_link, step_timeline
 from shardc.language.errors import OptionError
+from shardc.language.record import json_of
 from shardc.language.sharding import Sharding
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, sender
 from shardc.program.text import call_text, op_names, value_names
-from shardc.report.dump.json import program_json
+from shardc.report.dump.program_record import program_record
 from shardc.report.dump.selection import Selection
 from shardc.report.explain.alternatives import Alternative, choices
 from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import Chain, Explanation, reason_text
+from shardc.report.explain.explanation import Explanation, reason_text
+from shardc.report.explain.records import Chain
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.schedule import Action
 from shardc.schedules.timeline import Task, rounded
@@ -87,7 +89,7 @@ def _hash(text: str) -> str:
 
 
 def report_record(compiled: Compiled, program: Program, explain: str = "") -> dict[str, Any]:
-    """``program_json`` of a program in global shapes, and under ``report`` the further data of the page.
+    """``program_record`` of a program in global shapes, and under ``report`` the further data of the page.
 
     ``inputs``: by node, the user's name and kind, and bytes. ``calls``: by node, as the text form prints them.
     ``annotations``, ``steps``, ``why``, ``because``: see ``_why``. ``layouts``: see ``_layout``. ``curve``: memory over
@@ -104,7 +106,7 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
         if input_.kind in ("parameter", "buffer") and program.shardings(node):
             layouts[node.name] = _layout(program.sharding(node), program.global_type(node).shape)
     return {
-        **program_json(program),
+        **json_of(program_record(program)),
         "report": {
             "model": type(compiled.model).__name__,
             "asking": [f"{explain} ", ""] if explain else ["print(program.advise('", "').text())"],

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import fx
 
 from shardc.language.errors import OptionError
-from shardc.language.text import json_text
+from shardc.language.record import json_text
 from shardc.program.program import Program
 from shardc.program.text import call_line, input_text, op_names, remarks_of, result_text, type_text, value_names
-from shardc.report.dump.json import node_entry
+from shardc.report.dump.program_record import node_entry
+from shardc.report.dump.records import NodeEntry
 from shardc.report.dump.selection import Selection
 
 if TYPE_CHECKING:
@@ -65,6 +66,28 @@ class Line:
     def is_like(self, other: Line) -> bool:
         """Whether two lines agree in type, sharding and text."""
         return (self.plain_type, self.type, self.text) == (other.plain_type, other.type, other.text)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedNode:
+    """A value that is not as it was."""
+
+    name: str
+    before: NodeEntry
+    after: NodeEntry
+
+
+@dataclass(frozen=True, slots=True)
+class PassDifference:
+    """The values that came, went, moved and changed between two passes. ``before``, ``after``: the names of these."""
+
+    version: Literal[1] = field(default=1, init=False)
+    before: str
+    after: str
+    came: tuple[NodeEntry, ...]
+    went: tuple[NodeEntry, ...]
+    moved: tuple[str, ...]
+    changed: tuple[ChangedNode, ...]
 
 
 def _lines(program: Program, only: str) -> list[Line]:
@@ -149,18 +172,17 @@ class _Difference:
             remark = f"  # {line.remark}" if line.remark and sign == "+" else ""
             yield f"{sign} {line.text}{remark}"
 
-    def record(self, before: Program, after: Program) -> dict[str, Any]:
-        """The JSON form, version 1, with entries as in a dump; ``changed`` has those before and after."""
+    def record(self, before: Program, after: Program) -> PassDifference:
+        """The record, with entries as in a dump."""
         old, new = _entries(before), _entries(after)
-        return {
-            "version": 1,
-            "before": self.passes[0],
-            "after": self.passes[1],
-            "came": [new[name] for name in self.came],
-            "went": [old[name] for name in self.went],
-            "moved": self.moved,
-            "changed": [{"name": name, "before": old[name], "after": new[name]} for name in self.changed],
-        }
+        return PassDifference(
+            before=self.passes[0],
+            after=self.passes[1],
+            came=tuple(new[name] for name in self.came),
+            went=tuple(old[name] for name in self.went),
+            moved=tuple(self.moved),
+            changed=tuple(ChangedNode(name, old[name], new[name]) for name in self.changed),
+        )
 
 
 def _by_place(old: Sequence[Line], new: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
@@ -182,6 +204,6 @@ def _blocks(
         yield tag == "equal", old[i:end_i], new[j:end_j]
 
 
-def _entries(program: Program) -> Mapping[str, Any]:
+def _entries(program: Program) -> Mapping[str, NodeEntry]:
     ops = op_names(program)
     return {node.name: node_entry(program, node, ops) for node in program.graph.nodes if node.op != "output"}

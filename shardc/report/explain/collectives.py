@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.costs.count import collective_seconds
+from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
 from shardc.program.communication import axes_of, bucket, collective_at, is_collective, members, results
@@ -16,7 +17,8 @@ from shardc.program.program import Program
 from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
-from shardc.report.explain.explanation import Chain, Chains, Explanation, Reason, Side, Transmission
+from shardc.report.explain.explanation import Chains, Explanation
+from shardc.report.explain.records import Chain, Reason, Side, Transmission
 from shardc.report.explain.stages import StageExplainer
 
 
@@ -35,7 +37,8 @@ class CollectiveExplainer:
         """Why a collective is there; of a bucket, why each of its members is."""
         c = collective
         seconds = collective_seconds(self.program, c)
-        sent = Transmission(c.kind, c.axes, c.phase, c.bytes, c.wire_bytes, seconds, c.stage, c.times)
+        kind: SentKind = c.kind  # type: ignore[assignment]  # no local kind is a collective
+        sent = Transmission(kind, c.axes, c.phase, c.bytes, c.wire_bytes, seconds, c.stage, c.times)
         if self.stages is not None and self.node(c) is None:
             return self.stages.message(c, sent)
         parts = self.members(c)
@@ -101,7 +104,7 @@ class CollectiveExplainer:
             return self._side(cause.user, cause.dst.text(cause.type), index)
         readers = list(_readers(result, isinstance(cause, NeighbourEdges)))
         runs = self.stages.record.runs if self.stages is not None else {}
-        in_stage = (each for each in readers if any(run["stage"] == collective.stage for run in runs.get(each, ())))
+        in_stage = (each for each in readers if any(run.stage == collective.stage for run in runs.get(each, ())))
         reader = next(in_stage, next(iter(readers), result))
         source = self.program.source(reader)
         return self._side(Endpoint(reader.name, source.module, source.location), type_text(self.program, result), None)
@@ -118,9 +121,9 @@ def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
         yield from (Reason(need.axis, need.kind, need.dim, need.annotation) for need in needs)
         stored = cause.stored
     if stored is not None:
-        yield from (Reason(axis, "stored", end=stored.option) for axis in axes if axis in _storage_axes(stored))
+        yield from (Reason(axis, "stored", None, stored.option) for axis in axes if axis in _storage_axes(stored))
     elif not isinstance(cause, ShardingChange):
-        yield from (Reason(axis, "edges") for axis in axes)
+        yield from (Reason(axis, "edges", None) for axis in axes)
 
 
 def _storage_axes(stored: StorageChange) -> set[str]:

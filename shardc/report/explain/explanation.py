@@ -2,109 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import fx
 
-from shardc.language.text import bytes_text, folded, over_calls, printable, seconds_text, table
+from shardc.language.text import aligned, bytes_text, folded, over_calls, printable, seconds_text, table
 from shardc.program.collective import COLLECTIVES
 from shardc.program.node import is_getitem
 from shardc.program.program import Program
 from shardc.program.provenance import Origin
 from shardc.program.text import op_names, type_text, value_names
+from shardc.report.explain.records import Chain, ChainStep, ExplanationEntry, Reason, Role, Side, Subject, Transmission
 
-Subject = Literal[
-    "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
-]
-Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
 REPLICATED = "default: replicated"
 
 
 @dataclass(frozen=True, slots=True)
-class ChainStep:
-    """A value that an axis cuts, or over which a sum is open, and how the axis came to it.
-
-    ``value`` reads as in the dump; ``type`` includes its sharding. ``via`` is the op that the axis came through,
-    ``call`` the op's node in the dump, ``module`` and ``location`` its place in the model. ``role`` is one of
-
-    - ``annotated``: the user annotated the value
-    - ``made``: ``via`` computes it in pieces along the axis; ``summed``: ``via`` leaves a sum over the axis open
-    - ``passed``: the axis passed through ``via``, which is not computed in pieces in the end
-    - ``read``: ``via`` reads it beside the value before, so that both are cut alike; ``wanted``: ``via`` needs it cut,
-      and it is resharded
-    - ``tied``: it is cut as another value is, as a gradient is as its parameter
-    - ``moved``: it is the value before, resharded; ``repeated``: the value before, computed again
-    """
-
-    value: str
-    type: str
-    role: Role
-    via: str = ""
-    call: str = ""
-    module: str = ""
-    location: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """How an axis came from the annotation or option ``end`` to a value; the first step is the annotated value."""
-
-    axis: str
-    end: str
-    steps: tuple[ChainStep, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Transmission:
-    """What a collective sends: ``bytes`` and ``wire_bytes`` of one rank, each of its ``times`` a step.
-
-    ``seconds``: the predicted time on the machine that was compiled for. ``stage``: the pipeline stage that runs it.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    phase: str
-    bytes: int
-    wire_bytes: int
-    seconds: float
-    stage: int | None = None
-    times: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a collective: the producer of its operand, or the reader of its result.
-
-    ``name`` reads as in the dump, or names a result of the program such as ``the gradient w``. ``type``: what the
-    producer has or the reader needs. ``op``: the op that it calls; ``operand``: which operand the value is, from 0.
-    """
-
-    name: str
-    type: str
-    op: str = ""
-    operand: int | None = None
-    module: str = ""
-    location: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a value has to change its sharding over an axis; ``kind`` is a key of ``REASONS``.
-
-    ``dim``: of the value. ``end``: the annotation or option that causes it, where that is not the one of the chain.
-    """
-
-    axis: str
-    kind: str
-    dim: int | None = None
-    end: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why something of a program is as it is. The field names are the keys of its JSON form.
+    """Why something of a program is as it is.
 
     ``name`` reads as in the dump. ``chains``: one for each axis that cuts it, or over which a sum is open; of a
     collective, one for each axis that it acts over. ``placed``: the annotation of the value itself, if there is one.
@@ -137,9 +54,10 @@ class Explanation:
         """The text form. Chains of more than ``most`` steps are shortened in the middle; None prints them whole."""
         return "\n".join(map(printable, _lines(self, most))) + "\n"
 
-    def record(self) -> dict[str, Any]:
-        """The JSON form."""
-        return {**asdict(self), "parts": [part.record() for part in self.parts], "ends": self.ends}
+    def record(self) -> ExplanationEntry:
+        """The record, with those of its parts."""
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ExplanationEntry(**{**own, "parts": tuple(part.record() for part in self.parts), "ends": self.ends})
 
 
 REASONS = {
@@ -199,7 +117,7 @@ def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
             operand = "" if side.operand is None else f"as operand {side.operand} of {side.op}"
             words = " ".join(filter(None, (operand, _place(side.module, side.location).strip())))
             rows.append((f"{title:5}", side.name, side.type, words))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     taken = {(reason.axis, reason.end) for reason in explanation.reasons if reason.kind == "taken"}
     for reason in explanation.reasons:
         if reason.kind != "cut" or (reason.axis, reason.end) not in taken:  # which says the same
@@ -231,7 +149,7 @@ def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
         if step.role != "tied":
             way = "" if step.role == "annotated" else f"{ROLES[step.role]} {op}{_place(step.module, step.location)}"
         rows.append((step.value, step.type, way))
-    for i, line in enumerate(_aligned(rows)):
+    for i, line in enumerate(aligned(rows)):
         if left_out and i == first:
             yield f"  ... {left_out} more"
         yield f"  {line}"
@@ -240,13 +158,6 @@ def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
 def _place(module: str, location: str) -> str:
     words = ", ".join(filter(None, (module, location)))
     return f" ({words})" if words else ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows without a header, in columns that are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:

@@ -15,7 +15,8 @@ from shardc.program.node import descendants, operands
 from shardc.program.program import Program
 from shardc.program.provenance import Source, StageCrossing
 from shardc.program.text import type_text
-from shardc.report.explain.explanation import Chains, Explanation, Reason, Side, Transmission
+from shardc.report.explain.explanation import Chains, Explanation
+from shardc.report.explain.records import Reason, Side, Transmission
 
 BALANCED = {"params": "parameters", "flops": "operations", "time": "estimated time", "memory": "memory"}
 
@@ -47,7 +48,7 @@ class StageExplainer:
         side = self.chains.side(node)
         return Explanation(
             side.name, "collective", side.type, side.module, side.location, tuple(self.chains.of(node)), has=side,
-            wants=self._reader(node, cause.target), reasons=(Reason(message.axes[0], "crossed", end=cause.option),),
+            wants=self._reader(node, cause.target), reasons=(Reason(message.axes[0], "crossed", None, cause.option),),
         )  # fmt: skip
 
     def _reader(self, node: fx.Node, target: int) -> Side:
@@ -56,7 +57,7 @@ class StageExplainer:
         reader = next((user for user in node.users if user in calls), None)
         name, type_ = f"stage {target}", type_text(self.program, node)
         if reader is None:
-            return Side(name, type_)
+            return Side(name, type_, "", None)
         source, arguments = self.program.source(reader), operands(reader) if reader.op == "call_function" else ()
         operand = arguments.index(node) if node in arguments else None
         return Side(name, type_, self.chains.op(reader), operand, source.module, source.location)
@@ -86,7 +87,7 @@ class StageExplainer:
     def stage(self, index: int, sent: Iterable[Explanation]) -> Explanation:
         """Where a stage begins and why; ``sent`` are the explanations of its collectives."""
         path = self.record.modules[index][0]
-        reasons = (Reason(self.pipeline.axis, "stages", end=self.pipeline.text),)
+        reasons = (Reason(self.pipeline.axis, "stages", None, self.pipeline.text),)
         notes = (self.beginning(index),)
         return Explanation(str(index), "stage", module=path, reasons=reasons, parts=tuple(sent), notes=notes)
 

@@ -11,12 +11,20 @@ from functools import cache, cached_property
 from typing import Any
 
 from shardc.compiler import Compiled
+from shardc.costs.records import (
+    CostAt,
+    CostExpressions,
+    MemoryExpressions,
+    RegionEntry,
+    SymbolicCost,
+    TrafficExpression,
+)
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError
 from shardc.language.machine import WHOLE_PAYLOAD
-from shardc.language.text import table
+from shardc.language.text import aligned, table
 from shardc.passes.lower.rematerialize import rematerialize
 from shardc.passes.order import run_passes
 from shardc.passes.verify import verify
@@ -236,6 +244,7 @@ def _order(program: Program) -> list[list[Action]]:
 POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 ROOM = 6  # letters that a product of sent bytes may have more than a sum, for (n - 1)/n
 PLACED = ("gathered", "peak")  # classes of memory that are counted at one place of the program
+SHOWN = ("phase", "kind", "values", "bytes", "wire_bytes")
 PLACE = "where most lives at these sizes"
 ROUNDED = "what a rank sends is rounded down to whole bytes, a row at a time"
 
@@ -280,9 +289,7 @@ def costs_text(plan: SymbolicPlan) -> str:
 
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, all aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(aligned([header, *rows])) + "\n"
 
 
 def region_text(plan: SymbolicPlan) -> str:
@@ -297,8 +304,8 @@ def region_text(plan: SymbolicPlan) -> str:
         name, count = record.schedule.name, record.schedule.num_microbatches
         lines += [f"{count} microbatches by {name}, whose order and fullest rank are as here, and so are the stages:"]
         for stage in record.entries():
-            modules = " to ".join(filter(None, dict.fromkeys(stage["modules"])))
-            lines.append(f"stage {stage['stage']} on rank {stage['rank']}: {modules}")
+            modules = " to ".join(filter(None, dict.fromkeys(stage.modules)))
+            lines.append(f"stage {stage.stage} on rank {stage.rank}: {modules}")
     return f"{table(('symbol', 'from', 'to'), ranges)}\n" + "".join(f"{line}\n" for line in lines)
 
 
@@ -316,39 +323,22 @@ def _typed(text: str) -> str:
     return text.replace("*", "·").replace("Min(", "min(").replace("Max(", "max(")
 
 
-def plan_record(plan: SymbolicPlan, numbers: Numbers = ()) -> dict[str, Any]:
-    """The JSON form, version 1; expressions as Python reads them."""
+def plan_record(plan: SymbolicPlan, numbers: Numbers = ()) -> SymbolicCost:
+    """The record of a plan, with its costs at some points."""
     region = plan.region
-    return {
-        "version": 1,
-        "plan": digest(plan),
-        "reference": dict(plan.reference),
-        "expressions": _expressions(plan.cost),
-        "region": {
-            "low": dict(region.low),
-            "high": dict(region.high),
-            "conditions": region.conditions,
-            "compiled": [dict(point) for point in region.probes],
-        },
-        "at": [{"point": dict(point), **cost.record()} for point, cost in numbers],
-    }
+    places = RegionEntry(region.low, region.high, tuple(region.conditions), tuple(region.probes))
+    at = tuple(CostAt(point, *cost.entries()) for point, cost in numbers)
+    return SymbolicCost(digest(plan), plan.reference, _expressions(plan.cost), places, at)
 
 
-def _expressions(cost: StepCost) -> dict[str, Any]:
-    """The record of a cost with bytes on the wire rounded down, and without counts, which depend on buckets."""
+def _expressions(cost: StepCost) -> CostExpressions:
+    """The expressions of a cost with bytes on the wire rounded down, and without counts, which depend on buckets."""
     import sympy
 
-    rounded = [replace(each, wire_bytes=sympy.floor(each.wire_bytes)) for each in cost.traffic]
-    record = replace(cost, traffic=tuple(rounded)).record()
-    for row in record["traffic"]:
-        del row["count"]
-    texts: dict[str, Any] = _texts(record)
-    return texts
-
-
-def _texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _texts(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_texts(entry) for entry in value]
-    return value if isinstance(value, str) else str(value)
+    traffic = []
+    for each in cost.traffic:
+        row = replace(each, wire_bytes=sympy.floor(each.wire_bytes))
+        texts: dict[str, Any] = {name: str(getattr(row, name)) for name in SHOWN}
+        traffic.append(TrafficExpression(axes=each.axes, **texts))
+    memory = MemoryExpressions(**{name: str(size) for name, size in cost.memory.items()})
+    return CostExpressions(tuple(traffic), memory, str(cost.flops))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from targets import mlp
 
 from shardc import Mesh, Pipeline, compile
 from shardc.cli.main import main
+from shardc.costs.records import TimeEntry
 from shardc.language.errors import UsageError
+from shardc.language.record import json_of, read
 from shardc.report.dump.budget import KINDS, SUBJECTS, UNITS, Budget, measure
-from shardc.report.dump.json import program_json
+from shardc.report.dump.program_record import program_record
+from shardc.report.dump.records import Dump
 
 
 def entry(kind: str, wire_bytes: int, axes: tuple[str, ...] = ("tp",), phase: str = "forward", **more: Any) -> Any:
@@ -50,6 +54,10 @@ RECORD: dict[str, Any] = {
 }
 
 
+DUMP: Dump = read(Dump, RECORD)
+assert json_of(DUMP) == RECORD
+
+
 @pytest.mark.parametrize(
     ("text", "broken", "count"),
     [
@@ -84,14 +92,14 @@ RECORD: dict[str, Any] = {
     ],
 )
 def test_a_budget_is_broken_by_more_than_it_allows(text: str, broken: bool, count: int) -> None:
-    found = measure(Budget.parse(text), RECORD)
+    found = measure(Budget.parse(text), DUMP)
     assert (found.is_broken, len(found.collectives)) == (broken, count)
 
 
 def test_ops_without_a_rule_break_a_budget_of_them() -> None:
-    found = measure(Budget.parse("fallback"), RECORD)
-    assert found.is_broken and found.fallbacks == tuple(RECORD["fallbacks"])
-    assert not measure(Budget.parse("fallback>1"), RECORD).is_broken
+    found = measure(Budget.parse("fallback"), DUMP)
+    assert found.is_broken and found.fallbacks == DUMP.fallbacks
+    assert not measure(Budget.parse("fallback>1"), DUMP).is_broken
 
 
 @pytest.mark.parametrize(
@@ -128,10 +136,10 @@ def test_a_budget_that_a_dump_cannot_answer_says_why() -> None:
     ):
         if message:
             with pytest.raises(UsageError) as error:
-                measure(Budget.parse(text), record)
+                measure(Budget.parse(text), read(Dump, record))
             assert message in str(error.value)
         else:
-            assert not measure(Budget.parse(text), record).is_broken
+            assert not measure(Budget.parse(text), read(Dump, record)).is_broken
 
 
 def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -> None:
@@ -139,14 +147,13 @@ def test_every_subject_and_unit_is_read_and_held_against_a_compiled_pipeline() -
     compiled = compile(
         model, Mesh(dp=2, tp=2, pp=1), annotations, args=args, kwargs=kwargs, pipeline=Pipeline(microbatches=2)
     )
-    record = program_json(compiled.whole)
-    record["time"] = {"step": 0.01}
+    record = replace(program_record(compiled.whole), time=TimeEntry(0.01))
     for subject in SUBJECTS:
-        assert measure(Budget.parse(f"{subject}>=0B" if subject in KINDS else f"{subject}>=0"), record).text
+        assert measure(Budget.parse(f"{subject}>=0B" if subject in KINDS else f"{subject}>=0"), record).found
         assert not measure(Budget.parse(f"{subject}>1e15"), record).is_broken
     for unit, count in UNITS.items():
         assert Budget.parse(f"wire>2{unit}").limit == 2 * count
-    sent = sum(each["wire_bytes"] * each["times"] for each in record["collectives"])
+    sent = sum(each.wire_bytes * (each.times or 1) for each in record.collectives or ())
     assert measure(Budget.parse(f"wire>={sent}"), record).is_broken
     assert not measure(Budget.parse(f"wire>{sent}"), record).is_broken
 

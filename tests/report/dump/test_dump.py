@@ -13,9 +13,9 @@ from shardc import Compiled, Mesh, P, Pipeline, ShardingError, Zero, compile
 from shardc.cli.main import main
 from shardc.report.dump.dump import dump
 from shardc.report.dump.pass_diff import dump_diff
-from shardc.report.dump.schema import schema_of
+from shardc.report.dump.schema import form_schema
 
-SCHEMA = schema_of("dump")
+SCHEMA = form_schema("dump")
 ON_FOUR = ["--mesh", "dp=2,tp=2"]
 
 

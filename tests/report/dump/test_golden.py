@@ -19,7 +19,7 @@ from shardc.cli.main import main
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.language.text import json_text
+from shardc.language.record import json_of, json_text
 from shardc.program.traffic import collectives_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -116,9 +116,7 @@ def test_a_pipeline_announces_lowered_what_it_does_localized() -> None:
     lowered, localized = (StageRecord(each) for each in (compiled.at("overlap_collectives"), compiled.program))
     assert lowered.entries() == localized.entries() and lowered.schedule == localized.schedule
     assert memory_of(lowered.program) == compiled.memory
-    assert sum(entry["elements"] for entry in localized.entries()) == sum(
-        p.numel() for p in compiled.model.parameters()
-    )
+    assert sum(entry.elements for entry in localized.entries()) == sum(p.numel() for p in compiled.model.parameters())
     nodes = json.loads(compiled.dump("json"))["nodes"]
     parts = {(each["stage"], each["part"]) for node in nodes for each in node.get("runs", ()) if "part" in each}
     assert {(stage, part) for stage in range(4) for part in ("forward", "weight_gradient")} <= parts
@@ -151,7 +149,7 @@ def test_explanations_are_golden(golden: Callable[..., None]) -> None:
     model, args, kwargs, annotations = mlp()
     compiled = compile(model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs)
     names = ("up.bias", "gelu", "down", "all_reduce_tp", "all_reduce_dp_bucket")
-    as_json = json.dumps(compiled.explain("all_reduce_tp").record(), indent=1) + "\n"
+    as_json = json.dumps(json_of(compiled.explain("all_reduce_tp").record()), indent=1) + "\n"
     texts = {"explain.txt": "\n".join(compiled.explain(name).text() for name in names), "explain.json": as_json}
     for name, text in texts.items():
         golden(name, text)

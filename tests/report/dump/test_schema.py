@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,18 +16,20 @@ from targets import mlp, weighed
 from shardc import Compiled, Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
-from shardc.program.provenance import NeedKind
+from shardc.language.record import json_of
 from shardc.report.dump.diff import diff
-from shardc.report.dump.json import program_json
-from shardc.report.dump.schema import schema_of
+from shardc.report.dump.program_record import program_record
+from shardc.report.dump.records import Dump
+from shardc.report.dump.schema import form_schema
 from shardc.report.explain import advice, explanation
+from shardc.report.explain.records import ReasonKind
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 COMMANDS = {
     "dump": "dump", "check": "check", "diff": "diff", "cost": "cost", "explain": "explain", "stages": "stages",
     "trace": "trace", "bench-links": "links",
 }  # fmt: skip
-OF_DUMPS = set(schema_of("dump")["$defs"])  # test_dump.py compares these with dumps
+OF_DUMPS = set(form_schema("dump")["$defs"])  # test_dump.py compares these with dumps
 
 
 def golden(name: str) -> Any:
@@ -59,12 +62,13 @@ def checked(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> l
 
 
 def differing(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
-    dumps = {name: json.loads(json.dumps(program_json(plan.whole))) for name, plan in plans.items()}
-    part = {key: dumps["plain"][key] for key in ("version", "level", "mesh", "collectives")} | {"only": "collectives"}
-    captured = json.loads(json.dumps(program_json(plans["plain"].at("capture"))))
+    dumps = {name: program_record(plan.whole) for name, plan in plans.items()}
+    part = Dump(dumps["plain"].level, dumps["plain"].mesh, "collectives", dumps["plain"].collectives)
+    captured = program_record(plans["plain"].at("capture"))
     pairs = [("plain", "zero"), ("zero", "plain"), ("plain", "piped"), ("plain", "weighed"), ("weighed", "plain")]
     found = [diff(dumps[a], dumps[b]) for a, b in pairs]
-    return [golden("diff.json"), *found, diff(part, dumps["plain"]), diff(captured, dumps["plain"])]
+    found += [diff(part, dumps["plain"]), diff(captured, dumps["plain"])]
+    return [golden("diff.json"), *map(json_of, found)]
 
 
 def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
@@ -74,13 +78,15 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
         assert main([*command, "--try", "4", name]) == 0
         found.append(json.loads(capsys.readouterr().out))
     named = {"plain": ("x", "all_reduce_dp_bucket"), "zero": ("x", "reduce_scatter_dp_bucket"), "piped": ("x", "y")}
-    others = [plans[plan].explain(name).record() for plan, names in named.items() for name in names]
-    return [*found, *json.loads(json.dumps([{"version": 1, **each} for each in others]))]
+    others = [json_of(plans[plan].explain(name).record()) for plan, names in named.items() for name in names]
+    return [*found, *({"version": 1, **each} for each in others)]
 
 
 def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
     link = Link(1e-5, 1e9, kinds=(("all_reduce", 1e-5, 1e9),))
-    return [json.loads(json.dumps(Machine({"dp": link, **LINKS}, DEVICES["cpu"]).to_json()))]
+    machine = Machine({"dp": link, **LINKS}, DEVICES["cpu"])
+    in_nodes = replace(machine, node=8, between="infiniband")
+    return [json.loads(json.dumps(each.to_json())) for each in (machine, in_nodes)]
 
 
 RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {
@@ -98,19 +104,58 @@ RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], l
 def test_output_matches_its_schema_and_uses_all_of_it(
     name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schema, seen = schema_of(name), set[tuple[str, str]]()
+    schema, seen = form_schema(name), set[tuple[str, str]]()
     for record in RECORDS[name](plans, capsys):
         assert errors(record, schema) == []
         seen |= met(record, schema)
     assert own(seen) == own(said(schema))
 
 
-def test_the_words_of_explain_are_those_of_its_schema() -> None:
-    schema = schema_of("explain")
-    assert schema["properties"]["kind"]["enum"] == [*get_args(explanation.Subject)]
-    assert schema["$defs"]["step"]["properties"]["role"]["enum"] == [*get_args(explanation.Role)]
-    assert schema["$defs"]["advice"]["properties"]["aim"]["enum"] == [advice.REMOVE, advice.SHRINK]
-    assert {*get_args(NeedKind)} < {*schema["$defs"]["reason"]["properties"]["kind"]["enum"]}
+@pytest.mark.parametrize("name", ["dump", *RECORDS])
+def test_a_wrong_document_is_refused(name: str, plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> None:
+    schema = form_schema(name)
+    validator = Draft202012Validator(schema)
+    records = [golden("mlp.json")] if name == "dump" else RECORDS[name](plans, capsys)
+    for record in records[: 1 if name == "diff" else 2]:  # in a further diff there are pairs of anything
+        changed = dict(wrong(record, schema))
+        assert len(changed) > 10 and {kind for kind, *_ in changed} == {"lacks", "unknown", "type"}
+        accepted = [what for what, document in changed.items() if validator.is_valid(document)]
+        assert not accepted and validator.is_valid(record)
+
+
+def wrong(record: Any, schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies of a document, each with one fault: a key too few or too many, or an object in place of another value."""
+    for path, value in places(record):
+        if isinstance(value, dict):
+            yield ("unknown", *path), replaced(record, path, {**value, "unknown": {}})
+            kinds = [each for each in objects(schema) if set(value) <= set(each.get("properties", ()))]
+            for key in {key for key in value if kinds and all(key in each["required"] for each in kinds)}:
+                yield ("lacks", *path, key), replaced(record, path, {k: v for k, v in value.items() if k != key})
+        elif path:
+            yield ("type", *path), replaced(record, path, {})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value in a document with the way to it; of a list the first entry."""
+    yield path, value
+    entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from places(entry, (*path, key))
+
+
+def replaced(record: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A document with another value in one place."""
+    if not path:
+        return value
+    key, *rest = path
+    copy = dict(record) if isinstance(record, dict) else list(record)
+    copy[key] = replaced(record[key], tuple(rest), value)
+    return copy
+
+
+def test_the_words_of_advice_are_those_of_its_schema() -> None:
+    assert [advice.REMOVE, advice.SHRINK] == form_schema("explain")["$defs"]["advice"]["properties"]["aim"]["enum"]
+    assert {*get_args(ReasonKind)} == {*explanation.REASONS}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -120,7 +165,7 @@ def test_every_command_prints_its_schema_which_lets_nothing_pass_that_it_does_no
     with pytest.raises(SystemExit) as exit_:
         main([command, "--schema"])
     schema = json.loads(capsys.readouterr().out)
-    assert exit_.value.code == 0 and schema == schema_of(COMMANDS[command])
+    assert exit_.value.code == 0 and schema == form_schema(COMMANDS[command])
     Draft202012Validator.check_schema(schema)
     assert all("additionalProperties" in each for each in objects(schema))
     assert all(each.startswith("#") for each in references(schema))

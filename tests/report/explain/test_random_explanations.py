@@ -19,7 +19,8 @@ from shardc.program.node import is_cast, is_getitem
 from shardc.program.program import Program
 from shardc.program.text import value_names
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import REPLICATED, Chain, Explanation
+from shardc.report.explain.explanation import REPLICATED, Explanation
+from shardc.report.explain.records import Chain
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,8 @@
-"""The JSON form of a program: a contract, version 1. Its schema is ``schemas/dump.schema.json``."""
+"""The record of a program, whole or of what is selected: tables that the program and its costs fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from torch import fx
 
 from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
+from shardc.costs.records import FlopsEntry, MemoryEntry, RunEntry
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
 from shardc.language.sharding import dtype_name
@@ -18,40 +19,37 @@ from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import op_names, rank_axes, type_text
 from shardc.program.traffic import collectives_of, fallbacks_of
+from shardc.report.dump.records import CollectiveEntry, Dump, NodeEntry, ParameterEntry, ValueEntry
 from shardc.report.dump.selection import Selection
 
-COLLECTIVE_FIELDS = (
+SAME_FIELDS = (  # of a Collective and of its entry
     "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "wire_bytes_total", "phase",
     "node", "source", "cause",
 )  # fmt: skip
 NO_SECONDS: Mapping[str, float] = {}
 
 
-def program_json(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> dict[str, Any]:
-    """The whole JSON form. It has ``seconds`` of passes only if they are given: all else is stable to the byte."""
+def program_record(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> Dump:
+    """The whole record. It has ``seconds`` of passes only if they are given: all else is stable to the byte."""
     tables = _Tables(program)
     exists = {"schedule": tables.stages is not None, "time": has_machine(program)}
     entries = {key: make(tables) for key, make in TABLES.items() if exists.get(key, True)}
-    return {**_heading(program), **entries, **({"seconds": dict(seconds)} if seconds else {})}
+    return Dump(program.level, rank_axes(program), **entries, seconds=dict(seconds) or None)
 
 
-def selected_json(program: Program, selection: Selection) -> dict[str, Any]:
+def selected_record(program: Program, selection: Selection) -> Dump:
     """The selected tables whole, and of the others the entries about selected values."""
     whole, part = _Tables(program), _Tables(program, selection)
     names = {key for name in selection.tables for key in WITH_TABLE.get(name, (name,))}
     partial_names = ABOUT_VALUES if selection.nodes or selection.collectives else ()
     sources = {key: whole if key in names else part for key in TABLES if key in {*names, *partial_names}}
     entries = {key: TABLES[key](tables) for key, tables in sources.items()}
-    return {**_heading(program), "only": selection.text, **entries}
-
-
-def _heading(program: Program) -> dict[str, Any]:
-    return {"version": 1, "level": program.level, "mesh": rank_axes(program)}
+    return Dump(program.level, rank_axes(program), selection.text, **entries)
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a program, each a list of entries; with a selection those about the selected values."""
+    """The tables of a program, each with its entries; with a selection those about the selected values."""
 
     program: Program
     selection: Selection | None = None
@@ -66,7 +64,7 @@ class _Tables:
         return StageRecord(self.program) if has_stages(self.program) else None
 
     @cached_property
-    def runs(self) -> Mapping[fx.Node, list[dict[str, Any]]]:
+    def runs(self) -> Mapping[fx.Node, list[RunEntry]]:
         """For each call the pipeline stages that run it, and in which part."""
         return self.stages.runs if self.stages else {}
 
@@ -75,49 +73,50 @@ class _Tables:
         """The name of each op."""
         return op_names(self.program)
 
-    def collectives(self) -> list[dict[str, Any]]:
+    def collectives(self) -> tuple[CollectiveEntry, ...]:
         """The collectives of a step, in order."""
         entries = []
         for each in self.selection.collectives if self.selection else collectives_of(self.program):
-            of_stage = {} if each.stage is None else {"stage": each.stage, "times": each.times}
-            entries.append({"id": each.name, **{key: getattr(each, key) for key in COLLECTIVE_FIELDS}, **of_stage})
-        return entries
+            times = None if each.stage is None else each.times
+            same: dict[str, Any] = {key: getattr(each, key) for key in SAME_FIELDS}
+            entries.append(CollectiveEntry(each.name, **same, stage=each.stage, times=times))
+        return tuple(entries)
 
-    def inputs(self, kind: str) -> list[dict[str, Any]]:
+    def inputs(self, kind: str) -> tuple[ValueEntry, ...]:
         """The inputs of one kind; parameters with the stages that hold them."""
-        entries = []
+        entries: list[ValueEntry] = []
         for input_, node in zip(self.program.inputs, self.program.placeholders, strict=True):
             if input_.kind == kind and self.has(node):
-                entries.append({"name": input_.name, **_value(self.program, node)})
-                if kind == "parameter" and node in self.runs:
-                    entries[-1]["stages"] = [each["stage"] for each in self.runs[node]]
-        return entries
+                value = _value(self.program, node)
+                stages = tuple(each.stage for each in self.runs[node]) if node in self.runs else None
+                is_parameter = kind == "parameter"
+                entries.append(
+                    ParameterEntry(input_.name, *value, stages) if is_parameter else ValueEntry(input_.name, *value)
+                )
+        return tuple(entries)
 
-    def outputs(self) -> list[dict[str, Any]]:
+    def outputs(self) -> tuple[ValueEntry, ...]:
         """The outputs of the model."""
-        pairs = zip(self.program.outputs, self.program.results, strict=True)
-        return [
-            {"name": output.name, **_value(self.program, node)}
-            for output, node in pairs
+        return tuple(
+            ValueEntry(output.name, *_value(self.program, node))
+            for output, node in zip(self.program.outputs, self.program.results, strict=True)
             if output.kind == "output" and node is not None and self.has(node)
-        ]
+        )
 
-    def fallbacks(self) -> list[dict[str, Any]]:
+    def fallbacks(self) -> tuple[NodeEntry, ...]:
         """The ops without a rule."""
-        return [node_entry(self.program, node, self.ops) for node in fallbacks_of(self.program) if self.has(node)]
+        return tuple(node_entry(self.program, node, self.ops) for node in fallbacks_of(self.program) if self.has(node))
 
-    def flops(self) -> dict[str, Any]:
+    def flops(self) -> FlopsEntry:
         """Operations of one rank and of all ranks together, which a localized program does not know."""
         program = self.program
         of_rank = self.stages.rank_flops if self.stages else flops_of(program, of_rank=True)
-        return {"per_rank": of_rank, "whole": None if program.level == "localized" else flops_of(program)}
+        return FlopsEntry(of_rank, None if program.level == "localized" else flops_of(program))
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> tuple[NodeEntry, ...]:
         """Every value, with the stages that run it."""
-        return [
-            {**node_entry(self.program, node, self.ops), **({"runs": self.runs[node]} if node in self.runs else {})}
-            for node in filter(self.has, self.program.graph.nodes)
-        ]
+        nodes = filter(self.has, self.program.graph.nodes)
+        return tuple(node_entry(self.program, node, self.ops, self.runs.get(node)) for node in nodes)
 
 
 TABLES: Mapping[str, Callable[[_Tables], Any]] = {
@@ -127,37 +126,36 @@ TABLES: Mapping[str, Callable[[_Tables], Any]] = {
     "inputs": lambda tables: tables.inputs("input"),
     "outputs": _Tables.outputs,
     "fallbacks": _Tables.fallbacks,
-    "memory": lambda tables: memory_of(tables.program),
+    "memory": lambda tables: MemoryEntry(**memory_of(tables.program)),
     "flops": _Tables.flops,
-    "stages": lambda tables: tables.stages.entries() if tables.stages else [],
+    "stages": lambda tables: tables.stages.entries() if tables.stages else (),
     "schedule": lambda tables: tables.stages and tables.stages.schedule_entry(),
     "time": lambda tables: StepRecord(tables.program).entry(),
-    "notes": lambda tables: list(tables.program.notes),
+    "notes": lambda tables: tuple(tables.program.notes),
     "nodes": _Tables.nodes,
 }
 WITH_TABLE = {"parameters": ("parameters", "buffers"), "stages": ("stages", "schedule")}
 ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
 
 
-def _value(program: Program, node: fx.Node) -> dict[str, Any]:
+def _value(program: Program, node: fx.Node) -> tuple[tuple[int, ...], str, str | None, tuple[int, ...]]:
+    """The shape, the dtype, the sharding and the local shape of a value."""
     producer, index = program.value(node)
     type_, local = program.types(producer)[index], program.local_type(node)
     assert type_ is not None and local is not None, node
     shardings = program.shardings(producer)
     sharding = shardings[index] if shardings else None
-    return {
-        "shape": type_.shape,
-        "dtype": dtype_name(type_.dtype),
-        "sharding": None if sharding is None or program.level == "localized" else sharding.text(type_),
-        "local_shape": local.shape,
-    }
+    text = None if sharding is None or program.level == "localized" else sharding.text(type_)
+    return type_.shape, dtype_name(type_.dtype), text, local.shape
 
 
-def node_entry(program: Program, node: fx.Node, ops: Mapping[Any, str]) -> dict[str, Any]:
+def node_entry(
+    program: Program, node: fx.Node, ops: Mapping[Any, str], runs: Sequence[RunEntry] | None = None
+) -> NodeEntry:
     """The entry of a value; ``ops`` are the names of the program's ops."""
     source = program.source(node)
-    return {
-        "name": node.name, "op": node.op if node.op == "placeholder" else ops.get(node.target, "getitem"),
-        "type": type_text(program, node), "operands": [operand.name for operand in node.all_input_nodes],
-        "phase": source.phase, "module": source.module, "source": source.location,
-    }  # fmt: skip
+    return NodeEntry(
+        node.name, node.op if node.op == "placeholder" else ops.get(node.target, "getitem"), type_text(program, node),
+        tuple(operand.name for operand in node.all_input_nodes), source.phase, source.module, source.location,
+        None if runs is None else tuple(runs),
+    )  # fmt: skip
