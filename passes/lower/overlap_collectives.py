@@ -27,14 +27,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
-from shardc.program.communication import bucket, first_reader, is_collective, is_early, layer, members, move_before
-from shardc.program.lifetime import split
-from shardc.program.node import ancestors, is_free, operand
+from shardc.program.collective import group_size
+from shardc.program.communication import (
+    bucket,
+    is_collective,
+    is_early,
+    layer,
+    members,
+    move_before,
+)
+from shardc.program.lifetime import owners_of, split
+from shardc.program.node import ancestors, is_free, is_getitem, operand
 from shardc.program.program import Program
 
 
@@ -47,20 +56,48 @@ def overlap_collectives(program: Program) -> Program:
     if order != list(backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
+    readers = _first_readers(program)
     for part in (split(program).forward, split(program).backward):
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
         # too: two layers' parameters are whole at a time, in any number of buckets.
-        gathers = [(reader, node) for node in part if is_early(node) and (reader := first_reader(node)) is not None]
+        early = [node for node in part if is_early(node) and readers.get(node, program.output_node).op != "output"]
+        gathers = [(readers[node], node) for node in early]
         layers = [list(group) for _, group in groupby(sorted(gathers), lambda pair: layer(program, pair[1]))]
         for before, group in pairwise(layers):
             place = before[0][0]
             for _, node in group:
                 move_before(place, node)
                 place.prepend(node)
-    for node in list(program.graph.nodes):
-        if _is_view_of_collective(node):
-            (first_reader(node) or program.output_node).prepend(node)
+    for node, reader in readers.items():
+        if not _sends(program, node):
+            reader.prepend(node)
     return program
+
+
+def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
+    """For collectives, and for views of their results, in order: the first call that computes with these results.
+
+    It is the output where they are only returned. Collectives within groups of one are left out.
+    """
+    views: dict[fx.Node, None] = {}  # collectives and views of their results, in order
+    for node in program.calls:
+        if _sends(program, node) or (is_free(node) and operand(node) in views):
+            views[node] = None
+    owners = owners_of(program, views)
+    copies = {node for node in views if not is_getitem(node) and owners[program.value(node)][0] is node}
+    readers: dict[fx.Node, fx.Node] = {}
+    for node in reversed(views):
+        ways = ((user if user in copies else readers.get(user, user)) for user in node.users)
+        readers[node] = min(ways, default=program.output_node)
+    return {node: readers[node] for node in views if node not in copies or _sends(program, node)}
+
+
+def _sends(program: Program, node: fx.Node) -> bool:
+    """Whether a call is an exchange of more than one rank, or a bucket of them."""
+    parts = members(node)
+    mesh: Any = program.mesh
+    is_of_one_rank = bool(parts) and group_size(mesh, parts[0].kind, parts[0].args) == 1
+    return node.target is bucket or (is_collective(node) and not is_of_one_rank)
 
 
 def _count_first(program: Program) -> None:
@@ -98,14 +135,6 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
         if node in waited or not is_urgent:
             pending.add(node)
     return order + later
-
-
-def _is_view_of_collective(node: fx.Node) -> bool:
-    while is_free(node):
-        node = operand(node)
-        if node.target is bucket or is_collective(node):
-            return True
-    return False
 
 
 def _is_sent(node: fx.Node) -> bool:

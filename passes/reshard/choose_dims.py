@@ -13,6 +13,7 @@ of equals the one that divides the work.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain
 
 from torch import fx
 
@@ -130,7 +131,7 @@ def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Mov
         for value, dims, sharding in zip(values, rule.operands, op.operands, strict=True):
             if value is not None and dims is not None and sharding is not None:
                 stand_ins[node, value] = with_cut(value, dims, sharding)
-                origins |= {part.name: _origin(program, value, part.name) for part in cut.axes}
+                origins |= {part.name: _origin(program, node, value, part.name) for part in cut.axes}
         for i, (dims, sharding) in enumerate(zip(rule.results, op.results, strict=True)):
             if dims is not None and sharding is not None:
                 through = {axis: origin.through(node.name, (node.name, i)) for axis, origin in origins.items()}
@@ -138,8 +139,8 @@ def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Mov
     return stand_ins, moved
 
 
-def _origin(program: Program, value: Value, axis: str) -> Origin:
-    """Why an axis cuts a value where it is read; if it does not cut the value itself, that of the last value before."""
+def _origin(program: Program, op: fx.Node, value: Value, axis: str) -> Origin:
+    """Why an axis cuts an operand where it is read; if it does not cut the value itself, that of the nearest before."""
     node, index = value
-    before = [origins for each in sorted(ancestors(node)) for origins in program.origins(each)]
-    return next(each[axis] for each in (program.origins(node)[index], *reversed(before)) if axis in each)
+    near = (origins for each in sorted(ancestors(op), reverse=True) for origins in program.origins(each))
+    return next(each[axis] for each in chain((program.origins(node)[index],), near) if axis in each)

@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import Any
 
 from torch import fx
@@ -28,7 +27,7 @@ from shardc.program.collective import (
     wire_bytes,
     wire_bytes_total,
 )
-from shardc.program.node import descendants, is_free, is_getitem, operands
+from shardc.program.node import descendants, is_getitem, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -192,16 +191,6 @@ def layer(program: Program, node: fx.Node) -> str:
     module = program.source(node).module or program.source(next(iter(node.users), node)).module
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
     return numbered[0] if numbered else module.partition(".")[0]
-
-
-def first_reader(node: fx.Node) -> fx.Node | None:
-    """The first call that computes with the result of a node, or with a view of it; None where it is only returned."""
-    views, readers = [node], list[fx.Node]()
-    for view in views:
-        calls = [user for user in view.users if user.op == "call_function"]
-        views += filter(is_free, calls)
-        readers += filterfalse(is_free, calls)
-    return min(readers, default=None)
 
 
 def deferrable(program: Program) -> frozenset[fx.Node]:

@@ -76,3 +76,13 @@ def test_an_axis_moves_that_cuts_a_value_where_it_is_read_alone() -> None:
 
     annotations = {"x": P("y", None, None, "x"), "mask": P(("x", "y"))}
     compiled(masked, Mesh(x=2, y=2), annotations, x=x, mask=mask)
+
+
+def test_an_axis_moves_that_only_another_operand_brings() -> None:
+    """The values are whole: the axis with which the index is cut would cut them, too."""
+
+    def smallest(x: Tensor, index: Tensor, source: Tensor) -> Tensor:
+        return x.scatter_reduce(0, index, source, "amin")
+
+    index = torch.arange(16).reshape(4, 4) % 4
+    compiled(smallest, Mesh(x=4), {"index": P("x")}, x=value(12, 4), index=index, source=value(4, 4))
