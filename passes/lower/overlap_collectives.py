@@ -34,14 +34,7 @@ from torch import fx
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
 from shardc.program.collective import group_size
-from shardc.program.communication import (
-    bucket,
-    is_collective,
-    is_early,
-    layer,
-    members,
-    move_before,
-)
+from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
 from shardc.program.node import ancestors, is_free, is_getitem, operand
 from shardc.program.program import Program
@@ -80,7 +73,7 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
     It is the output where they are only returned. Collectives within groups of one are left out.
     """
     views: dict[fx.Node, None] = {}  # collectives and views of their results, in order
-    for node in program.calls:
+    for node in program.graph.nodes:
         if _sends(program, node) or (is_free(node) and operand(node) in views):
             views[node] = None
     owners = owners_of(program, views)
