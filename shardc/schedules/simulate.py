@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -10,19 +9,19 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from shardc.language.errors import ShardingError, raise_all
+from shardc.schedules.clock import Clock, Task, Tasks
 from shardc.schedules.schedule import (
     RECEIVES,
     SENDS,
     Action,
     Edge,
-    Result,
     Schedule,
     edge_of,
     edges_from,
     edges_into,
     operands,
 )
-from shardc.schedules.timeline import Task, Timeline, peak_live, timeline
+from shardc.schedules.timeline import Timeline, peak_live, timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | StageCost | None = None) -> Timeline:
@@ -143,7 +142,6 @@ class _Tasks:
         return self.costs.message_bytes.get(message.edge, 0)
 
 
-ROUNDING = 1e-9  # relative error of sums of seconds that are added in another order
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
 
 
@@ -166,7 +164,7 @@ def with_messages(schedule: AnySchedule, costs: Costs | None = None) -> AnySched
     bare = schedule.compute_only()
     rows: list[list[Action]] = [[] for _ in schedule.actions]
     leaving = edges_from(bare.crossing())
-    for rank, action, _, _ in computations(bare, costs_for(schedule.num_stages, costs)):
+    for rank, action, *_ in computations(bare, costs_for(schedule.num_stages, costs)):
         rows[rank].append(action)
         for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
             rows[rank].append(edge.send(action.microbatch))
@@ -177,97 +175,66 @@ def with_messages(schedule: AnySchedule, costs: Costs | None = None) -> AnySched
 
 
 def makespan(schedule: Schedule, costs: Costs, limit: float = inf) -> float:
-    """The end of the last computation in seconds; infinity as soon as it must be above the limit."""
-    remaining = [sum(map(costs.seconds, row)) for row in schedule.actions]
-    latest: float = 0
-    for rank, _, start, end in computations(schedule, costs):
-        remaining[rank] -= end - start
-        if end + remaining[rank] > limit * (1 + ROUNDING):
-            return inf
-        latest = max(latest, end)
-    return latest
+    """The end of a compute-only schedule in seconds; infinity as soon as it must be above the limit."""
+    return Step(schedule, costs).makespan(schedule, limit)
 
 
-def computations(schedule: Schedule, costs: Costs) -> Iterator[Computation]:
+def computations(schedule: Schedule, costs: Costs) -> list[Computation]:
     """Every computation of a compute-only schedule, by its end.
 
     Each rank computes in its own order. A message leaves once its value is computed and the channel is free. Raises a
     ShardingError if ranks wait for ever.
     """
-    state = _State(schedule, costs)
-    for rank in range(schedule.num_ranks):
-        state.enqueue(rank)
-    while state.queue:
-        yield state.finish(*heapq.heappop(state.queue))
-    stuck = [(r, row[at]) for r, (row, at) in enumerate(zip(schedule.actions, state.at, strict=True)) if at < len(row)]
-    if stuck:
-        what = "; ".join(f"rank {rank} waits before {action}" for rank, action in stuck)
-        remedy = "call check() on the schedule: it names the circle or what is missing"
-        raise ShardingError(f"schedule {schedule.name}", what, "no rank can go on", remedy)
+    step = Step(schedule, costs)
+    clock, walk = step.run(schedule), list(schedule.walk())
+    numbers = (number for number in clock.order if number >= step.num_messages)
+    return [
+        Computation(*walk[number - step.num_messages], clock.starts[number], clock.ends[number]) for number in numbers
+    ]
 
 
-@dataclass(slots=True)
-class Channels:
-    """When each channel, an ordered pair of ranks, is free: messages of a channel follow each other."""
+class Step:
+    """The computations of a compute-only schedule and their messages as tasks, for any order on its ranks.
 
-    schedule: Schedule
-    costs: Costs
-    free: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def arrival(self, edge: Edge, end: float) -> float:
-        """When a result that is computed at ``end`` reaches the target of an edge; occupies the channel till then."""
-        if not self.schedule.is_crossing(edge):
-            return end
-        channel = self.schedule.place[edge.source], self.schedule.place[edge.target]
-        self.free[channel] = max(end, self.free.get(channel, 0)) + self.costs.transfer_seconds(edge)
-        return self.free[channel]
-
-
-class _State:
-    """The progress of every rank.
-
-    ``at``: the number of actions that each rank has finished. ``free``: when each rank is idle next. ``ends``: when
-    each result was computed; ``arrivals``: when it reached the target of an edge. ``queue``: computations whose inputs
-    have arrived, as (end, rank, start); ``waiting``: the ranks that need a result.
+    Messages have the first numbers: of all that ends at one time they come first. ``numbers``: of computations, by
+    kind, stage and microbatch. ``sent``: the messages of a computation.
     """
 
+    __slots__ = ("num_messages", "numbers", "sent", "tasks")
+
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.at, self.free = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-        self.channels = Channels(schedule, costs)
-        self.ends: dict[Result, float] = {}
-        self.arrivals: dict[tuple[Edge, int], float] = {}
-        self.queue: list[tuple[float, int, float]] = []
-        self.waiting: dict[Result, list[int]] = {}
-        self.leaving, self.entering = edges_from(schedule.edges), edges_into(schedule.edges)
+        messages, computations = list[Task](), list[Task]()
+        leaving, entering = edges_from(schedule.crossing()), edges_into(schedule.edges)
+        makers = {(each.stage, each.phase, each.microbatch): each for _, each in schedule.walk() if each.makes_messages}
+        for rank, action in schedule.walk():
+            microbatch, after = action.microbatch, list[Hashable]()
+            for result, edge in operands(action, entering):
+                is_sent = edge is not None and schedule.is_crossing(edge)
+                after.append(Message(edge, microbatch) if edge and is_sent else makers.get(result, result))
+            computations.append(Task(action, (rank,), costs.seconds(action), tuple(after)))
+            for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
+                channel = rank, schedule.place[edge.target]
+                name, seconds = Message(edge, microbatch), costs.transfer_seconds(edge)
+                messages.append(Task(name, (channel,), seconds, (action,)))
+        self.tasks, self.num_messages = Tasks((*messages, *computations), f"schedule {schedule.name}"), len(messages)
+        keys = ((action.kind, action.stage, action.microbatch) for _, action in schedule.walk())
+        self.numbers = {key: number for number, key in enumerate(keys, len(messages))}
+        self.sent = [[reader for reader in readers if reader < len(messages)] for readers in self.tasks.readers]
 
-    def enqueue(self, rank: int) -> None:
-        """Enqueue the rank's next computation, or note which result it waits for."""
-        if self.at[rank] == len(self.schedule.actions[rank]):
-            return
-        action = self.schedule.actions[rank][self.at[rank]]
-        start = self.free[rank]
-        for result, edge in operands(action, self.entering):
-            if result not in self.ends:
-                self.waiting.setdefault(result, []).append(rank)
-                return
-            start = max(start, self.ends[result] if edge is None else self.arrivals[edge, action.microbatch])
-        heapq.heappush(self.queue, (start + self.costs.seconds(action), rank, start))
+    def run(self, schedule: Schedule, limit: float = inf) -> Clock:
+        """Run the computations in the order of a schedule, and messages in the order in which each rank makes them."""
+        rows: dict[Hashable, list[int]] = {}
+        for rank, row in enumerate(schedule.actions):
+            rows[rank] = [self.numbers[action.kind, action.stage, action.microbatch] for action in row]
+        for number in [number for row in rows.values() for number in row]:
+            for message in self.sent[number]:
+                rows.setdefault(self.tasks.lanes[message][0], []).append(message)
+        return self.tasks.run(rows, limit)
 
-    def finish(self, end: float, rank: int, start: float) -> Computation:
-        """Send the results of the rank's current computation and enqueue those that have waited for them."""
-        action = self.schedule.actions[rank][self.at[rank]]
-        self.at[rank], self.free[rank] = self.at[rank] + 1, end
-        ready = [rank]
-        if action.makes_messages:
-            for edge in self.leaving.get((action.stage, action.phase), ()):
-                self.arrivals[edge, action.microbatch] = self.channels.arrival(edge, end)
-            result = action.stage, action.phase, action.microbatch
-            self.ends[result] = end
-            ready += self.waiting.pop(result, ())
-        for other in ready:
-            self.enqueue(other)
-        return Computation(rank, action, start, end)
+    def makespan(self, schedule: Schedule, limit: float = inf) -> float:
+        """The end in seconds of computations in the order of a schedule; infinity if it is above the limit."""
+        clock = self.run(schedule, limit)
+        return max(clock.ends, default=0) if clock.is_done else inf
 
 
 @dataclass(frozen=True, slots=True)

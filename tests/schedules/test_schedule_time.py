@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 import shardc
 from shardc import Schedule
 from shardc.language.errors import ShardingError
+from shardc.schedules.clock import Task
 from shardc.schedules.orders import LINEAR, ORDERS, fits
 from shardc.schedules.schedule import Action, Edge
 from shardc.schedules.search import lower_bound
 from shardc.schedules.simulate import Costs, StageCost, computations, costs_for
-from shardc.schedules.timeline import Task, timeline
+from shardc.schedules.timeline import timeline
 
 SIZES = [(1, 1), (2, 4), (3, 7), (4, 8), (4, 16), (6, 12), (8, 24)]
 
