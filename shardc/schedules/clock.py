@@ -101,11 +101,12 @@ class Tasks:
 class Clock:
     """How far tasks are, started one after the other.
 
-    ``missing``: how many tasks each one still waits for; ``arrived``: the last end of those that it waited for.
-    ``free``: when each lane is free again. ``order``: the tasks in the order in which they were started.
+    ``readers``: the tasks that wait for each one, those that follow on its lanes included. ``missing``: how many tasks
+    each one still waits for; ``arrived``: the last end of the others. ``free``: when each lane is free again.
+    ``order``: the tasks in the order in which they were started.
     """
 
-    __slots__ = ("_following", "_rows", "arrived", "ends", "free", "missing", "order", "starts", "tasks")
+    __slots__ = ("_rows", "arrived", "ends", "free", "missing", "order", "readers", "starts", "tasks")
 
     def __init__(self, tasks: Tasks, rows: Rows | None = None) -> None:
         self.tasks, self._rows, num_tasks = tasks, rows or {}, len(tasks.names)
@@ -114,27 +115,30 @@ class Clock:
         self.starts, self.ends = list(self.arrived), list(self.arrived)
         self.free: dict[Hashable, float] = {}
         self.order: list[int] = []
-        self._following: dict[int, list[int]] = {}
+        self.readers = [list(readers) for readers in tasks.readers] if rows else tasks.readers
         for row in self._rows.values():
             for before, after in pairwise(row):
-                self._following.setdefault(before, []).append(after)
+                self.readers[before].append(after)
                 self.missing[after] += 1
 
     def start(self, number: int, now: float = 0) -> list[int]:
         """Start a task that waits for none, not before ``now``. Gives the tasks that wait for none any more."""
         assert not self.missing[number], self.tasks.names[number]
-        start = max(now, self.arrived[number])
-        for lane in self.tasks.lanes[number]:
-            start = max(start, self.free.get(lane, 0))
-        end = self.ends[number] = start + self.tasks.seconds[number]
+        start, lanes = max(now, self.arrived[number]), self.tasks.lanes[number]
+        for lane in lanes:
+            if (free := self.free.get(lane, 0)) > start:
+                start = free
         self.starts[number] = start
-        self.free.update(dict.fromkeys(self.tasks.lanes[number], end))
+        self.ends[number] = end = start + self.tasks.seconds[number]
+        for lane in lanes:
+            self.free[lane] = end
         self.order.append(number)
-        ready = []
-        for reader in (*self.tasks.readers[number], *self._following.get(number, ())):
-            self.arrived[reader] = max(self.arrived[reader], end)
-            self.missing[reader] -= 1
-            if not self.missing[reader]:
+        ready, missing, arrived = [], self.missing, self.arrived
+        for reader in self.readers[number]:
+            if end > arrived[reader]:
+                arrived[reader] = end
+            missing[reader] -= 1
+            if not missing[reader]:
                 ready.append(reader)
         return ready
 

@@ -117,7 +117,7 @@ class _Best:
         is_worse = makespan > self.makespan or (makespan == self.makespan and saved >= self.peak)
         if is_worse or (self.memory is not None and saved > self.memory and saved >= self.least):
             return
-        peak = max(peak_bytes(candidate, self.costs))
+        peak = max(peak_bytes(candidate, self.costs, self.steps.of(candidate)))
         self.least = min(self.least, peak)
         has_room = self.memory is None or peak <= self.memory
         if has_room and (makespan, peak) < (self.makespan, self.peak):
@@ -292,15 +292,14 @@ class _State:
     def _start(self, rank: int, action: Action, now: float) -> None:
         self.rows[rank].append(action)
         self.live[rank] += self.costs.stages[action.stage].change(action.kind)
-        number = self.step.numbers[action.kind, action.stage, action.microbatch]
-        ready = self.clock.start(number, now)
+        ready = self.clock.start(self.step.numbers[action.kind, action.stage, action.microbatch], now)
         heapq.heappush(self.events, (self.clock.free[rank], rank))
         if action.kind != "W":
             self.following[action.stage, action.phase] += 1
         if action.kind == "I":
             self.put_off[rank].append(Action("W", action.stage, action.microbatch))
-        for each in ready:
-            arrived = self.clock.start(each) if each < self.step.num_messages else [each]
-            for work in arrived:
-                (lane,) = self.step.tasks.lanes[work]
-                heapq.heappush(self.events, (self.clock.arrived[work], lane))
+        num_messages, place = self.step.num_messages, self.frame.place
+        for number in ready:
+            for work in self.clock.start(number) if number < num_messages else (number,):
+                target = place[self.step.actions[work - num_messages].stage]
+                heapq.heappush(self.events, (self.clock.arrived[work], target))

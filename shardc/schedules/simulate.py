@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from shardc.language.errors import ShardingError, raise_all
 from shardc.schedules.clock import Clock, Task, Tasks
@@ -35,14 +35,13 @@ def simulate(schedule: Schedule, costs: Costs | StageCost | None = None) -> Time
     return timeline(tuple(_tasks(schedule, costs)), range(schedule.num_ranks), _resident(schedule, costs))
 
 
-def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None) -> tuple[int, ...]:
-    """The most bytes alive on each rank between two of its actions."""
+def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None, step: Step | None = None) -> tuple[int, ...]:
+    """The most bytes alive on each rank between two of its actions. ``step``: as for ``with_messages``."""
     costs = costs_for(schedule.num_stages, costs)
-    rows: list[list[Task]] = [[] for _ in schedule.actions]
-    for task in _tasks(schedule, costs):
-        if isinstance(task.name, Action):
-            rows[schedule.place[task.name.stage]].append(task)
-    resident = _resident(schedule, costs)
+    if not schedule.has_messages:
+        schedule = with_messages(schedule, costs, step)
+    tasks, resident = _Tasks(schedule, costs), _resident(schedule, costs)
+    rows = ([tasks.action(rank, action) for action in row] for rank, row in enumerate(schedule.actions))
     return tuple(peak_live(row, rank, resident[rank]) for rank, row in enumerate(rows))
 
 
@@ -100,8 +99,8 @@ class _Tasks:
     """Makes the tasks of a schedule's actions and transfers."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        phases = ("F",) if schedule.is_forward_only else ("F", "B")
+        self.schedule, self.costs, self.is_forward_only = schedule, costs, schedule.is_forward_only
+        phases = ("F",) if self.is_forward_only else ("F", "B")
         edges = [edge for edge in schedule.edges if edge.phase in phases]
         self.entering, self.leaving = edges_into(edges), edges_from(edges)
 
@@ -109,7 +108,7 @@ class _Tasks:
         """The action on its rank."""
         if action.kind in SENDS:
             message = Message(edge_of(action), action.microbatch)
-            return Task(action, (rank,), reads=(message,), frees=(message,))
+            return Task(action, (rank,), frees=(message,))
         if action.kind in RECEIVES:
             message = Message(edge_of(action), action.microbatch)
             return Task(action, (rank,), makes={message: self._bytes(message)})
@@ -125,11 +124,11 @@ class _Tasks:
         if action.makes_messages:
             messages = [Message(edge, microbatch) for edge in self.leaving.get((stage, action.phase), ())]
             makes |= {message: self._bytes(message) for message in messages}
-        if action.kind == "F" and not self.schedule.is_forward_only:
+        if action.kind == "F" and not self.is_forward_only:
             makes[Saved("F", stage, microbatch)] = self.costs.stages[stage].saved
         if action.kind == "I":
             makes[Saved("I", stage, microbatch)] = self.costs.stages[stage].held
-        return Task(action, (rank,), seconds, tuple(transfers), reads, makes, reads)  # nothing else reads them
+        return Task(action, (rank,), seconds, tuple(transfers), makes=makes, frees=reads)  # nothing else reads them
 
     def transfer(self, send: Action) -> Task:
         """The transfer of a message on its channel, once it is sent and its receive is posted."""
@@ -145,29 +144,21 @@ class _Tasks:
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
 
 
-class Computation(NamedTuple):
-    """When a rank runs an action, in seconds from the start of the step."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-def with_messages(schedule: AnySchedule, costs: Costs | None = None) -> AnySchedule:
+def with_messages(schedule: AnySchedule, costs: Costs | None = None, step: Step | None = None) -> AnySchedule:
     """The schedule with a send after each computation whose result another rank reads, and a receive on that rank.
 
     Receives come in the order of the sends. ``costs`` decide which computation ends first; by default all take equally
     long. Messages that the schedule has already are inserted anew; reductions stay at the end. Raises a ShardingError
-    if the order of computations cannot run.
+    if the order of computations cannot run. ``step``: its tasks with these costs, if there are any yet.
     """
     bare = schedule.compute_only()
+    step = step or Step(bare, costs_for(schedule.num_stages, costs))
     rows: list[list[Action]] = [[] for _ in schedule.actions]
     leaving = edges_from(bare.crossing())
-    for rank, action, *_ in computations(bare, costs_for(schedule.num_stages, costs)):
-        rows[rank].append(action)
+    for action in step.by_end(bare):
+        rows[schedule.place[action.stage]].append(action)
         for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
-            rows[rank].append(edge.send(action.microbatch))
+            rows[schedule.place[edge.source]].append(edge.send(action.microbatch))
             rows[schedule.place[edge.target]].append(edge.receive(action.microbatch))
     for rank, action in schedule.walk():
         rows[rank] += [action] if action.kind == "REDUCE" else []
@@ -179,47 +170,23 @@ def makespan(schedule: Schedule, costs: Costs, limit: float = inf) -> float:
     return Step(schedule, costs).makespan(schedule, limit)
 
 
-def computations(schedule: Schedule, costs: Costs) -> list[Computation]:
-    """Every computation of a compute-only schedule, by its end.
-
-    Each rank computes in its own order. A message leaves once its value is computed and the channel is free. Raises a
-    ShardingError if ranks wait for ever.
-    """
-    step = Step(schedule, costs)
-    clock, walk = step.run(schedule), list(schedule.walk())
-    numbers = (number for number in clock.order if number >= step.num_messages)
-    return [
-        Computation(*walk[number - step.num_messages], clock.starts[number], clock.ends[number]) for number in numbers
-    ]
-
-
 class Step:
-    """The computations of a compute-only schedule and their messages as tasks, for any order on its ranks.
+    """The computations of a compute-only schedule and their messages as tasks, for any order of each rank.
 
-    Messages have the first numbers: of all that ends at one time they come first. ``numbers``: of computations, by
-    kind, stage and microbatch. ``sent``: the messages of a computation.
+    Messages have the first numbers: of all that ends at one time they come first. Those of ``actions`` follow.
+    ``numbers``: of computations, by kind, stage and microbatch. ``sent``: for each task the messages of its result.
     """
 
-    __slots__ = ("num_messages", "numbers", "sent", "tasks")
+    __slots__ = ("actions", "num_messages", "numbers", "sent", "tasks")
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        messages, computations = list[Task](), list[Task]()
-        leaving, entering = edges_from(schedule.crossing()), edges_into(schedule.edges)
-        makers = {(each.stage, each.phase, each.microbatch): each for _, each in schedule.walk() if each.makes_messages}
-        for rank, action in schedule.walk():
-            microbatch, after = action.microbatch, list[Hashable]()
-            for result, edge in operands(action, entering):
-                is_sent = edge is not None and schedule.is_crossing(edge)
-                after.append(Message(edge, microbatch) if edge and is_sent else makers.get(result, result))
-            computations.append(Task(action, (rank,), costs.seconds(action), tuple(after)))
-            for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
-                channel = rank, schedule.place[edge.target]
-                name, seconds = Message(edge, microbatch), costs.transfer_seconds(edge)
-                messages.append(Task(name, (channel,), seconds, (action,)))
-        self.tasks, self.num_messages = Tasks((*messages, *computations), f"schedule {schedule.name}"), len(messages)
-        keys = ((action.kind, action.stage, action.microbatch) for _, action in schedule.walk())
-        self.numbers = {key: number for number, key in enumerate(keys, len(messages))}
-        self.sent = [[reader for reader in readers if reader < len(messages)] for readers in self.tasks.readers]
+        self.actions = [action for _, action in schedule.walk()]
+        tasks = list(_message_tasks(schedule, costs))
+        self.num_messages = len(tasks)
+        keys = ((action.kind, action.stage, action.microbatch) for action in self.actions)
+        self.numbers = {key: number for number, key in enumerate(keys, self.num_messages)}
+        self.tasks = Tasks([*tasks, *_computation_tasks(schedule, costs)], f"schedule {schedule.name}")
+        self.sent = [[reader for reader in readers if reader < self.num_messages] for readers in self.tasks.readers]
 
     def run(self, schedule: Schedule, limit: float = inf) -> Clock:
         """Run the computations in the order of a schedule, and messages in the order in which each rank makes them."""
@@ -231,10 +198,35 @@ class Step:
                 rows.setdefault(self.tasks.lanes[message][0], []).append(message)
         return self.tasks.run(rows, limit)
 
+    def by_end(self, schedule: Schedule) -> list[Action]:
+        """The computations of a schedule, by their ends."""
+        first = self.num_messages
+        return [self.actions[number - first] for number in self.run(schedule).order if number >= first]
+
     def makespan(self, schedule: Schedule, limit: float = inf) -> float:
         """The end in seconds of computations in the order of a schedule; infinity if it is above the limit."""
         clock = self.run(schedule, limit)
         return max(clock.ends, default=0) if clock.is_done else inf
+
+
+def _message_tasks(schedule: Schedule, costs: Costs) -> Iterator[Task]:
+    leaving = edges_from(schedule.crossing())
+    for rank, action in schedule.walk():
+        for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
+            channel, seconds = (rank, schedule.place[edge.target]), costs.transfer_seconds(edge)
+            yield Task(Message(edge, action.microbatch), (channel,), seconds, (action,))
+
+
+def _computation_tasks(schedule: Schedule, costs: Costs) -> Iterator[Task]:
+    entering, crossing = edges_into(schedule.edges), set(schedule.crossing())
+    makers = {(each.stage, each.phase, each.microbatch): each for _, each in schedule.walk() if each.makes_messages}
+    for rank, action in schedule.walk():
+        reads = operands(action, entering)
+        after = (
+            Message(edge, action.microbatch) if edge in crossing else makers.get(result, result)
+            for result, edge in reads
+        )
+        yield Task(action, (rank,), costs.seconds(action), tuple(after))
 
 
 @dataclass(frozen=True, slots=True)
