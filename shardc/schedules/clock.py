@@ -1,4 +1,4 @@
-"""The clock: when tasks start and end that take turns on lanes and wait for each other."""
+"""The clock: when tasks start and end that take turns on lanes and wait for each other. All predicted times are its."""
 
 from __future__ import annotations
 
