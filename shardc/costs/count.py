@@ -22,7 +22,7 @@ from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import is_row_of_kept
 from shardc.program.node import is_free
 from shardc.program.program import Program, Value, ends_of, parameters_of
-from shardc.program.stages import Stage
+from shardc.program.stages import Stage, has_stages
 from shardc.program.text import rank_axes
 
 aten = torch.ops.aten
@@ -88,10 +88,11 @@ def nbytes(type_: TensorType | None) -> int:
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
     """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states.
 
-    With the copies of parameters that are kept to compute on.
+    With the copies of parameters that are kept to compute on; a pipeline keeps none between steps.
     """
-    nodes, kept = parameters_of(program), results_by_parameter(program, "computed")
-    kept = {name: node for name, node in kept.items() if name in names}
+    nodes = parameters_of(program)
+    results = {} if has_stages(program) else results_by_parameter(program, "computed")
+    kept = {name: node for name, node in results.items() if name in names}
     rows = {name for name, node in kept.items() if is_row_of_kept(program, name, nodes[name], node)}
     stored = (*(nodes[name] for name in names if name not in rows), *kept.values())
     gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}

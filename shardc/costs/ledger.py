@@ -34,10 +34,10 @@ Env = dict[fx.Node, Blocks]  # the blocks of each node's results
 class Ledger:
     """One rank's step, as a replay writes it.
 
-    ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the number
-    of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of forward; in
-    a pipeline the most that microbatches under way keep between two actions. ``parameters``: the names of those that
-    the rank stores.
+    ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the
+    number of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of
+    forward; in a pipeline the most that microbatches under way keep between two actions. ``parameters``: the names of
+    those that the rank stores.
     """
 
     def __init__(self, parameters: Collection[str]) -> None:

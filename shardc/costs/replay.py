@@ -9,10 +9,12 @@ that these hold, inputs included.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from torch import fx
 
+from shardc.costs.count import nbytes
 from shardc.costs.ledger import Block, Blocks, Env, Ledger, bytes_of
 from shardc.costs.stage_lifetime import (
     ResidentStages,
@@ -21,7 +23,7 @@ from shardc.costs.stage_lifetime import (
     stage_turns,
     sums_in_place,
     ways_after,
-)  # fmt: skip
+)
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
@@ -51,7 +53,7 @@ def ledgers_of(program: Program) -> list[Ledger]:
 
 
 def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dict[Value, str]:
-    """The class of the bytes of each value that owns some."""
+    """The class of each value's bytes: that of the value whose memory it shares."""
     parameters, update, forward = set(parameters_of(program).values()), set(parts.update), set(parts.forward)
     reads = {read for node in parts.backward for read in node.all_input_nodes if not is_getitem(node)}
     saved = {owners[program.value(node)] for node in reads}
@@ -69,7 +71,8 @@ def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dic
             return "working"
         return "parameters" if node in update else "outputs" if node in forward else "gradients"
 
-    return {owner: kind(owner) for owner in set(owners.values())}
+    of_owner = {owner: kind(owner) for owner in set(owners.values())}
+    return {value: of_owner[owner] for value, owner in owners.items()}
 
 
 def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWithDeaths:
@@ -83,7 +86,7 @@ def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWi
 
 
 class _Replay:
-    """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each owner's bytes."""
+    """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each value's bytes."""
 
     def __init__(
         self, program: Program, owners: Mapping[Value, Value], kinds: Mapping[Value, str], parameters: Collection[str]
@@ -96,7 +99,7 @@ class _Replay:
         """Run a program without stages."""
         calls = with_deaths((*parts.update, *parts.forward, *parts.backward), set(filter(None, self.program.results)))
         start, env = len(calls) - len(parts.backward), Env()
-        base = {node: (self.new((node, 0)),) for node in self.program.placeholders}
+        base: Env = {node: (self.new((node, 0)),) for node in self.program.placeholders}
         for blocks in base.values():
             self.ledger.hold(blocks)
         self.run_calls(calls[:start], env, base)
@@ -110,8 +113,8 @@ class _Replay:
     def run_calls(self, calls: CallsWithDeaths, env: Env, base: Env, unchanged: Collection[fx.Node] = ()) -> None:
         """Run calls, of which those ``unchanged`` return their operand."""
         for node, dead in calls:
-            is_same = node in unchanged
-            self.ledger.put(env, node, find(env, base, operand(node)) if is_same else self._results(env, base, node))
+            blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
+            self.ledger.put(env, node, blocks)
             self.ledger.end_call(node)
             self.ledger.free(env, dead)
 
@@ -119,19 +122,16 @@ class _Replay:
         """The blocks of a call's results: new ones, or those of the operand that a view shows."""
         if is_getitem(node):
             return (find(env, base, operand(node))[int(node.args[1])],)  # type: ignore[arg-type]
-        shown = {self.owners[self.program.value(each)]: each for each in node.all_input_nodes}
+        shown = {self.owners.get(self.program.value(each)): each for each in node.all_input_nodes}
         results = []
         for i in range(len(self.program.types(node))):
-            source = shown.get(self.owners.get((node, i), (node, i)))
+            source = shown.get(self.owners.get((node, i), (node, i)))  # a result that is no tensor has no owner
             results.append(self.new((node, i)) if source is None else find(env, base, source)[0])
         return tuple(results)
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value."""
-        type_ = self.program.local_type(*value)
-        return Block(
-            value, 0 if type_ is None else type_.nbytes, self.kinds.get(self.owners.get(of or value, value), "working")
-        )
+        return Block(value, nbytes(self.program.local_type(*value)), self.kinds.get(of or value, "working"))
 
 
 def find(env: Env, base: Env, node: fx.Node) -> Blocks:
@@ -188,21 +188,19 @@ class _RankReplay(_Replay):
 
     def _hold_inputs(self) -> None:
         """Allocate the inputs, of data the pieces of all microbatches. An offloaded stage has its own parameters."""
-        inputs: Env = {}
+        inputs, parameters = Env(), set(parameters_of(self.program).values())
         for node in self.program.placeholders:
             times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
-            is_data = node not in parameters_of(self.program).values()
-            if is_data or (self.resident is None and node in self.parameters):
+            if node not in parameters or (self.resident is None and node in self.parameters):
                 inputs[node] = tuple(self.new((node, 0)) for _ in range(times))
                 self.ledger.hold(inputs[node])
                 self.fixed |= set(inputs[node])
         for stage in self.here:
             self.base[stage] = dict(inputs)
             if self.resident is not None:
-                own = self.stages.stages[stage].parameters
-                self.base[stage] |= {
-                    node: (self.new((node, 0)),) for node, name in self.parameters.items() if name in own
-                }
+                own = set(self.stages.stages[stage].parameters)
+                here = (node for node, name in self.parameters.items() if name in own)
+                self.base[stage] |= {node: (self.new((node, 0)),) for node in here}
                 self.away.add(stage)
 
     def _kept(self) -> set[Block]:
@@ -233,9 +231,7 @@ class _RankReplay(_Replay):
         moved |= {block: block for block in self.fixed}
         for env in self._envs_of(stage):
             for node, blocks in env.items():
-                env[node] = tuple(
-                    moved.setdefault(block, Block(block.value, block.nbytes, block.kind)) for block in blocks
-                )
+                env[node] = tuple(moved.setdefault(block, replace(block, holders=0)) for block in blocks)
                 self.ledger.hold(tuple(block for block in env[node] if block not in self.fixed))
         self.away -= {stage}
 
