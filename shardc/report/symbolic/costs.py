@@ -78,7 +78,8 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
     every = (node for node in final.graph.nodes if node.op != "output")
     if any(value_of(node, i) is None for node in every for i in range(len(final.types(node)))):
         final = lowered  # a value of the final program is padded or cut short, where cuts are uneven
-    return memory_on(program, ledgers_of(final)[fullest(final)], count)
+    ledger = max(ledgers_of(final), key=lambda each: memory_on(final, each)["peak"])
+    return memory_on(program, ledger, count)
 
 
 def fullest(program: Program) -> int:
