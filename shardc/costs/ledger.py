@@ -36,8 +36,9 @@ class Ledger:
 
     ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the
     number of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of
-    forward; in a pipeline the most that microbatches under way keep between two actions. ``parameters``: the names of
-    those that the rank stores.
+    forward; in a pipeline the most that microbatches under way keep between two actions. ``gathered``: copies of
+    parameters, the most at a time; in a pipeline all, which live for the whole step. ``parameters``: the names of those
+    that the rank stores.
     """
 
     def __init__(self, parameters: Collection[str]) -> None:
@@ -46,6 +47,7 @@ class Ledger:
         self.calls: list[tuple[fx.Node, int]] = []
         self.actions: list[tuple[str, int]] = []
         self.saved: Collection[Block] = ()
+        self.gathered: Collection[Block] = ()
 
     def hold(self, blocks: Blocks) -> None:
         """Add a holder to each block."""

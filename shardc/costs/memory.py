@@ -25,7 +25,8 @@ def memory_of(program: Program) -> dict[str, int]:
     ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
     its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a parameter
     here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
-    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time.
+    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time;
+    in a pipeline all of it, since it lives for the whole step, in host memory while its stage is offloaded.
     ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all
     microbatches, the sums of gradients and what is added to them, and messages: from their computation until they are
     sent, and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
@@ -46,7 +47,7 @@ def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]
     return {
         **stored,
         "saved": count(ledger.saved),
-        "gathered": count(ledger.most(lambda block: block.kind == "gathered")),
+        "gathered": count(ledger.gathered),
         "peak": count(ledger.most()) + (0 if is_on_host else stored["optimizer"]),
     }
 

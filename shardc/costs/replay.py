@@ -108,6 +108,7 @@ class _Replay:
         kept = (block for node in reads for block in env.get(node, ()) if block.value[0] in forward)
         self.ledger.saved = dict.fromkeys(kept)
         self.run_calls(calls[start:], env, base)
+        self.ledger.gathered = self.ledger.most(lambda block: block.kind == "gathered")
         return self.ledger
 
     def run_calls(self, calls: CallsWithDeaths, env: Env, base: Env, unchanged: Collection[fx.Node] = ()) -> None:
@@ -184,6 +185,8 @@ class _RankReplay(_Replay):
             self.ledger.end_action(str(action))
         self._end()
         self.ledger.end_action("end")
+        lasting = {block for base in self.base.values() for blocks in base.values() for block in blocks}
+        self.ledger.gathered = [block for block in lasting if block.kind == "gathered"]
         return self.ledger
 
     def _hold_inputs(self) -> None:
