@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def split(program: Program) -> Parts:
 def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
     needed = ancestors(*(node for node, output in ends if node is not None and PART_OF[output.kind] == part))
-    return needed | {node for node in program.graph.nodes if is_getitem(node) and operand(node) in needed}
+    picked = program.graph.find_nodes(op="call_function", target=operator.getitem)
+    return needed | {node for node in picked if operand(node) in needed}
 
 
 def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:
