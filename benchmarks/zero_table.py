@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, Precision, Zero
-from shardc.costs.memory import bytes_alive, is_gathered
+from shardc.costs.ledger import Block
+from shardc.costs.replay import ledgers_of
 from shardc.program.communication import members
-from shardc.program.lifetime import Storage, storages
-from shardc.program.program import Program, parameters_of
+from shardc.program.program import Program
 
 SIZES = {"7.5 B": 7_500_000_000, "128 B": 128_000_000_000, "1 T": 1_000_000_000_000}
 RANKS = (1, 64, 1024)
@@ -81,17 +81,18 @@ def largest_layer(model: GPT) -> int:
     return max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
 
 
-def states(program: Program) -> Iterator[Storage]:
-    """The storages of gathered parameters, and of gradients before and after their reductions."""
-    parameters = parameters_of(program)
+def most_states(program: Program) -> int:
+    """The most bytes at a time of gathered parameters, and of gradients before and after their reductions."""
     ends = zip(program.outputs, program.results, strict=True)
     gradients = {program.value(node) for output, node in ends if output.kind == "gradient" and node is not None}
     backward = [node for node in program.calls if program.source(node).phase == "backward"]
     sums = [part for node in backward for part in members(node) if part.kind in ("all_reduce", "reduce_scatter")]
     gradients |= {program.value(part.operand) for part in sums}
-    for storage in storages(program):
-        if storage.value in gradients or is_gathered(program, storage.value[0], parameters):
-            yield storage
+
+    def is_state(block: Block) -> bool:
+        return block.value in gradients or block.kind == "gathered"
+
+    return max(max(ledger.balances(is_state)) for ledger in ledgers_of(program))
 
 
 def within_step(stage: int | None) -> tuple[float, float, float]:
@@ -102,7 +103,7 @@ def within_step(stage: int | None) -> tuple[float, float, float]:
     zero = None if stage is None else Zero("dp", stage)  # type: ignore[arg-type]
     compiled = shardc.compile(model, Mesh(dp=4), DATA, args=(ids, ids), zero=zero)
     kept = compiled.memory["parameters"] + compiled.memory["optimizer"]
-    most = kept + max(bytes_alive(states(compiled.whole)).values())
+    most = kept + most_states(compiled.whole)
     size = sum(parameter.numel() for parameter in model.parameters())
     return (kept + compiled.memory["gradients"]) / size, most / size, largest_layer(model) / size
 

@@ -37,10 +37,10 @@ def _check_captured(program: Program) -> None:
     num, num_described = len(program.results), len(program.outputs)
     assert num == num_described, f"{num} results, {num_described} outputs are described"
     for node in program.graph.nodes:
-        if node.op != "output":
-            assert node.op in ("placeholder", "call_function"), f"{node.op} {node}"
-            assert program.has_many(node) or program.types(node)[0] is not None, f"{node} has no type"
-    for node in program.calls:
+        if node.op == "output":
+            continue
+        assert node.op in ("placeholder", "call_function"), f"{node.op} {node}"
+        assert any(program.types(node)) or program.has_many(node), f"{node} has no type"
         schema = getattr(node.target, "_schema", None)
         assert schema is None or not schema.is_mutable, f"{node} = {node.target} changes its operand"
 
@@ -52,9 +52,9 @@ def _check_annotated(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op == "output" or is_getitem(node):
             continue
-        shardings = program.shardings(node)
-        assert len(shardings) == len(program.types(node)), f"{node} has no sharding"
-        for type_, sharding in zip(program.types(node), shardings, strict=True):
+        types, shardings = program.types(node), program.shardings(node)
+        assert len(shardings) == len(types), f"{node} has no sharding"
+        for type_, sharding in zip(types, shardings, strict=True):
             assert (type_ is None) == (sharding is None), f"{node}: {type_} with {sharding}"
             if type_ is not None and sharding is not None:
                 assert len(sharding.dims) == len(type_.shape), f"{node}: {sharding} on {type_}"
@@ -81,7 +81,6 @@ def _check_lowered(program: Program) -> None:
     """No reshard is left, and collectives make the shardings of their results."""
     for node in program.calls:
         assert node.target is not reshard, f"{node} is not lowered"
-    for node in program.calls:
         for part in members(node):
             result = steps_sharding(program.sharding(part.operand), part.kind, part.args)
             sharding = program.shardings(node)[part.index]

@@ -17,7 +17,8 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from shardc.costs.count import flops_of_call
-from shardc.costs.pipeline_memory import rank_bytes
+from shardc.costs.ledger import bytes_of
+from shardc.costs.replay import ledgers_of
 from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import OptionError
 from shardc.options import Remat
@@ -91,7 +92,7 @@ def _too_little(remat: Remat, whole: int, least: int) -> OptionError:
 
 def _saved_bytes(program: Program) -> list[int]:
     """Bytes that each rank saves, as ``memory`` counts them."""
-    return [saved for saved, _ in rank_bytes(stages_of(program), schedule_of(program))]
+    return [bytes_of(ledger.saved) for ledger in ledgers_of(program)]
 
 
 def _without_max_memory(program: Program) -> Program:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.costs.pipeline_memory import ResidentStages
+from shardc.costs.stage_lifetime import ResidentStages
 
 from ..execute.executor import Rows
 from ..execute.interpreter import Values

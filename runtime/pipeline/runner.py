@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc.costs.pipeline_memory import ResidentStages, stage_turns, ways_after
+from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
 from shardc.language.errors import second_backward
 from shardc.language.words import Part

@@ -71,7 +71,7 @@ from shardc.capture.refusals import (
     user_location,
 )
 from shardc.capture.signature import Constant, Leaves, TensorLeaf
-from shardc.capture.unknown import Unknown, UnknownValueError
+from shardc.capture.unknown import UnknownNumber, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
@@ -259,8 +259,11 @@ class _Joint:
         self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
-            if any(isinstance(leaf, Constant) and isinstance(leaf.value, Unknown) for _, leaf in self.outputs):
-                raise UnknownValueError
+            for name, leaf in self.outputs:
+                if isinstance(leaf, Constant) and isinstance(leaf.value, UnknownNumber):
+                    raise Unfit(
+                        f"its output {name!r} is a number, which is unknown during capture", "return the tensor"
+                    )
             casting.check_unchanged()
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
             after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())

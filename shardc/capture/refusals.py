@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
-from shardc.capture.unknown import Unknown, UnknownValueError, passing_check
+from shardc.capture.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
 from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
@@ -54,7 +54,7 @@ class Refusals(TorchFunctionMode):
     ``reads_numbers``: the model's own lines may read whole numbers, each under a guard. State: ``is_user_read``,
     whether the running function of torch reads values for the user's own line; None where no function is running.
     ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of the user's has an
-    Unknown. ``comparisons``: what comparing two whole numbers gave, where they may be read.
+    UnknownNumber. ``comparisons``: what comparing two whole numbers gave, where they may be read.
     """
 
     def __init__(self, reads_numbers: bool) -> None:
@@ -80,6 +80,8 @@ class Refusals(TorchFunctionMode):
         try:
             if func is Tensor.tolist and self.reads_numbers and is_whole(args[0]):
                 return _nested(numbers(args[0]), args[0].shape)
+            if func is Tensor.__int__ and self.reads_numbers and args[0].is_floating_point():
+                return numbers(args[0].long())[0]
             if func in _COMPARISONS and self.reads_numbers and all(map(_is_whole_number, args)):
                 self.comparisons.append(func(*args))
                 return self.comparisons[-1]
@@ -89,7 +91,9 @@ class Refusals(TorchFunctionMode):
             try:
                 return format(number.item(), spec)
             except DATA_DEPENDENT:
-                return format(Unknown(self.pass_over), spec) if spec else str(number)  # it may be part of a message
+                return (
+                    format(UnknownNumber(self.pass_over), spec) if spec else str(number)
+                )  # it may be part of a message
         except DataDependentOutputException:
             frame = users_frame(sys._getframe()) if self.is_user_read and before is None else None
             passing = None if frame is None or func not in _TESTS else passing_check(frame)
@@ -101,10 +105,14 @@ class Refusals(TorchFunctionMode):
             is_compared = func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons)
             if is_compared or (is_branch and self.reads_numbers):
                 return bool(numbers((args[0] != 0).long())[0])
-            if frame is None or func is not Tensor.item or caller is not frame:
+            if frame is None or func not in (Tensor.item, Tensor.__float__):
+                raise
+            if caller is None or (caller is not frame and caller.f_code.co_name not in _TOLIST):
                 raise
             self.gave_unknown = True
-            return Unknown(self.pass_over)
+            if func is Tensor.__float__:  # which returns nothing but numbers
+                raise UnknownValueError from None
+            return UnknownNumber(self.pass_over)
         finally:
             self.is_user_read = before
 
@@ -201,6 +209,7 @@ _COMPARISONS = {
     *(Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.eq, Tensor.ne),
     *(Tensor.__eq__, Tensor.__ne__),
 }
+_TOLIST = ("tolist", "<listcomp>")  # frames of torch's tolist, which calls item
 _FROM_LISTS = {torch.tensor, torch.as_tensor}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -282,9 +291,9 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     reason = f" ({error.__cause__})" if isinstance(error.__cause__, NoValueError) else ""
     code = failing_line(error).split(": ", 1)[-1]
     is_check = code.startswith("assert ") or (code.startswith("if ") and ": raise " in code)
-    if isinstance(error, UnknownValueError):
+    if isinstance(error, UnknownValueError) or UnknownNumber.__name__ in str(error):
         problem = "the model computes with the value of a tensor, which is unknown during capture"
-        remedy = "leave item() and float() out, and compute with the tensor; a number may be printed and checked"
+        remedy = "compute with the tensor, without item() and float(); print(x.item()) and assert x.item() > 0 may stay"
     elif isinstance(error, DataDependentOutputException) and is_check:
         problem = f"the model checks the values of a tensor, which are unknown during capture{reason}"
         remedy = "check outside of the model, or write torch._assert(condition, message), which is passed over"

@@ -11,6 +11,7 @@ import dis
 import functools
 import itertools
 import linecache
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,10 +26,11 @@ class UnknownValueError(Exception):
     """A number that is unknown during capture is used for something else than to be checked or printed."""
 
 
-class Unknown:
-    """What ``item()`` returns during capture: it may be formatted, printed and stored, but not computed with.
+class UnknownNumber:
+    """What ``item()`` returns during capture: it may be formatted, printed and stored, but no tensor made of it.
 
-    ``pass_over`` is called with the frame of a check that compares it.
+    What is computed of it and other numbers is unknown, too. ``pass_over`` is called with the frame of a check that
+    compares it. In a ``%`` format it is ``nan``, or 0 where that takes whole numbers alone.
     """
 
     def __init__(self, pass_over: Callable[[FrameType], None]) -> None:
@@ -42,8 +44,14 @@ class Unknown:
     def __format__(self, spec: str) -> str:
         return repr(self)
 
-    def __round__(self, digits: int = 0) -> Unknown:
+    def __round__(self, digits: int = 0) -> UnknownNumber:
         return self
+
+    def __float__(self) -> float:
+        return math.nan if _is_formatting(sys._getframe(1)) else self._used()
+
+    def __int__(self) -> int:
+        return 0 if _is_formatting(sys._getframe(1)) else self._used()
 
     def _compared(self, other: Any) -> bool:
         frame = sys._getframe(1)
@@ -53,15 +61,24 @@ class Unknown:
         self._pass_over(frame)
         return passing
 
+    def _computed(self, *others: Any) -> UnknownNumber:
+        return self if all(isinstance(other, (int, float, UnknownNumber)) for other in others) else self._used()
+
     def _used(self, *others: Any) -> NoReturn:
         raise UnknownValueError
 
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
-    __bool__ = __int__ = __float__ = __complex__ = __index__ = __trunc__ = __floor__ = __ceil__ = _used
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _used
-    __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _computed
+    __bool__ = __complex__ = __index__ = __trunc__ = __floor__ = __ceil__ = __divmod__ = __rdivmod__ = _used
+    __invert__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _used
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __iter__ = __len__ = __contains__ = __hash__ = _used
+
+
+def _is_formatting(frame: FrameType) -> bool:
+    """Whether a frame evaluates ``text % numbers``; of numbers ``%`` converts none."""
+    at = (each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti)
+    return any(each.opname == "BINARY_OP" and each.argrepr in ("%", "%=") for each in at)
 
 
 def passing_check(frame: FrameType) -> bool | None:

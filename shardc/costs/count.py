@@ -22,7 +22,7 @@ from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import is_row_of_kept
 from shardc.program.node import is_free
 from shardc.program.program import Program, Value, ends_of, parameters_of
-from shardc.program.stages import Stage
+from shardc.program.stages import Stage, has_stages
 from shardc.program.text import rank_axes
 
 aten = torch.ops.aten
@@ -85,21 +85,19 @@ def nbytes(type_: TensorType | None) -> int:
     return 0 if type_ is None else type_.nbytes
 
 
-def persistent_bytes(program: Program) -> dict[str, int]:
-    """Bytes by class of all parameters, with the copies of them that are kept to compute on."""
-    parameters, kept = parameters_of(program), results_by_parameter(program, "computed")
-    rows = [name for name, node in kept.items() if is_row_of_kept(program, name, parameters[name], node)]
-    separate = [node for name, node in parameters.items() if name not in rows]
-    stored = sum(nbytes(program.local_type(node)) for node in (*separate, *kept.values()))
-    return {**stored_bytes(program, parameters), "parameters": stored}
-
-
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
-    """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states."""
+    """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states.
+
+    With the copies of parameters that are kept to compute on; a pipeline keeps none between steps.
+    """
     nodes = parameters_of(program)
+    results = {} if has_stages(program) else results_by_parameter(program, "computed")
+    kept = {name: node for name, node in results.items() if name in names}
+    rows = {name for name, node in kept.items() if is_row_of_kept(program, name, nodes[name], node)}
+    stored = (*(nodes[name] for name in names if name not in rows), *kept.values())
     gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}
     return {
-        "parameters": sum(nbytes(program.local_type(nodes[name])) for name in names),
+        "parameters": sum(nbytes(program.local_type(node)) for node in stored),
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
         "optimizer": program.options.optimizer_states
         * sum(nbytes(program.local_type(nodes[name])) for name in gradients),

@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from shardc.costs.count import bytes_moved, flops_of_call
+from shardc.costs.replay import ledgers_of
 from shardc.language.sharding import ceil_div
-from shardc.program.lifetime import split, storages
+from shardc.program.lifetime import split
 from shardc.program.node import is_cast, is_free, is_getitem, is_random, is_view, operand
 from shardc.program.program import Input, Program, Value
 
@@ -286,10 +287,11 @@ class StageLoads:
     def unit_saved_bytes(self) -> tuple[int, ...]:
         """For each unit the bytes that it makes of one piece of a batch and that backward reads."""
         starts, saved = [unit.start for unit in self.units], [0] * len(self.units)
-        for storage in storages(self.flow.program):
-            position = self.flow.position.get(storage.value[0])
-            if storage.is_saved and position is not None:
-                saved[bisect_right(starts, position) - 1] += storage.nbytes
+        (ledger,) = ledgers_of(self.flow.program)
+        for block in ledger.saved:
+            position = self.flow.position.get(block.value[0])
+            if position is not None:
+                saved[bisect_right(starts, position) - 1] += block.nbytes
         return tuple(ceil_div(each, self.pieces) for each in saved)
 
     def unit_weights(self, balance: str) -> list[int]:

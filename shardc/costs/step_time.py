@@ -22,7 +22,7 @@ from shardc.costs.count import (
     stage_link,
     update_seconds,
 )
-from shardc.costs.pipeline_memory import ways_after
+from shardc.costs.stage_lifetime import ways_after
 from shardc.costs.stage_record import StageRecord
 from shardc.language.machine import HierarchicalLink, Link
 from shardc.language.mesh import MICROBATCH

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,46 +54,8 @@ def split(program: Program) -> Parts:
 def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
     needed = ancestors(*(node for node, output in ends if node is not None and PART_OF[output.kind] == part))
-    return needed | {node for node in program.graph.nodes if is_getitem(node) and operand(node) in needed}
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The memory of a value on one rank, allocated by call ``born`` and last read by call ``last`` in ``split`` order.
-
-    Inputs are born at -1 and live to the end, as results do. ``is_saved``: born in forward and read in backward.
-    """
-
-    value: Value
-    nbytes: int
-    born: int
-    last: int
-    is_saved: bool
-
-
-def storages(program: Program) -> Iterator[Storage]:
-    """The storage of every value that is no view; a read of a view is a read of its base.
-
-    The results of an op that has several live until the last of their getitems.
-    """
-    parts = split(program)
-    order = [*parts.update, *parts.forward, *parts.backward]
-    fwd, bwd = len(parts.update), len(order) - len(parts.backward)  # where they start
-    owners = owners_of(program, order)
-    last = dict.fromkeys(owners.values(), -1)
-    saved: set[Value] = set()  # read by the backward part
-    for i, node in enumerate(order):
-        read = _results(program, operand(node)) if is_getitem(node) else map(program.value, node.all_input_nodes)
-        reads = [owners[value] for value in read]
-        last |= dict.fromkeys([*reads, *(owners[value] for value in _results(program, node))], i)
-        saved |= set(reads if i >= bwd else ())
-    last |= {owners[program.value(node)]: len(order) for node in program.results if node is not None}
-    born = {node: i for i, node in enumerate(order)}
-    for owner, end in last.items():
-        type_, start = program.local_type(*owner), born.get(owner[0], -1)
-        assert type_ is not None, owner
-        end = end if start >= 0 else len(order)
-        yield Storage(owner, type_.nbytes, start, end, is_saved=fwd <= start < bwd and owner in saved)
+    picked = program.graph.find_nodes(op="call_function", target=operator.getitem)
+    return needed | {node for node in picked if operand(node) in needed}
 
 
 def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:

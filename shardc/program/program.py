@@ -21,7 +21,7 @@ from shardc.language.words import Level
 from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.inference import Types, result_types, typed
-from shardc.program.node import is_getitem, last_node, op_name, operands
+from shardc.program.node import last_node, op_name, operands
 from shardc.program.provenance import Cause, Origin, Source
 
 Shardings = Sharding | tuple[Sharding | None, ...] | None
@@ -152,7 +152,7 @@ class Program:
     @property
     def calls(self) -> Iterator[fx.Node]:
         """The calls of ops, getitem excluded."""
-        return (node for node in self.graph.nodes if node.op == "call_function" and not is_getitem(node))
+        return (node for node in self.graph.nodes if node.op == "call_function" and node.target is not operator.getitem)
 
     # Facts about nodes.
 
@@ -203,11 +203,11 @@ class Program:
 
     def value(self, node: fx.Node) -> Value:
         """The value that a node stands for: a getitem is a result of its producer."""
-        if is_getitem(node):
-            producer, index = node.args
-            assert isinstance(producer, fx.Node) and isinstance(index, int)
-            return producer, index
-        return node, 0
+        if node.target is not operator.getitem:
+            return node, 0
+        producer, index = node.args
+        assert isinstance(producer, fx.Node) and isinstance(index, int)
+        return producer, index
 
     def value_type(self, value: Value) -> TensorType:
         """The type of a value."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checking_models import CHECKS, Model, prints
+from checking_models import CHECKS, Model, logs, prints
 from torch import Tensor
 
 import shardc
@@ -31,23 +32,44 @@ def test_a_model_that_checks_or_prints_values_computes_what_it_does_without(chec
     ):
         assert torch.allclose(expected, parameter.grad, rtol=0, atol=1e-14)
     notes = "\n".join(parallel.program.program.notes)
-    assert ("checking_models.py:" in notes and "no step runs it" in notes) == (check is not prints), notes
+    assert ("checking_models.py:" in notes and "no step runs it" in notes) == (check not in (prints, logs)), notes
 
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "computed with": lambda y: y * y.mean().item(),
-    "computed with in Python": lambda y: 2 / y.mean().item(),
+    "computed with in Python before": lambda y: y * (2 / y.mean().item() - 1),
     "branched on": lambda y: y if y.mean().item() > 0 else -y,
     "a part of a check by another name": lambda y: math.sqrt(y.mean().item()),
     "a size": lambda y: torch.zeros(int(y.sum().item())),
+    "converted": lambda y: y * float(y.mean()),
+    "a bound": lambda y: y.clamp(max=y.mean().item()),
+    "filled in": lambda y: torch.full((), y.max().item()),
+    "made a tensor of": lambda y: torch.tensor(y.max().item()),
+    "written as JSON": lambda y: json.dumps(y.mean().item()),
     "a key": lambda y: {y.mean().item(): 1},
 }
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_what_is_computed_with_an_unknown_number_is_refused_with_the_line(use: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(CaptureError, match=r"test_unknown.py:\d+: .*lambda(.|\n)*unknown during capture|unknown"):
+    with pytest.raises(CaptureError, match=r"test_unknown.py:\d+: .*lambda(.|\n)*unknown during capture\n"):
         shardc.parallelize(Model(use), MESH, ANNOTATIONS)(torch.ones(4, 8))
+
+
+def test_an_output_that_is_an_unknown_number_is_named() -> None:
+    class Logging(Model):
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": self.layer(x).sum(), "log": self.layer(x).mean().item()}
+
+    with pytest.raises(CaptureError, match=r"output 'log' is a number, .*\n  return the tensor"):
+        shardc.parallelize(Logging(print), MESH, ANNOTATIONS)(torch.ones(4, 8))
+
+
+def test_what_is_logged_reads_nan_once(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    parallel = shardc.parallelize(Model(logs), MESH, ANNOTATIONS)
+    for _ in range(3):
+        parallel(torch.ones(4, 8))
+    assert [each.getMessage() for each in caplog.records] == ["mean nan of 32"] and not capsys.readouterr().err
 
 
 def returns_early(y: Tensor) -> Tensor:

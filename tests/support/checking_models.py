@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -59,4 +60,26 @@ def prints(y: Tensor) -> None:
     print(f"{y.mean().item():.4f} {y.max():.2f} {round(y.min().item(), 3)} {y.sum().item()}", y.mean().item())
 
 
-CHECKS = (asserts_all, asserts_none, asserts_both, asserts_a_number, asserts_equality, asserts_on_lines, raises, prints)
+def prints_what_it_computes(y: Tensor) -> None:
+    mean = 0.9 * 1 + 0.1 * y.mean().item()
+    print(f"{100 * mean:.1f}% {-abs(mean)} {mean**2 / 2}", y.sum(0).tolist(), y[:2].tolist())
+    print("%.3f %d %s" % (y.mean().item(), y.sum().item(), y.max().item()), "%g" % mean)  # noqa: UP031
+    assert abs(mean) < 1e6
+
+
+def logs(y: Tensor) -> None:
+    logging.getLogger(__name__).warning("mean %.3f of %d", y.mean().item(), y.numel())
+
+
+CHECKS = (
+    asserts_all,
+    asserts_none,
+    asserts_both,
+    asserts_a_number,
+    asserts_equality,
+    asserts_on_lines,
+    raises,
+    prints,
+    prints_what_it_computes,
+    logs,
+)

@@ -17,8 +17,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from shardc.costs.count import has_machine, nbytes
-from shardc.costs.memory import memory_by_rank, memory_curve
-from shardc.costs.pipeline_memory import bytes_over_time
+from shardc.costs.memory import memory_curve, memory_on
+from shardc.costs.replay import ledgers_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, Slice, axes_and_link, step_timeline
 from shardc.language.errors import OptionError
@@ -144,7 +144,8 @@ def _over_time(program: Program) -> dict[str, Any]:
         return {"curve": memory_curve(program).record(), **lanes}
     record = StageRecord(program)
     ranks = []
-    for memory, curve in zip(memory_by_rank(program), bytes_over_time(record.stages, record.schedule), strict=True):
+    for ledger in ledgers_of(program):
+        memory, curve = memory_on(program, ledger), ledger.highs()
         states = memory["peak"] - max(nbytes for _, nbytes in curve)  # of the optimizer, all the time
         ranks.append({"memory": memory, "curve": [(action, nbytes + states) for action, nbytes in curve]})
     return {"timeline": _schedule_lanes(record), "ranks": ranks}

@@ -1,0 +1,116 @@
+"""The ledger of memory: the blocks that one rank allocates and frees over a step, in order, and what follows from it.
+
+The curve, the peak, the classes of bytes and what is alive at the peak are all read off the same entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from shardc.program.program import Value
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory that some values share, allocated for ``value``; alive as long as it has holders.
+
+    ``kind``: a class of bytes, see ``memory_curve``.
+    """
+
+    value: Value
+    nbytes: int
+    kind: str
+    holders: int = 0
+
+
+Blocks = tuple[Block, ...]
+Env = dict[fx.Node, Blocks]  # the blocks of each node's results
+
+
+class Ledger:
+    """One rank's step, as a replay writes it.
+
+    ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the
+    number of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of
+    forward; in a pipeline the most that microbatches under way keep between two actions. ``gathered``: copies of
+    parameters, the most at a time; in a pipeline all, which live for the whole step. ``parameters``: the names of those
+    that the rank stores.
+    """
+
+    def __init__(self, parameters: Collection[str]) -> None:
+        self.parameters = parameters
+        self.entries: list[tuple[Block, int]] = []
+        self.calls: list[tuple[fx.Node, int]] = []
+        self.actions: list[tuple[str, int]] = []
+        self.saved: Collection[Block] = ()
+        self.gathered: Collection[Block] = ()
+
+    def hold(self, blocks: Blocks) -> None:
+        """Add a holder to each block."""
+        for block in blocks:
+            if not block.holders:
+                self.entries.append((block, 1))
+            block.holders += 1
+
+    def drop(self, blocks: Blocks) -> None:
+        """Remove a holder from each block."""
+        for block in blocks:
+            block.holders -= 1
+            if not block.holders:
+                self.entries.append((block, -1))
+
+    def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
+        """Replace the blocks of a node."""
+        self.hold(blocks)
+        self.drop(env.get(node, ()))
+        env[node] = blocks
+
+    def free(self, env: Env, nodes: Iterable[fx.Node]) -> None:
+        """Remove nodes from an env."""
+        for node in nodes:
+            self.drop(env.pop(node, ()))
+
+    def end_call(self, node: fx.Node) -> None:
+        """Note that a call has its results."""
+        self.calls.append((node, len(self.entries)))
+
+    def end_action(self, name: str) -> None:
+        """Note that an action is done."""
+        self.actions.append((name, len(self.entries)))
+
+    def balances(self, counts: Callable[[Block], bool] | None = None) -> list[int]:
+        """The bytes alive before the first entry and after each, of all blocks or of those that count."""
+        entries = ((block.nbytes if counts is None or counts(block) else 0, sign) for block, sign in self.entries)
+        return list(accumulate((sign * nbytes for nbytes, sign in entries), initial=0))
+
+    def most(self, counts: Callable[[Block], bool] | None = None) -> Collection[Block]:
+        """The blocks that are alive where their bytes are most: at the peak, if all count."""
+        balances, alive = self.balances(counts), dict[Block, None]()
+        for block, sign in self.entries[: balances.index(max(balances))]:
+            if sign < 0:
+                alive.pop(block, None)
+            elif counts is None or counts(block):
+                alive[block] = None
+        return alive.keys()
+
+    def highs(self) -> list[tuple[str, int]]:
+        """Each action with the most bytes that are alive while it runs."""
+        balances, start, highs = self.balances(), 0, []
+        for name, end in self.actions:
+            highs.append((name, max(balances[start : end + 1])))
+            start = end
+        return highs
+
+    def curve(self, kind: str) -> list[int]:
+        """The bytes of a class that are alive at the end of each call, and then at the end of the step."""
+        balances = self.balances(lambda block: block.kind == kind)
+        return [*(balances[end] for _, end in self.calls), balances[-1]]
+
+
+def bytes_of(blocks: Iterable[Block]) -> int:
+    """The bytes of blocks."""
+    return sum(block.nbytes for block in blocks)

@@ -1,0 +1,348 @@
+"""Replays of a step that write ledgers: a program's calls in order, or the actions of each rank of a pipeline.
+
+State: an ``Env`` maps nodes to the blocks of their results, ``base`` those that live for the whole step. In a pipeline
+each stage has its ``base``, an env for each microbatch, and ``sums`` of what is added up. ``waiting`` messages are
+computed and not yet sent; ``posted`` ones have memory to be received in. Invariant: the ledger has as alive all blocks
+that these hold, inputs included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from torch import fx
+
+from shardc.costs.count import nbytes
+from shardc.costs.ledger import Block, Blocks, Env, Ledger, bytes_of
+from shardc.costs.stage_lifetime import (
+    ResidentStages,
+    kept_after,
+    read_beside,
+    stage_turns,
+    sums_in_place,
+    ways_after,
+)
+from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
+from shardc.language.mesh import MICROBATCH
+from shardc.language.partition import parse_parts
+from shardc.language.sharding import ceil_div, chunk_of, num_shards
+from shardc.language.words import PARTS, Part
+from shardc.program.collective import mask_padding
+from shardc.program.communication import is_early
+from shardc.program.lifetime import Parts, owners_of, split
+from shardc.program.node import ancestors, is_getitem, operand
+from shardc.program.program import Program, Value, parameters_of
+from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages, is_cut_in_time, stages_of
+from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
+
+CallsWithDeaths = Sequence[tuple[fx.Node, Collection[fx.Node]]]  # in order, each with the values that die after it
+Message = tuple[Crossing, int]  # of a microbatch, or ALL for one that is sent once a step
+
+
+def ledgers_of(program: Program) -> list[Ledger]:
+    """The ledger of each rank of a lowered pipeline; of any other program one, since all its ranks are alike."""
+    parts, parameters = split(program), parameters_of(program)
+    owners = owners_of(program, (node for node in program.graph.nodes if node.op == "call_function"))
+    kinds = _kinds(program, parts, owners)
+    if not has_stages(program):
+        return [_Replay(program, owners, kinds, parameters).step(parts)]
+    stages, schedule = stages_of(program), schedule_of(program)
+    return [_RankReplay(stages, schedule, rank, owners, kinds).run() for rank in range(schedule.num_ranks)]
+
+
+def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dict[Value, str]:
+    """The class of each value's bytes: that of the value whose memory it shares."""
+    parameters, update, forward = set(parameters_of(program).values()), set(parts.update), set(parts.forward)
+    reads = {read for node in parts.backward for read in node.all_input_nodes if not is_getitem(node)}
+    saved = {owners[program.value(node)] for node in reads}
+    results = {owners[program.value(node)] for node in program.results if node is not None}
+
+    def kind(value: Value) -> str:
+        node = value[0]
+        if node.op == "placeholder":
+            return "parameters" if node in parameters else "inputs"
+        if is_early(node) and program.source(node).phase != "update" and not ancestors(node).isdisjoint(parameters):
+            return "gathered"
+        if node in forward and value in saved:
+            return "saved"
+        if value not in results:
+            return "working"
+        return "parameters" if node in update else "outputs" if node in forward else "gradients"
+
+    of_owner = {owner: kind(owner) for owner in set(owners.values())}
+    return {value: of_owner[owner] for value, owner in owners.items()}
+
+
+def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWithDeaths:
+    """Calls, each with the values that it is the last to read, apart from those that are read ``later``."""
+    live, dying = set(later), []
+    for node in reversed(calls):
+        used = {node, *node.all_input_nodes}
+        dying.append((node, used - live))
+        live |= used
+    return dying[::-1]
+
+
+class _Replay:
+    """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each value's bytes."""
+
+    def __init__(
+        self, program: Program, owners: Mapping[Value, Value], kinds: Mapping[Value, str], parameters: Collection[str]
+    ) -> None:
+        self.program, self.owners, self.kinds = program, owners, kinds
+        self.parameters = {node: name for name, node in parameters_of(program).items() if name in parameters}
+        self.ledger = Ledger(parameters)
+
+    def step(self, parts: Parts) -> Ledger:
+        """Run a program without stages."""
+        calls = with_deaths((*parts.update, *parts.forward, *parts.backward), set(filter(None, self.program.results)))
+        start, env = len(calls) - len(parts.backward), Env()
+        base: Env = {node: (self.new((node, 0)),) for node in self.program.placeholders}
+        for blocks in base.values():
+            self.ledger.hold(blocks)
+        self.run_calls(calls[:start], env, base)
+        reads = {read for node in parts.backward for read in node.all_input_nodes}
+        forward = set(parts.forward)
+        kept = (block for node in reads for block in env.get(node, ()) if block.value[0] in forward)
+        self.ledger.saved = dict.fromkeys(kept)
+        self.run_calls(calls[start:], env, base)
+        self.ledger.gathered = self.ledger.most(lambda block: block.kind == "gathered")
+        return self.ledger
+
+    def run_calls(self, calls: CallsWithDeaths, env: Env, base: Env, unchanged: Collection[fx.Node] = ()) -> None:
+        """Run calls, of which those ``unchanged`` return their operand."""
+        for node, dead in calls:
+            blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
+            self.ledger.put(env, node, blocks)
+            self.ledger.end_call(node)
+            self.ledger.free(env, dead)
+
+    def _results(self, env: Env, base: Env, node: fx.Node) -> Blocks:
+        """The blocks of a call's results: new ones, or those of the operand that a view shows."""
+        if is_getitem(node):
+            return (find(env, base, operand(node))[int(node.args[1])],)  # type: ignore[arg-type]
+        shown = {self.owners.get(self.program.value(each)): each for each in node.all_input_nodes}
+        results = []
+        for i in range(len(self.program.types(node))):
+            source = shown.get(self.owners.get((node, i), (node, i)))  # a result that is no tensor has no owner
+            results.append(self.new((node, i)) if source is None else find(env, base, source)[0])
+        return tuple(results)
+
+    def new(self, value: Value, of: Value | None = None) -> Block:
+        """A block for a value, of its class or of that ``of`` another value."""
+        return Block(value, nbytes(self.program.local_type(*value)), self.kinds.get(of or value, "working"))
+
+
+def find(env: Env, base: Env, node: fx.Node) -> Blocks:
+    """The blocks of a node."""
+    return env.get(node) or base[node]
+
+
+class _RankReplay(_Replay):
+    """One rank of a pipeline; see the state and the invariant above.
+
+    ``resident``: where stages are offloaded. ``away``: those in host memory; ``fixed``: inputs that never go there.
+    ``own``: sums in memory of their own, by stage; ``in_place``: those that may be in their first summand's.
+    ``forgotten``: by stage and part, what is read right after the part and not again.
+    """
+
+    def __init__(
+        self, stages: Stages, schedule: Schedule, rank: int, owners: Mapping[Value, Value], kinds: Mapping[Value, str]
+    ) -> None:
+        here = tuple(schedule.stages_on(rank))
+        names = {name for stage in here for name in stages.stages[stage].parameters}
+        super().__init__(stages.program, owners, kinds, names)
+        self.stages, self.schedule, self.rank, self.here = stages, schedule, rank, here
+        pipeline = self.program.options.pipeline
+        self.resident = ResidentStages(stage_turns(stages, schedule, rank)) if pipeline and pipeline.offload else None
+        self.away, self.fixed = set[int](), set[Block]()
+        self.base: dict[int, Env] = {}
+        self.envs: dict[tuple[int, int], Env] = {}
+        self.sums: dict[int, Env] = {stage: {} for stage in here}
+        self.waiting, self.posted = dict[Message, Blocks](), dict[Message, Blocks]()
+        self.own: set[tuple[int, fx.Node]] = set()
+        kept = {stage: kept_after(stages, stage) for stage in here}
+        beside = {(stage, part): read_beside(stages, stage, part) for stage in here for part in TIMED}
+        self.forgotten = {(stage, part): nodes - kept[stage][part] for (stage, part), nodes in beside.items()}
+        self.in_place = {each: sums_in_place(stages, *each) for each in beside}
+        self.calls: dict[tuple[int, Part], CallsWithDeaths] = {}
+        for stage, part in product(here, PARTS):  # values made once a step never die
+            calls, each = stages.stages[stage].parts[part], (stage, part)
+            later = kept[stage][part] | beside[each] if each in beside else None
+            self.calls[each] = [(node, ()) for node in calls] if later is None else with_deaths(calls, later)
+
+    def run(self) -> Ledger:
+        """Run the whole step."""
+        self._hold_inputs()
+        for stage in self.here:
+            self._begin(stage)
+        self.ledger.end_action("begin")
+        for action in self.schedule.actions[self.rank]:
+            self._do(action)
+            self.ledger.saved = max(self.ledger.saved, self._kept(), key=bytes_of)
+            self.ledger.end_action(str(action))
+        self._end()
+        self.ledger.end_action("end")
+        lasting = {block for base in self.base.values() for blocks in base.values() for block in blocks}
+        self.ledger.gathered = [block for block in lasting if block.kind == "gathered"]
+        return self.ledger
+
+    def _hold_inputs(self) -> None:
+        """Allocate the inputs, of data the pieces of all microbatches. An offloaded stage has its own parameters."""
+        inputs, parameters = Env(), set(parameters_of(self.program).values())
+        for node in self.program.placeholders:
+            times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
+            if node not in parameters or (self.resident is None and node in self.parameters):
+                inputs[node] = tuple(self.new((node, 0)) for _ in range(times))
+                self.ledger.hold(inputs[node])
+                self.fixed |= set(inputs[node])
+        for stage in self.here:
+            self.base[stage] = dict(inputs)
+            if self.resident is not None:
+                own = set(self.stages.stages[stage].parameters)
+                here = (node for node, name in self.parameters.items() if name in own)
+                self.base[stage] |= {node: (self.new((node, 0)),) for node in here}
+                self.away.add(stage)
+
+    def _kept(self) -> set[Block]:
+        """What microbatches under way keep on the device, and nothing that lives for the whole step."""
+        on_device = self.base.keys() - self.away
+        envs = (env for (stage, _), env in self.envs.items() if stage in on_device)
+        lasting = {block for stage in on_device for blocks in self.base[stage].values() for block in blocks}
+        return {block for env in envs for blocks in env.values() for block in blocks} - lasting
+
+    def _take_turn(self) -> None:
+        """Move idle stages to the host, and then the next one back to the device."""
+        if self.resident is None:
+            return
+        leaving, returning = self.resident.advance()
+        for env in (env for stage in leaving for env in self._envs_of(stage)):
+            for blocks in env.values():
+                self.ledger.drop(tuple(block for block in blocks if block not in self.fixed))
+        self.away |= set(leaving)
+        for stage in returning:
+            self._bring_back(stage)
+
+    def _bring_back(self, stage: int) -> None:
+        """Allocate new blocks, shared as before. A parameter that another stage has is on the device already."""
+        base, moved = self.base[stage], dict[Block, Block]()
+        for other in self.base.keys() - self.away:
+            shared = self.base[other].keys() & base.keys() & self.parameters.keys()
+            moved |= {base[node][0]: self.base[other][node][0] for node in shared}
+        moved |= {block: block for block in self.fixed}
+        for env in self._envs_of(stage):
+            for node, blocks in env.items():
+                env[node] = tuple(moved.setdefault(block, replace(block, holders=0)) for block in blocks)
+                self.ledger.hold(tuple(block for block in env[node] if block not in self.fixed))
+        self.away -= {stage}
+
+    def _envs_of(self, stage: int) -> Iterator[Env]:
+        yield from (self.base[stage], self.sums[stage])
+        yield from (env for (owner, _), env in self.envs.items() if owner == stage)
+
+    def _begin(self, stage: int) -> None:
+        """Run what a stage does once a step before its first microbatch."""
+        base = self.base[stage]
+        self._take_turn()
+        self._run(stage, "once", base)
+        for microbatch in range(self.schedule.num_microbatches if self.stages.stages[stage].sums["count"] else 0):
+            env: Env = {}
+            self._run(stage, "count", env, microbatch)
+            self._add(stage, "count", env)
+            self.ledger.free(env, self.forgotten[stage, "count"])
+        self._take_sums(stage)
+        self._run(stage, "settle", base)
+
+    def _do(self, action: Action) -> None:
+        """Run one action of the schedule."""
+        if action.kind in COMPUTE:
+            self._take_turn()
+            for part in PARTS_OF[action.kind]:
+                self._compute(action.stage, action.microbatch, part)
+        elif action.kind in SENDS:
+            way = Crossing(action.stage, action.peer or 0, PART_OF_PHASE[action.phase])
+            self.ledger.drop(self.waiting.pop((way, action.microbatch)))
+        else:
+            self._post((Crossing(action.peer or 0, action.stage, PART_OF_PHASE[action.phase]), action.microbatch))
+
+    def _post(self, message: Message) -> None:
+        """Allocate the memory in which a message is received."""
+        blocks = tuple(self.new(self.program.value(node)) for node in self.stages.crossings[message[0]])
+        self.posted[message] = blocks
+        self.ledger.hold(blocks)
+
+    def _compute(self, stage: int, microbatch: int, part: Part) -> None:
+        env = self.envs.setdefault((stage, microbatch), {})
+        for way in self.stages.crossings:
+            if (way.target, way.part) == (stage, part):
+                self._receive((way, microbatch), env)
+        self._run(stage, part, env, microbatch)
+        self._add(stage, part, env)
+        for way in self.stages.crossings:
+            if (way.source, way.part) == (stage, part):
+                self._hand_over((way, microbatch), env)
+        self.ledger.free(env, self.forgotten[stage, part])
+
+    def _hand_over(self, message: Message, env: Env) -> None:
+        """Give a message to a stage of the same rank at once, or let it wait until it is sent."""
+        way = message[0]
+        blocks = tuple(block for node in self.stages.crossings[way] for block in find(env, self.base[way.source], node))
+        self.ledger.hold(blocks)
+        is_here = self.schedule.place[way.target] == self.rank
+        (self.posted if is_here else self.waiting)[message] = blocks
+
+    def _receive(self, message: Message, env: Env) -> None:
+        blocks = self.posted.pop(message)
+        for node, block in zip(self.stages.crossings[message[0]], blocks, strict=True):
+            self.ledger.put(env, node, (block,))
+        self.ledger.drop(blocks)
+
+    def _run(self, stage: int, part: Part, env: Env, microbatch: int = ALL) -> None:
+        calls = self.calls[stage, part]
+        unpadded = {node for node, _ in calls if node.target is mask_padding and self._is_full(node, microbatch)}
+        self.run_calls(calls, env, self.base[stage], unpadded)
+
+    def _is_full(self, node: fx.Node, microbatch: int) -> bool:
+        """Whether no rank has padding in a microbatch. The last rank has the least data."""
+        if microbatch == ALL:
+            return False
+        (_, axes, _, size, *_), mesh = node.args, self.program.mesh
+        assert mesh is not None and isinstance(axes, tuple) and isinstance(size, int), node
+        parts, ranks = parse_parts(axes, mesh), mesh.size // mesh.axis_size(MICROBATCH)
+        length = chunk_of(size, parts, mesh, (microbatch + 1) * ranks - 1)[1]
+        return length == ceil_div(size, num_shards(parts))
+
+    def _add(self, stage: int, part: Part, env: Env) -> None:
+        """Add to the sums over microbatches: the first summand is kept, the second allocates the sum."""
+        sums, in_place = self.sums[stage], self.in_place[stage, part]
+        for into in self.stages.stages[stage].sums[part]:
+            before, added = sums.get(into), operand(into)
+            if before is None:
+                self.ledger.put(sums, into, find(env, self.base[stage], added))
+                self.own |= {(stage, into)} if into in in_place else set()
+            elif (stage, into) not in self.own or into.args[2] != "sum":
+                self.own.add((stage, into))
+                self.ledger.put(sums, into, (self.new(self.program.value(added), self.program.value(into)),))
+
+    def _end(self) -> None:
+        """Run what stages do once a step after the last microbatch: sums over stages and over ranks."""
+        for way in ways_after(self.stages):
+            if way.source in self.here:
+                self._take_turn()
+                self._take_sums(way.source)
+                self._hand_over((way, ALL), self.base[way.source])
+            elif way.target in self.here:
+                self._post((way, ALL))
+        for stage in self.here:
+            self._take_turn()
+            self._take_sums(stage)
+            for way in self.stages.crossings:
+                if (way.target, way.part) == (stage, "after"):
+                    self._receive((way, ALL), self.base[stage])
+            self._run(stage, "after", self.base[stage])
+
+    def _take_sums(self, stage: int) -> None:
+        for into, blocks in self.sums[stage].items():
+            self.ledger.put(self.base[stage], into, blocks)
