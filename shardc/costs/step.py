@@ -17,7 +17,8 @@ from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.text import flops_text, memory_text
 from shardc.program.traffic import Size, Traffic, collectives_of, traffic_of, traffic_text
-from shardc.schedules.timeline import Task, Timeline, rounded
+from shardc.schedules.clock import Task
+from shardc.schedules.timeline import Timeline, rounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ from shardc.program.provenance import Phase
 from shardc.program.stages import Crossing, has_stages
 from shardc.program.text import range_name
 from shardc.program.traffic import collectives_of
-from shardc.schedules.timeline import Task, Timeline, timeline
+from shardc.schedules.clock import Task
+from shardc.schedules.timeline import Timeline, timeline
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
 BY = " by "  # in the name of a lane, between its axes and a link that crosses nodes

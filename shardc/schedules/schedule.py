@@ -155,7 +155,7 @@ class Schedule:
     @property
     def has_messages(self) -> bool:
         """Whether its messages are inserted, or it needs none."""
-        return any(action.kind in SENDS for _, action in self.walk()) or not self.crossing()
+        return any(action.kind in (*SENDS, *RECEIVES) for _, action in self.walk()) or not self.crossing()
 
     def stages_on(self, rank: int) -> list[int]:
         """The stages of a rank."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
 from shardc.language.errors import OptionError
+from shardc.schedules.clock import ROUNDING, Clock
 from shardc.schedules.orders import LINEAR, ORDERS, fits, lead, looped_place, schedule_named, v_place
 from shardc.schedules.schedule import Action, Edge, Schedule, edges_from, edges_into
-from shardc.schedules.simulate import ROUNDING, Channels, Costs, StageCost, costs_for, makespan, peak_bytes, saved_bytes
+from shardc.schedules.simulate import Costs, StageCost, Step, costs_for, peak_bytes, saved_bytes
 
 OVERHANGS = (0.25, 0.5, 0, 1)
 
@@ -28,7 +29,7 @@ def fastest(
     ``count``: microbatches. ``memory``: bytes that a rank may need. ``place``: the rank of each stage, if it is fixed.
     Raises an OptionError if no candidate needs so little memory.
     """
-    best, num_stages = _Best(costs, memory), len(costs.stages)
+    best, num_stages = _Best(costs, memory, _Steps(costs)), len(costs.stages)
     known = set()  # the same order may have several names
     for name in (name for name in ORDERS if fits(name, num_stages, num_ranks)):
         for cap in (None, *range(1, max(2 * num_ranks, count) + 1)) if name in LINEAR else (None,):
@@ -36,7 +37,7 @@ def fastest(
             if candidate.actions not in known and place in (None, candidate.place):
                 known.add(candidate.actions)
                 candidate = candidate if cap is None else replace(candidate, name=f"{name}, {cap} in flight")
-                best.offer(makespan(candidate, costs, best.makespan), candidate)
+                best.offer(best.steps.of(candidate).makespan(candidate, best.makespan), candidate)
     places = {"list": looped_place(num_stages, num_ranks)}
     if num_stages > num_ranks:
         places["list in a V"] = v_place(num_stages, num_ranks)
@@ -52,16 +53,40 @@ def fastest(
 
 def estimate(frame: Schedule, costs: Costs) -> float:
     """About the makespan of ``fastest`` with a frame's place: the least of named orders and of a few listed ones."""
-    ranks, best = frame.num_ranks, inf
+    ranks, best, steps = frame.num_ranks, inf, _Steps(costs)
     for name in (name for name in ORDERS if fits(name, frame.num_stages, ranks)):
         order = schedule_named(name, frame.edges, frame.num_stages, frame.num_microbatches, ranks)
         if order.place == frame.place:
-            best = min(best, makespan(order, costs, best))
+            best = min(best, steps.of(order).makespan(order, best))
     saved = [sum(costs.stages[stage].saved for stage in frame.stages_on(rank)) for rank in range(ranks)]
     for cap, overhang in product((ranks, 3 * ranks // 2), (0.25, 1)):
-        found = greedy(frame, costs, [cap * nbytes for nbytes in saved], Policy(True, overhang), best)
+        found = greedy(frame, steps, [cap * nbytes for nbytes in saved], Policy(True, overhang), best)
         best = best if found is None else min(best, found[0])
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The tasks of a step for each place of the stages, with backward in one or split. Their orders share them."""
+
+    costs: Costs
+    known: dict[tuple[tuple[int, ...], bool], Step] = field(default_factory=dict)
+
+    def of(self, order: Schedule) -> Step:
+        """The tasks of an order of all microbatches."""
+        return self.of_frame(order, any(action.kind == "W" for action in order.actions[0]))
+
+    def of_frame(self, frame: Schedule, splits: bool) -> Step:
+        """The tasks of every order of a frame."""
+        key = frame.place, splits
+        if key not in self.known:
+            kinds, microbatches = "FIW" if splits else "FB", range(frame.num_microbatches)
+            rows = (
+                [Action(*each) for each in product(kinds, frame.stages_on(rank), microbatches)]
+                for rank in range(frame.num_ranks)
+            )
+            self.known[key] = Step(replace(frame, actions=tuple(map(tuple, rows))), self.costs)
+        return self.known[key]
 
 
 @dataclass(slots=True)
@@ -70,6 +95,7 @@ class _Best:
 
     costs: Costs
     memory: int | None
+    steps: _Steps
     schedule: Schedule | None = None
     makespan: float = inf
     peak: float = inf
@@ -81,7 +107,7 @@ class _Best:
         for name, caps, policy in _searches(frame, self.costs, self.memory):
             if self.makespan <= bound:
                 return
-            candidate = greedy(replace(frame, name=frame.name + name), self.costs, caps, policy, self.makespan)
+            candidate = greedy(replace(frame, name=frame.name + name), self.steps, caps, policy, self.makespan)
             if candidate:
                 self.offer(*candidate)
 
@@ -91,7 +117,7 @@ class _Best:
         is_worse = makespan > self.makespan or (makespan == self.makespan and saved >= self.peak)
         if is_worse or (self.memory is not None and saved > self.memory and saved >= self.least):
             return
-        peak = max(peak_bytes(candidate, self.costs))
+        peak = max(peak_bytes(candidate, self.costs, self.steps.of(candidate)))
         self.least = min(self.least, peak)
         has_room = self.memory is None or peak <= self.memory
         if has_room and (makespan, peak) < (self.makespan, self.peak):
@@ -181,64 +207,54 @@ class Policy:
 
 
 def greedy(
-    frame: Schedule, costs: Costs, caps: Sequence[float], policy: Policy, limit: float = inf
+    frame: Schedule, steps: _Steps, caps: Sequence[float], policy: Policy, limit: float = inf
 ) -> tuple[float, Schedule] | None:
     """A makespan in seconds and its schedule, with the place, edges and microbatches of ``frame``.
 
     No rank saves more than its cap. None if ranks get stuck under their caps, or if it takes longer than ``limit``.
     """
-    state = _State(frame, costs, caps, policy)
+    state = _State(frame, steps.of_frame(frame, policy.splits), steps.costs, caps, policy)
     state.run(limit)
-    num_actions = frame.num_stages * frame.num_microbatches * (3 if policy.splits else 2)
-    if sum(map(len, state.rows)) < num_actions:
+    if not state.clock.is_done:
         return None
-    return max(state.free), replace(frame, actions=tuple(map(tuple, state.rows)))
-
-
-Work = tuple[int, str, int]  # a stage, its phase F or B, and a microbatch
+    return max(state.clock.ends), replace(frame, actions=tuple(map(tuple, state.rows)))
 
 
 class _State:
     """The progress of every rank.
 
-    ``missing``: for work of which some operands have arrived, the number of the others, and the last arrival;
-    ``ready``: when the last operand arrives. ``following``: the next microbatch of each stage and phase. ``put_off``:
-    the W that are left to do. ``latest``: each rank's last end if it does not idle any more. ``events``: the times at
-    which a rank becomes free or an operand arrives. Ranks choose in order of time, so that all earlier arrivals are
-    known.
+    ``following``: the next microbatch of each stage and phase. ``put_off``: the W that are left to do. ``latest``: each
+    rank's last end if it does not idle any more. ``events``: the times at which a rank becomes free or an operand
+    arrives. Ranks choose in order of time, so that all earlier arrivals are known.
     """
 
-    def __init__(self, frame: Schedule, costs: Costs, caps: Sequence[float], policy: Policy) -> None:
+    def __init__(self, frame: Schedule, step: Step, costs: Costs, caps: Sequence[float], policy: Policy) -> None:
         self.frame, self.costs, self.caps, self.policy = frame, costs, caps, policy
+        self.step, self.clock = step, Clock(step.tasks)
         ranks = range(frame.num_ranks)
         self.rows: list[list[Action]] = [[] for _ in ranks]
         self.put_off: list[deque[Action]] = [deque() for _ in ranks]
-        self.live, self.free, self.latest = [0 for _ in ranks], [0.0 for _ in ranks], [0.0 for _ in ranks]
-        self.channels = Channels(frame, costs)
+        self.live, self.latest = [0 for _ in ranks], [0.0 for _ in ranks]
+        self.clock.free = dict.fromkeys(ranks, 0)
         self.events = [(0.0, rank) for rank in ranks]
-        self.order: list[list[tuple[int, str]]] = []
+        self.order: list[list[tuple[int, str, str]]] = []
+        backward = "I" if policy.splits else "B"
         for rank in ranks:  # the work of its stages, most urgent first
             stages = frame.stages_on(rank)
-            self.order.append([*((stage, "B") for stage in stages), *((stage, "F") for stage in reversed(stages))])
+            urgent = [(stage, "B", backward) for stage in stages]
+            self.order.append([*urgent, *((stage, "F", "F") for stage in reversed(stages))])
         for cost, rank in zip(costs.stages, frame.place, strict=True):
             self.latest[rank] += (cost.forward + cost.seconds("B")) * frame.num_microbatches
-        self.following = {key: 0 for keys in self.order for key in keys}
-        self.missing: dict[Work, tuple[int, float]] = {}
-        self.ready: dict[Work, float] = {}
-        self.leaving = edges_from(frame.edges)
-        self.entering = Counter[tuple[int, str]]((edge.target, edge.phase) for edge in frame.edges)
-        for stage in range(frame.num_stages):
-            self.entering[stage, "B"] += 1  # its own F
-            if not self.entering[stage, "F"]:
-                self.ready |= {(stage, "F", i): 0.0 for i in range(frame.num_microbatches)}
+        self.following = {(stage, phase): 0 for stages in self.order for stage, phase, _ in stages}
 
     def run(self, limit: float) -> None:
         """Run to the end, or until no rank can go on, or until one must end after the limit."""
+        free = self.clock.free
         while self.events:
             now, rank = heapq.heappop(self.events)
-            action = self._choice(rank, now) if now >= self.free[rank] else None
+            action = self._choice(rank, now) if now >= free[rank] else None
             if action is not None:
-                self.latest[rank] += now - self.free[rank]
+                self.latest[rank] += now - free[rank]
                 if self.latest[rank] > limit * (1 + ROUNDING):
                     return
                 self._start(rank, action, now)
@@ -246,14 +262,13 @@ class _State:
     def _choice(self, rank: int, now: float) -> Action | None:
         """The rank's most urgent work that is ready; else a W, if it has time for one or must free memory."""
         next_arrival, is_blocked = inf, False
-        for stage, phase in self.order[rank]:
+        for stage, phase, kind in self.order[rank]:
             microbatch = self.following[stage, phase]
             in_flight = microbatch - self.following[stage, "B"]
             if phase == "F" and self.policy.ahead is not None and in_flight >= self.policy.ahead[rank]:
                 continue
-            ready = self.ready.get((stage, phase, microbatch), inf)
+            ready = self._ready(kind, stage, microbatch)
             if ready <= now and (phase == "B" or self._has_room(rank, stage)):
-                kind = phase if phase == "F" or not self.policy.splits else "I"
                 return Action(kind, stage, microbatch)
             is_blocked |= ready <= now
             next_arrival = min(next_arrival, ready if ready > now else inf)
@@ -263,6 +278,11 @@ class _State:
         fits = now + self.costs.seconds(first) * (1 - self.policy.overhang) <= next_arrival
         return self.put_off[rank].popleft() if fits or is_blocked else None
 
+    def _ready(self, kind: str, stage: int, microbatch: int) -> float:
+        """When the last operand arrives, as far as that is known."""
+        number = self.step.numbers.get((kind, stage, microbatch))
+        return inf if number is None or self.clock.missing[number] else self.clock.arrived[number]
+
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether F can save its bytes and leave room for a later stage of the rank, which must end first."""
         later = [s for s in self.frame.stages_on(rank) if s > stage]
@@ -270,28 +290,16 @@ class _State:
         return self.live[rank] + self.costs.stages[stage].saved + reserve <= self.caps[rank]
 
     def _start(self, rank: int, action: Action, now: float) -> None:
-        end = now + self.costs.seconds(action)
-        cost = self.costs.stages[action.stage]
         self.rows[rank].append(action)
-        self.free[rank] = end
-        self.live[rank] += cost.change(action.kind)
-        heapq.heappush(self.events, (end, rank))
-        if action.kind == "W":
-            return
-        self.following[action.stage, action.phase] += 1
+        self.live[rank] += self.costs.stages[action.stage].change(action.kind)
+        ready = self.clock.start(self.step.numbers[action.kind, action.stage, action.microbatch], now)
+        heapq.heappush(self.events, (self.clock.free[rank], rank))
+        if action.kind != "W":
+            self.following[action.stage, action.phase] += 1
         if action.kind == "I":
             self.put_off[rank].append(Action("W", action.stage, action.microbatch))
-        if action.kind == "F":
-            self._arrive((action.stage, "B", action.microbatch), end)
-        for edge in self.leaving.get((action.stage, action.phase), ()):
-            self._arrive((edge.target, edge.phase, action.microbatch), self.channels.arrival(edge, end))
-
-    def _arrive(self, work: Work, time: float) -> None:
-        """Note the arrival of one operand; with the last one the work is ready."""
-        missing, latest = self.missing.pop(work, (self.entering[work[:2]], 0.0))
-        latest = max(time, latest)
-        if missing > 1:
-            self.missing[work] = missing - 1, latest
-        else:
-            self.ready[work] = latest
-            heapq.heappush(self.events, (latest, self.frame.place[work[0]]))
+        num_messages, place = self.step.num_messages, self.frame.place
+        for number in ready:
+            for work in self.clock.start(number) if number < num_messages else (number,):
+                target = place[self.step.actions[work - num_messages].stage]
+                heapq.heappush(self.events, (self.clock.arrived[work], target))

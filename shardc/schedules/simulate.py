@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from shardc.language.errors import ShardingError, raise_all
+from shardc.schedules.clock import Clock, Task, Tasks
 from shardc.schedules.schedule import (
     RECEIVES,
     SENDS,
     Action,
     Edge,
-    Result,
     Schedule,
     edge_of,
     edges_from,
     edges_into,
     operands,
 )
-from shardc.schedules.timeline import Task, Timeline, peak_live, timeline
+from shardc.schedules.timeline import Timeline, peak_live, timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | StageCost | None = None) -> Timeline:
@@ -36,14 +35,13 @@ def simulate(schedule: Schedule, costs: Costs | StageCost | None = None) -> Time
     return timeline(tuple(_tasks(schedule, costs)), range(schedule.num_ranks), _resident(schedule, costs))
 
 
-def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None) -> tuple[int, ...]:
-    """The most bytes alive on each rank between two of its actions."""
+def peak_bytes(schedule: Schedule, costs: Costs | StageCost | None = None, step: Step | None = None) -> tuple[int, ...]:
+    """The most bytes alive on each rank between two of its actions. ``step``: as for ``with_messages``."""
     costs = costs_for(schedule.num_stages, costs)
-    rows: list[list[Task]] = [[] for _ in schedule.actions]
-    for task in _tasks(schedule, costs):
-        if isinstance(task.name, Action):
-            rows[schedule.place[task.name.stage]].append(task)
-    resident = _resident(schedule, costs)
+    if not schedule.has_messages:
+        schedule = with_messages(schedule, costs, step)
+    tasks, resident = _Tasks(schedule, costs), _resident(schedule, costs)
+    rows = ([tasks.action(rank, action) for action in row] for rank, row in enumerate(schedule.actions))
     return tuple(peak_live(row, rank, resident[rank]) for rank, row in enumerate(rows))
 
 
@@ -101,8 +99,8 @@ class _Tasks:
     """Makes the tasks of a schedule's actions and transfers."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        phases = ("F",) if schedule.is_forward_only else ("F", "B")
+        self.schedule, self.costs, self.is_forward_only = schedule, costs, schedule.is_forward_only
+        phases = ("F",) if self.is_forward_only else ("F", "B")
         edges = [edge for edge in schedule.edges if edge.phase in phases]
         self.entering, self.leaving = edges_into(edges), edges_from(edges)
 
@@ -110,7 +108,7 @@ class _Tasks:
         """The action on its rank."""
         if action.kind in SENDS:
             message = Message(edge_of(action), action.microbatch)
-            return Task(action, (rank,), reads=(message,), frees=(message,))
+            return Task(action, (rank,), frees=(message,))
         if action.kind in RECEIVES:
             message = Message(edge_of(action), action.microbatch)
             return Task(action, (rank,), makes={message: self._bytes(message)})
@@ -126,11 +124,11 @@ class _Tasks:
         if action.makes_messages:
             messages = [Message(edge, microbatch) for edge in self.leaving.get((stage, action.phase), ())]
             makes |= {message: self._bytes(message) for message in messages}
-        if action.kind == "F" and not self.schedule.is_forward_only:
+        if action.kind == "F" and not self.is_forward_only:
             makes[Saved("F", stage, microbatch)] = self.costs.stages[stage].saved
         if action.kind == "I":
             makes[Saved("I", stage, microbatch)] = self.costs.stages[stage].held
-        return Task(action, (rank,), seconds, tuple(transfers), reads, makes, reads)  # nothing else reads them
+        return Task(action, (rank,), seconds, tuple(transfers), makes=makes, frees=reads)  # nothing else reads them
 
     def transfer(self, send: Action) -> Task:
         """The transfer of a message on its channel, once it is sent and its receive is posted."""
@@ -143,33 +141,24 @@ class _Tasks:
         return self.costs.message_bytes.get(message.edge, 0)
 
 
-ROUNDING = 1e-9  # relative error of sums of seconds that are added in another order
 AnySchedule = TypeVar("AnySchedule", bound=Schedule)
 
 
-class Computation(NamedTuple):
-    """When a rank runs an action, in seconds from the start of the step."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-def with_messages(schedule: AnySchedule, costs: Costs | None = None) -> AnySchedule:
+def with_messages(schedule: AnySchedule, costs: Costs | None = None, step: Step | None = None) -> AnySchedule:
     """The schedule with a send after each computation whose result another rank reads, and a receive on that rank.
 
     Receives come in the order of the sends. ``costs`` decide which computation ends first; by default all take equally
     long. Messages that the schedule has already are inserted anew; reductions stay at the end. Raises a ShardingError
-    if the order of computations cannot run.
+    if the order of computations cannot run. ``step``: its tasks with these costs, if there are any yet.
     """
     bare = schedule.compute_only()
+    step = step or Step(bare, costs_for(schedule.num_stages, costs))
     rows: list[list[Action]] = [[] for _ in schedule.actions]
     leaving = edges_from(bare.crossing())
-    for rank, action, _, _ in computations(bare, costs_for(schedule.num_stages, costs)):
-        rows[rank].append(action)
+    for action in step.by_end(bare):
+        rows[schedule.place[action.stage]].append(action)
         for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
-            rows[rank].append(edge.send(action.microbatch))
+            rows[schedule.place[edge.source]].append(edge.send(action.microbatch))
             rows[schedule.place[edge.target]].append(edge.receive(action.microbatch))
     for rank, action in schedule.walk():
         rows[rank] += [action] if action.kind == "REDUCE" else []
@@ -177,97 +166,67 @@ def with_messages(schedule: AnySchedule, costs: Costs | None = None) -> AnySched
 
 
 def makespan(schedule: Schedule, costs: Costs, limit: float = inf) -> float:
-    """The end of the last computation in seconds; infinity as soon as it must be above the limit."""
-    remaining = [sum(map(costs.seconds, row)) for row in schedule.actions]
-    latest: float = 0
-    for rank, _, start, end in computations(schedule, costs):
-        remaining[rank] -= end - start
-        if end + remaining[rank] > limit * (1 + ROUNDING):
-            return inf
-        latest = max(latest, end)
-    return latest
+    """The end of a compute-only schedule in seconds; infinity as soon as it must be above the limit."""
+    return Step(schedule, costs).makespan(schedule, limit)
 
 
-def computations(schedule: Schedule, costs: Costs) -> Iterator[Computation]:
-    """Every computation of a compute-only schedule, by its end.
+class Step:
+    """The computations of a compute-only schedule and their messages as tasks, for any order of each rank.
 
-    Each rank computes in its own order. A message leaves once its value is computed and the channel is free. Raises a
-    ShardingError if ranks wait for ever.
+    Messages have the first numbers: of all that ends at one time they come first. Those of ``actions`` follow.
+    ``numbers``: of computations, by kind, stage and microbatch. ``sent``: for each task the messages of its result.
     """
-    state = _State(schedule, costs)
-    for rank in range(schedule.num_ranks):
-        state.enqueue(rank)
-    while state.queue:
-        yield state.finish(*heapq.heappop(state.queue))
-    stuck = [(r, row[at]) for r, (row, at) in enumerate(zip(schedule.actions, state.at, strict=True)) if at < len(row)]
-    if stuck:
-        what = "; ".join(f"rank {rank} waits before {action}" for rank, action in stuck)
-        remedy = "call check() on the schedule: it names the circle or what is missing"
-        raise ShardingError(f"schedule {schedule.name}", what, "no rank can go on", remedy)
 
-
-@dataclass(slots=True)
-class Channels:
-    """When each channel, an ordered pair of ranks, is free: messages of a channel follow each other."""
-
-    schedule: Schedule
-    costs: Costs
-    free: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def arrival(self, edge: Edge, end: float) -> float:
-        """When a result that is computed at ``end`` reaches the target of an edge; occupies the channel till then."""
-        if not self.schedule.is_crossing(edge):
-            return end
-        channel = self.schedule.place[edge.source], self.schedule.place[edge.target]
-        self.free[channel] = max(end, self.free.get(channel, 0)) + self.costs.transfer_seconds(edge)
-        return self.free[channel]
-
-
-class _State:
-    """The progress of every rank.
-
-    ``at``: the number of actions that each rank has finished. ``free``: when each rank is idle next. ``ends``: when
-    each result was computed; ``arrivals``: when it reached the target of an edge. ``queue``: computations whose inputs
-    have arrived, as (end, rank, start); ``waiting``: the ranks that need a result.
-    """
+    __slots__ = ("actions", "num_messages", "numbers", "sent", "tasks")
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.at, self.free = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-        self.channels = Channels(schedule, costs)
-        self.ends: dict[Result, float] = {}
-        self.arrivals: dict[tuple[Edge, int], float] = {}
-        self.queue: list[tuple[float, int, float]] = []
-        self.waiting: dict[Result, list[int]] = {}
-        self.leaving, self.entering = edges_from(schedule.edges), edges_into(schedule.edges)
+        self.actions = [action for _, action in schedule.walk()]
+        tasks = list(_message_tasks(schedule, costs))
+        self.num_messages = len(tasks)
+        keys = ((action.kind, action.stage, action.microbatch) for action in self.actions)
+        self.numbers = {key: number for number, key in enumerate(keys, self.num_messages)}
+        self.tasks = Tasks([*tasks, *_computation_tasks(schedule, costs)], f"schedule {schedule.name}")
+        self.sent = [[reader for reader in readers if reader < self.num_messages] for readers in self.tasks.readers]
 
-    def enqueue(self, rank: int) -> None:
-        """Enqueue the rank's next computation, or note which result it waits for."""
-        if self.at[rank] == len(self.schedule.actions[rank]):
-            return
-        action = self.schedule.actions[rank][self.at[rank]]
-        start = self.free[rank]
-        for result, edge in operands(action, self.entering):
-            if result not in self.ends:
-                self.waiting.setdefault(result, []).append(rank)
-                return
-            start = max(start, self.ends[result] if edge is None else self.arrivals[edge, action.microbatch])
-        heapq.heappush(self.queue, (start + self.costs.seconds(action), rank, start))
+    def run(self, schedule: Schedule, limit: float = inf) -> Clock:
+        """Run the computations in the order of a schedule, and messages in the order in which each rank makes them."""
+        rows: dict[Hashable, list[int]] = {}
+        for rank, row in enumerate(schedule.actions):
+            rows[rank] = [self.numbers[action.kind, action.stage, action.microbatch] for action in row]
+        for number in [number for row in rows.values() for number in row]:
+            for message in self.sent[number]:
+                rows.setdefault(self.tasks.lanes[message][0], []).append(message)
+        return self.tasks.run(rows, limit)
 
-    def finish(self, end: float, rank: int, start: float) -> Computation:
-        """Send the results of the rank's current computation and enqueue those that have waited for them."""
-        action = self.schedule.actions[rank][self.at[rank]]
-        self.at[rank], self.free[rank] = self.at[rank] + 1, end
-        ready = [rank]
-        if action.makes_messages:
-            for edge in self.leaving.get((action.stage, action.phase), ()):
-                self.arrivals[edge, action.microbatch] = self.channels.arrival(edge, end)
-            result = action.stage, action.phase, action.microbatch
-            self.ends[result] = end
-            ready += self.waiting.pop(result, ())
-        for other in ready:
-            self.enqueue(other)
-        return Computation(rank, action, start, end)
+    def by_end(self, schedule: Schedule) -> list[Action]:
+        """The computations of a schedule, by their ends."""
+        first = self.num_messages
+        return [self.actions[number - first] for number in self.run(schedule).order if number >= first]
+
+    def makespan(self, schedule: Schedule, limit: float = inf) -> float:
+        """The end in seconds of computations in the order of a schedule; infinity if it is above the limit."""
+        clock = self.run(schedule, limit)
+        return max(clock.ends, default=0) if clock.is_done else inf
+
+
+def _message_tasks(schedule: Schedule, costs: Costs) -> Iterator[Task]:
+    leaving = edges_from(schedule.crossing())
+    for rank, action in schedule.walk():
+        for edge in leaving.get((action.stage, action.phase), ()) if action.makes_messages else ():
+            channel, seconds = (rank, schedule.place[edge.target]), costs.transfer_seconds(edge)
+            yield Task(Message(edge, action.microbatch), (channel,), seconds, (action,))
+
+
+def _computation_tasks(schedule: Schedule, costs: Costs) -> Iterator[Task]:
+    entering, crossing = edges_into(schedule.edges), set(schedule.crossing())
+    makers = {(each.stage, each.phase, each.microbatch): each for _, each in schedule.walk() if each.makes_messages}
+    for rank, action in schedule.walk():
+        reads = operands(action, entering)
+        after = (
+            Message(edge, action.microbatch) if edge in crossing else makers.get(result, result)
+            for result, edge in reads
+        )
+        yield Task(action, (rank,), costs.seconds(action), tuple(after))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from math import ceil
 from typing import Literal
 
 from shardc.language.errors import ShardingError
 from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
+from shardc.schedules.clock import Task, Tasks
 from shardc.schedules.schedule import COMPUTE, Action
 from shardc.schedules.trace import Trace, TraceArgs, TraceName, TraceSlice
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Work that takes time: a computation of a rank, a message, or a collective that several ranks enter together.
-
-    It starts once all its ``lanes`` are free and every task named in ``after`` has ended, and occupies the lanes for
-    ``seconds``. On the ranks of ``memory`` (by default its lanes) it ``reads`` values, ``makes`` new ones (name and
-    bytes), and ``frees`` others at its end.
-    """
-
-    name: Hashable
-    lanes: tuple[Hashable, ...]
-    seconds: float = 0
-    after: tuple[Hashable, ...] = ()
-    reads: tuple[Hashable, ...] = ()
-    makes: Mapping[Hashable, int] = field(default_factory=dict)
-    frees: tuple[Hashable, ...] = ()
-    memory: tuple[Hashable, ...] | None = None
-
-    def touches(self, rank: Hashable) -> bool:
-        """Whether it reads, makes or frees values of a rank."""
-        return rank in (self.lanes if self.memory is None else self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,42 +92,13 @@ def timeline(
     ``resident``: bytes that are allocated on a rank from the start. Raises a ShardingError if tasks wait for each other
     in a circle, or if one reads or frees a value that is not alive in its memory.
     """
-    by_name = {task.name: task for task in tasks}
-    waits = _waits(tasks)
-    starts: dict[Hashable, float] = {}
-    ends: dict[Hashable, float] = {}
-    reasons: dict[Hashable, Hashable] = {}
-    try:
-        order = list(TopologicalSorter(waits).static_order())
-    except CycleError as error:
-        circle = " waits for ".join(map(str, reversed(error.args[1])))
-        raise ShardingError("timeline", circle, "no task of a circle can start", "order the lanes otherwise") from None
-    for name in order:
-        if waits[name]:
-            reasons[name] = max(waits[name], key=ends.__getitem__)
-        starts[name] = ends[reasons[name]] if waits[name] else 0
-        ends[name] = starts[name] + by_name[name].seconds
-    by_end = [by_name[name] for name in sorted(ends, key=ends.__getitem__)]  # stable: equal ends in order of waiting
-    peaks = [peak_live([t for t in by_end if t.touches(rank)], rank, (resident or {}).get(rank, 0)) for rank in ranks]
+    numbered = Tasks(tasks)
+    clock, names = numbered.run(numbered.rows()), numbered.names
+    in_order = [tasks[number] for number in clock.order]
+    peaks = [peak_live([t for t in in_order if t.touches(rank)], rank, (resident or {}).get(rank, 0)) for rank in ranks]
+    starts = {names[number]: clock.starts[number] for number in clock.order}
+    reasons = {names[number]: names[reason] for number, reason in clock.reasons().items()}
     return Timeline(tuple(tasks), starts, reasons, tuple(ranks), tuple(peaks))
-
-
-def _waits(tasks: Sequence[Task]) -> dict[Hashable, list[Hashable]]:
-    """The tasks that must end before each task starts: the previous one on each of its lanes, and its ``after``."""
-    lanes: dict[Hashable, list[Hashable]] = {}
-    for task in tasks:
-        for lane in task.lanes:
-            lanes.setdefault(lane, []).append(task.name)
-    waits: dict[Hashable, list[Hashable]] = {task.name: [] for task in tasks}
-    for names in lanes.values():
-        for before, after in pairwise(names):
-            waits[after].append(before)
-    for task in tasks:
-        absent = ", ".join(str(name) for name in task.after if name not in waits)
-        if absent:
-            raise ShardingError("timeline", f"{task.name} waits for {absent}", "no such task runs", "give it too")
-        waits[task.name] += task.after
-    return waits
 
 
 def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:

@@ -196,3 +196,21 @@ def test_an_impossible_action_is_refused(stranger: Action, problem: str) -> None
     schedule = named("gpipe", 2, 2)
     with pytest.raises(ShardingError, match=problem):
         replace(schedule, actions=((*schedule.actions[0], stranger), schedule.actions[1])).check()
+
+
+def test_receives_without_sends_are_refused() -> None:
+    schedule = named("gpipe", 2, 1)
+    rows = [[action for action in row if action.kind not in SENDS] for row in schedule.actions]
+    with pytest.raises(ShardingError, match="0SEND_F0 0 times, 1RECV_F0 1 times\n  each comes once"):
+        replace(schedule, actions=tuple(map(tuple, rows))).check()
+
+
+def test_an_order_that_cannot_run_is_named_by_its_tasks() -> None:
+    schedule = shardc.schedule("gpipe", 2, 1)
+    backward_first = replace(schedule, actions=tuple(row[::-1] for row in schedule.actions))
+    with pytest.raises(
+        ShardingError, match="schedule gpipe: 0F0 waits for 0B0 waits for 0F0\n  no task of a circle can start"
+    ):
+        backward_first.with_messages()
+    with pytest.raises(ShardingError, match="schedule gpipe: 1F0 waits for 0→1 F0\n  no such task runs"):
+        replace(schedule, actions=((), schedule.actions[1])).with_messages()

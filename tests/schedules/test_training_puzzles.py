@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import shardc
+from shardc.schedules.clock import Task
 from shardc.schedules.simulate import Costs, StageCost
-from shardc.schedules.timeline import Task, Timeline, timeline
+from shardc.schedules.timeline import Timeline, timeline
 
 WEIGHT, ACTIVATION = 512 * 512, 512 * 256
 UPDATE, COLLECTIVE, MESSAGE = 0.5, 0.3, 0.2

@@ -35,8 +35,9 @@ from shardc.report.explain.explain import Explainer
 from shardc.report.explain.explanation import Explanation, reason_text
 from shardc.report.explain.records import Chain
 from shardc.report.explain.strict import strict_offences
+from shardc.schedules.clock import Task
 from shardc.schedules.schedule import Action
-from shardc.schedules.timeline import Task, rounded
+from shardc.schedules.timeline import rounded
 
 if TYPE_CHECKING:
     from shardc.compiler import Compiled
