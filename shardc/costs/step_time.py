@@ -230,7 +230,7 @@ def _seconds_by_axis(
     elsewhere = on_machine(program, replace(program.options.machine, links=links))
     seconds = dict.fromkeys(links, 0.0)
     for each in collectives:
-        names = _axes(program, each)
+        names = [name for name in _axes(program, each) if name in links]  # an axis of one rank has none
         for name in names:
             seconds[name] += each.times * collective_seconds(elsewhere, each) / len(names)
     return seconds
