@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardc import compiler
 from shardc.capture.annotations import Match, Spec, annotated_parameters, check_annotations
 from shardc.capture.call import input_values, state_of
-from shardc.language.errors import raise_all
+from shardc.capture.capture import Captured
+from shardc.compiler import Request
+from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
@@ -80,6 +82,19 @@ class Compiled(compiler.Compiled):
         from shardc.costs.step import step_cost
 
         return step_cost(self.program)
+
+    def recompile(self, **changes: Any) -> Compiled:
+        """Compile the model again with other arguments of ``shardc.compile``; this program stays as it is.
+
+        Arguments that are not named stay as they are. The model is captured again, which is half of a compile, for
+        other ``args``, ``kwargs``, ``train``, ``differentiable``, ``precision`` or annotations of modules' outputs, and
+        where it has changed itself.
+
+        Raises an OptionError for an argument that ``compile`` does not have, else what ``compile`` raises.
+        """
+        assert self.request is not None, "compiled by hand"
+        known = None if {"args", "kwargs"} & changes.keys() else self.captured
+        return _compiled(self.model, _changed(self.request, changes), known)
 
     def dump(self, format: str = "text", only: str = "") -> str:
         """The program as text, json, dot or html; ``only`` tables by name, or a glob of values and modules.
@@ -193,20 +208,45 @@ def compile(
     Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
     """
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
-    options.check(described)
+    request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
+    return _compiled(model, request)
+
+
+_compile = compile  # under a name that ``parallelize`` has no argument of
+
+
+def _compiled(model: nn.Module, request: Request, known: Captured | None = None) -> Compiled:
+    """The model compiled as requested; ``known``: a capture of it, to keep if it can be kept."""
+    request.options.check(request.mesh)
     check_model(model)
-    check_call(args, kwargs or {}, train, differentiable, strict)
-    request = compiler.Request(
-        described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict
-    )
-    data = compiler.compile_request(model, request)
+    check_call(request.args, request.kwargs, request.train, request.differentiable, request.strict)
+    data = compiler.compile_request(model, request, known)
     compiled = Compiled(**{each.name: getattr(data, each.name) for each in fields(data)})
-    if strict:
+    if request.strict:
         raise_all(strict_offences(compiled))
     return compiled
 
 
-_compile = compile  # under a name that ``parallelize`` has no argument of
+def _changed(request: Request, changes: Mapping[str, Any]) -> Request:
+    """A request with other arguments of ``compile``, by name. Raises an OptionError for a name that it lacks."""
+    options = {each.name for each in fields(Options)} - {"machine"} | {"links"}
+    known = sorted({each.name for each in fields(Request)} - {"options"} | options)
+    problem = "it takes arguments of shardc.compile, but for the model"
+    raise_all([
+        OptionError(f"recompile({name}=...)", "there is no such argument", problem,
+                    did_you_mean(name, known) or f"say one of {', '.join(known)}")
+        for name in changes if name not in known
+    ])  # fmt: skip
+    mesh = Mesh.of(changes.get("mesh", request.mesh))
+    if request.fixed and "fixed" not in changes and mesh != request.mesh:
+        what, problem = f"fixed= has shardings on {request.mesh}", f"there are none of them on {mesh}"
+        raise OptionError("recompile(mesh=...)", what, problem, "say fixed= too, () for none")
+    other_options = {name: value for name, value in changes.items() if name in options and name != "links"}
+    if "links" in changes:
+        other_options["machine"] = machine_of(changes["links"])
+    others = {name: value for name, value in changes.items() if name not in options}
+    others |= {name: others[name] or {} for name in ("annotations", "kwargs") if name in others}
+    return replace(request, **others | {"mesh": mesh, "options": replace(request.options, **other_options)})
 
 
 def parallelize(

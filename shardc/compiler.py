@@ -11,11 +11,11 @@ import torch
 
 from shardc.capture.annotations import Matched, Spec, idle_error, match, note_of, resolve, unused_annotations
 from shardc.capture.call import CallingConvention, flatten, rebuild
-from shardc.capture.capture import Captured, capture
+from shardc.capture.capture import Captured, capture, is_same_capture
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step_time import slow_link_note
-from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.errors import CaptureError, OptionError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.options import Options
 from shardc.passes.order import PROPAGATED, UNANNOTATED, Pass, run_passes
@@ -51,6 +51,7 @@ class Compiled:
 
     ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
     name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
+    ``captured``: the model as it was captured, which no pass touches but to bind rules.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Compiled:
     after: Mapping[str, Program] = field(repr=False)
     seconds: Mapping[str, float] = field(default_factory=dict)
     request: Request | None = field(default=None, repr=False)
+    captured: Captured | None = field(default=None, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -88,8 +90,10 @@ class Compiled:
         return [program for program in self.after.values() if program.level != "localized"][-1]
 
 
-def compile_request(model: nn.Module, request: Request) -> Compiled:
+def compile_request(model: nn.Module, request: Request, known: Captured | None = None) -> Compiled:
     """Capture a model, pin what is annotated, and run the passes.
+
+    ``known``: a capture of the model, which is kept if the request would give the same.
 
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
@@ -100,7 +104,7 @@ def compile_request(model: nn.Module, request: Request) -> Compiled:
 
     start = time.perf_counter()
     matched = match_annotations(model, request)
-    captured = capture_model(model, request, matched)
+    captured = capture_model(model, request, matched) if known is None else keep_capture(known, model, request, matched)
     pins = resolve_pins(captured.program, request, matched)
     unused = list(unused_annotations(captured.program, matched, pins))
     if request.strict:
@@ -110,7 +114,7 @@ def compile_request(model: nn.Module, request: Request) -> Compiled:
         local = run_passes(after["capture"], watch)
     unused += map(idle_error, idle_annotations(after[UNANNOTATED.__name__], after[PROPAGATED.__name__]))
     request = replace(request, **_on_meta(request))
-    compiled = Compiled(model, local, captured.convention, after, seconds, request)
+    compiled = Compiled(model, local, captured.convention, after, seconds, request, captured)
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
     whole = compiled.whole
@@ -129,10 +133,31 @@ def match_annotations(model: nn.Module, request: Request) -> Matched:
 
 def capture_model(model: nn.Module, request: Request, matched: Matched) -> Captured:
     """The joint graph of the model, with annotations of module outputs in it. Raises a CaptureError."""
-    return capture(
-        model, request.args, request.kwargs, train=request.train, modules=matched.modules,
-        differentiable=request.differentiable, precision=request.options.precision,
-    )  # fmt: skip
+    return capture(model, request.args, request.kwargs, **_about_capture(request, matched))
+
+
+def keep_capture(known: Captured, model: nn.Module, request: Request, matched: Matched) -> Captured:
+    """A capture of the model, its rules unbound; another one if request or model differ in what a capture depends on.
+
+    Raises a CaptureError where that needs values of inputs, which the request of a compiled model has not.
+    """
+    if is_same_capture(known, model, request.args, request.kwargs, **_about_capture(request, matched)):
+        return replace(known, program=known.program.unbound())
+    try:
+        return capture_model(model, request, matched)
+    except CaptureError as error:
+        if known.has_guards:
+            problem = "the model has to be captured again, by values of its inputs, of which the types alone were kept"
+            raise CaptureError(error.who, problem, "say args= and kwargs= too, with values") from error
+        raise
+
+
+def _about_capture(request: Request, matched: Matched) -> dict[str, Any]:
+    """The options of ``capture``."""
+    return {
+        "train": request.train, "modules": matched.modules, "differentiable": request.differentiable,
+        "precision": request.options.precision,
+    }  # fmt: skip
 
 
 def resolve_pins(captured: Program, request: Request, matched: Matched) -> tuple[Pin, ...]:

@@ -86,11 +86,20 @@ class Captured:
     """A captured program and how it is called.
 
     ``aliases``: for every further name of a tied parameter or buffer its first, which is the one in the program.
+    ``modules``, ``differentiable``, ``precision``: those that it was captured with.
     """
 
     program: Program
     convention: CallingConvention
     aliases: Mapping[str, str]
+    modules: Mapping[str, Match]
+    differentiable: tuple[str, ...]
+    precision: Precision | None
+
+    @property
+    def has_guards(self) -> bool:
+        """Whether the program holds for some values of the inputs alone."""
+        return any(output.kind == "guard" for output in self.program.outputs)
 
 
 def capture(
@@ -121,6 +130,28 @@ def capture(
         note_place_in_model(error, failing_place(error, model))
         raise
     return joint.captured(traced)
+
+
+def is_same_capture(
+    captured: Captured,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    train: bool,
+    modules: Mapping[str, Match],
+    differentiable: tuple[str, ...],
+    precision: Precision | None,
+) -> bool:
+    """Whether ``capture`` with these arguments gives what is captured already; values of tensors are left aside."""
+    asked = tuple(modules.items()), tuple(differentiable), precision
+    if asked != (tuple(captured.modules.items()), tuple(captured.differentiable), captured.precision):
+        return False
+    parameters, buffers, _ = state_names(model)
+    types = {name: TensorType.of(tensor) for name, tensor in {**parameters, **buffers}.items()}
+    stored = [put for put in captured.program.inputs if put.kind in ("parameter", "buffer")]  # constants included
+    has_same_types = all(types.get(put.name, put.type) == put.type for put in stored)
+    return has_same_types and call_signature(model, args, kwargs, train) == captured.convention.signature
 
 
 @dataclass(eq=False)
@@ -270,7 +301,7 @@ class _Joint:
         program = replace(program, notes=(*program.notes, *skipped, *masked))
         forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
         convention = CallingConvention(forward, self.outputs, self.output_tree, signature, constants)
-        return Captured(program, convention, self.aliases)
+        return Captured(program, convention, self.aliases, self.modules, self.differentiable, self.precision)
 
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:

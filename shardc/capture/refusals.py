@@ -290,9 +290,9 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
         remedy = "check outside of the model, or write torch._assert(condition, message), which is passed over"
     elif isinstance(error, DataDependentOutputException):
         problem = f"what runs next depends on the value of a tensor, which is unknown during capture{reason}"
+        comparison = "branch on a comparison of tensors (if (a == b).all():, if x.max() > 3:), "
         remedy = (
-            "branch on a comparison of tensors (if (a == b).all():, if x.max() > 3:), use torch.where or torch.cond, "
-            "or pass the number to the model"
+            f"{'' if RANDOM in reason else comparison}use torch.where or torch.cond, or pass the number to the model"
         )
     elif isinstance(error, DynamicOutputShapeException):
         problem = f"the shape of a result depends on the values of a tensor{reason}"
@@ -335,6 +335,9 @@ READ_BY_SHAPE: Mapping[Any, tuple[int, ...]] = {torch.ops.aten._ctc_loss.Tensor:
 
 class NoValueError(LookupError):
     """The result of an op is unknown before the program runs; the message says why."""
+
+
+RANDOM = "it depends on numbers that are drawn at random"
 
 
 _GENERATED = ("<frozen", "<string", "<eval_with_key")
@@ -501,7 +504,7 @@ class Guards:
         if read & self._unknown:
             raise NoValueError("it depends on a gradient that comes in later")
         if any(map(is_random, read)):
-            raise NoValueError("it depends on numbers that are drawn at random")
+            raise NoValueError(RANDOM)
         values = {**self._values, **known}
         if any(each.op == "placeholder" and each not in values for each in needed):
             raise NoValueError("it depends on tensors without values: capture with real ones")

@@ -119,6 +119,14 @@ class Program:
             new.meta.update(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
+    def unbound(self) -> Program:
+        """A copy whose calls have no rules yet: the table may have others by now."""
+        program = self.copy()
+        for node in program.calls:
+            for fact in ("rule", "is_fallback", "checked"):
+                node.meta.pop(fact, None)
+        return program
+
     # Inputs and outputs of the graph.
 
     @property

@@ -142,7 +142,7 @@ def means_stacked(h: Tensor, b: Batch) -> Tensor:
 
 
 REFUSED = [
-    (scaled_if_drawn, "torch.where", scaled_where_drawn),
+    (scaled_if_drawn, "\n  use torch.where", scaled_where_drawn),
     (scaled_if_drawn, "torch.cond", scaled_by_cond),
     (divided_by_a_number, "compute with the tensor", divided_by_a_tensor),
     (weights_by_numpy, "compute it with torch", weights_by_torch),

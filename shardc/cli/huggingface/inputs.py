@@ -339,12 +339,13 @@ EXTRA = (  # arguments that may be left out of a call, says the signature, while
     "image_embeds_position_mask",
     *("prompt_pixel_values", "prompt_masks", "pixel_position_ids", "query_embeds", "input_ids", "attention_mask"),
 )
-HAS_VALUES = (
+HAS_VALUES = (  # numbers that a model reads, to know what is one image, or what is padding
     "grid_thw",
     "image_grid_thw",
     "merge_sizes",
     "spatial_shapes",
-)  # numbers that a model reads, to know what is one image
+    "attention_mask",
+)
 
 
 def text_inputs(sizes: Sizes) -> Inputs:
