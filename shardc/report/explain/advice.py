@@ -7,8 +7,9 @@ without the optimizer's states, nor its floating-point operations grow. Changes 
 likeliest group first; of the first group with a free one, the free one that sends least is the advice. Where none is
 free, the advice is the change that removes the collective altogether and costs least, with its cost.
 
-Where a model repeats a block more than twice, changes are tried on two of its blocks. The best one is then compiled for
-the whole model, whose costs are told; where it does not do there what it did on two blocks, all are tried on the whole.
+Where a model repeats a block more than twice, changes are tried on two of its blocks. The best two are then compiled
+for the whole model, whose costs are told; where they do not do there what they did on blocks, all are tried on the
+whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardc.report.explain.collectives import Transfer, is_removed, replacement_
 from shardc.report.explain.retry import Attempt, Change, Figures, Retry
 
 REMOVE, SHRINK = "to remove it", "to send less between stages"
+FINALISTS = 2  # changes that are compiled for the whole model: on two blocks the second may look like the first
 WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
@@ -57,6 +59,11 @@ class Suggestion:
     flags: str
     all_flags: str
     instead: tuple[str, ...] = ()
+
+    @property
+    def excess(self) -> tuple[float, int]:
+        """What it costs: how much grows, then the bytes that are sent. A free change comes before all others."""
+        return 0.0 if self.is_free else self.after.excess(self.before), self.after.wire_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +160,9 @@ class Advisor:
         if near is not None and is_removed(goal.transfers, near.transfers):
             near = None  # two blocks do not have it
         for retry in (near, self._retry) if near is not None else (self._retry,):
-            change, is_free, tried = best_change(goal, retry)
-            suggestion = None if change is None else self._suggestion(goal, change)
+            changes, is_free, tried = best_changes(goal, retry)
+            suggestions = filter(None, (self._suggestion(goal, change) for change in changes[:FINALISTS]))
+            suggestion = min(suggestions, key=lambda each: each.excess, default=None)
             if suggestion is not None and suggestion.is_free >= is_free:
                 return Advice(name, tried, "" if suggestion.is_free else goal.why, suggestion, goal.aim, retry.blocks)
         return Advice(name, tried, goal.why, None, goal.aim)
@@ -203,25 +211,24 @@ class Advisor:
         return Suggestion(change, before, attempt.figures, is_free, python, flags, all_flags, instead)
 
 
-def best_change(goal: Goal, retry: Retry) -> tuple[Change | None, bool, int]:
-    """The leanest free change of a group, or else the cheapest that meets the goal altogether.
+def best_changes(goal: Goal, retry: Retry) -> tuple[list[Change], bool, int]:
+    """The free changes of a group, the leanest first, or else those that meet the goal altogether, the cheapest first.
 
-    With it, whether it is free, and how many changes were compiled.
+    Of changes that cost the same, the first. With them, whether they are free, and how many changes were compiled.
     """
     tried, before = 0, retry.figures
-    met: list[tuple[Change, Figures]] = []
+    met: dict[Figures, Change] = {}
     for group in goal.changes:
-        free: list[tuple[Change, Figures]] = []
+        free: dict[Figures, Change] = {}
         for change in group:
             attempt = retry.attempt(change)
             tried += attempt is not None
             if attempt is None or not goal.is_met(attempt, False):
                 continue
             if attempt.figures.is_free_after(before):
-                free.append((change, attempt.figures))
+                free.setdefault(attempt.figures, change)
             elif goal.is_met(attempt, True):
-                met.append((change, attempt.figures))
+                met.setdefault(attempt.figures, change)
         if free:
-            return min(free, key=lambda pair: pair[1].wire_bytes)[0], True, tried
-    cheapest = min(met, key=lambda pair: pair[1].excess(before), default=(None, None))
-    return cheapest[0], False, tried
+            return [free[each] for each in sorted(free, key=lambda each: each.wire_bytes)], True, tried
+    return [met[each] for each in sorted(met, key=lambda each: each.excess(before))], False, tried
