@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,16 @@ aten = torch.ops.aten
 def _index(emit: Emitter) -> fx.Node:
     """A lookup at positions along some dims."""
     return emit(lookup_at, emit.given["self"], *_places(emit))
+
+
+def _select(emit: Emitter) -> fx.Node:
+    """A lookup at one position."""
+    return emit(lookup_at, emit.given["self"], *_place(emit, emit.shape(emit.given["self"])))
+
+
+def _select_backward(emit: Emitter) -> fx.Node:
+    """A gradient at the one position that it is of."""
+    return emit(add_at, emit.given["grad_output"], *_place(emit, emit.shape(emit.node)))
 
 
 def _index_put(emit: Emitter) -> fx.Node:
@@ -81,6 +91,13 @@ def _places(emit: Emitter) -> tuple[Any, ...]:
     return (*places, *(emit(aten.arange.default, shape[dim]) for dim in indices), tuple(indices))
 
 
+def _place(emit: Emitter, shape: Sequence[int]) -> tuple[Any, ...]:
+    """The index of a select, counted from 0, the positions of its dim, and the dim."""
+    dim = emit.given["dim"] % len(shape)
+    index = emit(aten.scalar_tensor.default, emit.given["index"] % shape[dim], dtype=torch.int64)
+    return index, emit(aten.arange.default, shape[dim]), (dim,)
+
+
 def _along(emit: Emitter) -> tuple[fx.Node, int]:
     """The positions of the dim, and the dim."""
     shape = emit.shape(emit.given["self"])
@@ -95,6 +112,12 @@ def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> i
     """What is found, reduced; a mask has no sum."""
     type_ = program.type(node)
     return NEVER if type_.dtype == torch.bool else 2 * type_.nbytes
+
+
+def _select_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
+    """What all selects of the same dim find, since one gather would serve all of them."""
+    others = [user for user in operand(node).users if user.target is node.target and user.args[1] == node.args[1]]
+    return min(NEVER, len(others) * lookup_moves(program, node, factors))
 
 
 def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
@@ -127,6 +150,8 @@ def _is_full(program: Program, node: fx.Node) -> bool:
 
 INDEXING = {
     aten.gather.default: Decomposition(_gather, lookup_moves),
+    aten.select.int: Decomposition(_select, _select_moves),
+    aten.select_backward.default: Decomposition(_select_backward, lambda *_: 0),
     aten.scatter_add.default: Decomposition(_scatter_add, _add_moves),
     **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), Decomposition(_index, lookup_moves)),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), Decomposition(_index_put, _put_moves)),

@@ -36,7 +36,7 @@ from shardc.language.machine import LOCAL_KINDS
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
-from shardc.program.node import ancestors, is_free, is_getitem, operand
+from shardc.program.node import ancestors, is_free, is_getitem
 from shardc.program.program import Program
 
 
@@ -74,7 +74,7 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
     """
     views: dict[fx.Node, None] = {}  # collectives and views of their results, in order
     for node in program.graph.nodes:
-        if _sends(program, node) or (is_free(node) and operand(node) in views):
+        if _sends(program, node) or (is_free(node) and not views.keys().isdisjoint(node.all_input_nodes)):
             views[node] = None
     owners = owners_of(program, views)
     copies = {node for node in views if not is_getitem(node) and owners[program.value(node)][0] is node}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as retains_gra
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import CallingConvention
+from shardc.capture.signature import TensorLeaf
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of, is_small_output
@@ -119,6 +120,11 @@ class CompiledCall:
                 value = value.clone() if i in self._saved_outputs else value.detach()
             outputs.append(value)
         return tuple(outputs), saved
+
+    def without_gradient(self, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The outputs that need no gradient in the model: those that are detached, or depend on data alone."""
+        leaves = [leaf for _, leaf in self.compilation.convention.outputs if isinstance(leaf, TensorLeaf)]
+        return (output for output, leaf in zip(outputs, leaves, strict=True) if not leaf.requires_grad)
 
     def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
         """The tensors of a call that its backward refers to, once the call has run."""
@@ -278,6 +284,7 @@ class ProgramFunction(torch.autograd.Function):
         outputs, ctx.saved = call.forward(values)
         ctx.call, ctx.tensors = call, call.tensors_for_backward(values, outputs)
         ctx.number = 0 if call.gate is None else call.gate.calls
+        ctx.mark_non_differentiable(*call.without_gradient(outputs))
         return outputs
 
     @staticmethod

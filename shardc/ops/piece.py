@@ -78,7 +78,7 @@ _slice_rule(aten.slice_scatter.default, "L, S -> L", 2, linear="01")
 
 
 def _select_rule(spec: str, at: int, default: int | None = None, linear: str | None = "0") -> Bind:
-    """``L`` in the spec is a tensor, ``S`` one without a dim of it; ``at``: the argument that is the dim.
+    """``L`` in the spec is a tensor, ``S`` one without a dim of it, ``v``; ``at``: the argument that is the dim.
 
     ``S*`` are all operands, or all results. ``linear`` None: a partial sum may pass when it is open on all operands.
     """
@@ -86,8 +86,8 @@ def _select_rule(spec: str, at: int, default: int | None = None, linear: str | N
     def bind(call: OpCall) -> Rule:
         names, dim = dim_names(len(_large(spec, call).shape)), argument(call, at, default)
         bound = spec.replace("*", ", S" * (max(len(call.operands), len(call.results)) - 1))
-        bound = bound.replace("L", spec_with(names, dim, "1")).replace("S", spec_with(names, dim, ""))
-        return make_rule(bound, call, linear=_all_operands(call) if linear is None else linear)
+        bound = bound.replace("L", spec_with(names, dim, "v")).replace("S", spec_with(names, dim, ""))
+        return make_rule(bound, call, linear=_all_operands(call) if linear is None else linear, whole="v")
 
     return bind
 
@@ -96,7 +96,7 @@ def _all_operands(call: OpCall) -> Groups:
     return (frozenset(range(len(call.operands))),)
 
 
-rule(aten.select.int, _select_rule("L -> S", 1))
+rule(aten.select.int, _select_rule("L -> S", 1))  # v cut: passes/decompose/index.py
 rule(aten.select_backward.default, _select_rule("S -> L", 2), sizes=1)
 rule(aten.select_scatter.default, _select_rule("L, S -> L", 2, linear="01"))
 rule(aten.stack.default, _select_rule("S* -> L", 1, default=0, linear=None))

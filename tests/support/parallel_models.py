@@ -78,6 +78,14 @@ class Summed(nn.Module):
         return y, y.sin()
 
 
+class Detached(Summed):
+    """A loss, an activation, and outputs that need no gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        y = self.linear(x)
+        return y.sum(), y.sin(), x * 2, torch.zeros(3), y.detach()
+
+
 class PerRow(nn.Module):
     """Losses of the rows and what they are of; the sum of the losses is saved for backward in pieces."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gpt import DATA, GPT, MEGATRON, Config
-from printed import Function
+from printed import Function, compiled, parameter, value
 from torch import Tensor, nn
 
 import shardc
@@ -288,6 +288,7 @@ INDEXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_add": lambda table, ids: table.index_add(0, ids, table[:5].cos()),
     "index_put": lambda table, ids: table.index_put((ids,), table[:5].cos(), accumulate=True),
     "index_select": lambda table, ids: table.index_select(0, ids),
+    "one row": lambda table, ids: table[-1],
     "cross entropy": lambda table, ids: F.cross_entropy(table.t()[:5], ids, reduction="none"),
 }
 
@@ -303,6 +304,26 @@ def test_indices_into_a_dim_cut_in_blocks_name_the_right_positions(name: str, sp
     loss = model(ids)
     torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-10)
     torch.testing.assert_close(gradients["table"], torch.autograd.grad(loss, model.table)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("positions", [(0,), (0, -1), range(8)], ids=str)
+def test_a_few_positions_of_a_cut_dim_are_reduced_and_many_moved_at_once(positions: Sequence[int], length: int) -> None:
+    """Classifiers read the first token of a sequence that is cut; a recurrent loop reads each step."""
+
+    def picked(x: Tensor, weight: Tensor) -> Tensor:
+        h = x * weight
+        return torch.stack([h[:, i].sin() for i in positions]).sum(0)
+
+    x, weight = value(4, length, 6), parameter(6)
+    found = compiled(picked, Mesh(sp=4), {"x": P(None, "sp"), "output:output": P()}, train=True, x=x, weight=weight)
+    moved = [each for each in found.collectives if each.phase == "forward"]
+    position, gathered = 4 * 6 * 4, 4 * 16 * 6 * 4
+    if len(positions) <= 2:
+        assert {each.kind for each in moved} == {"all_reduce"}
+        assert sum(each.bytes for each in moved) == len(positions) * position
+    else:
+        assert sum(each.wire_bytes for each in moved) <= gathered * 3 // 4
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from parallel_models import (
     MLP,
     OPTIMIZERS,
     TIED,
+    Detached,
     PerRow,
     Shared,
     Summed,
@@ -201,6 +202,15 @@ class TestOnVirtualRanks:
             output = model(**ids(0))
             (output.loss + output.logits.sum()).backward()
         assert_same(parallel.out.weight.grad, alone.out.weight.grad)
+
+    def test_outputs_need_gradients_where_the_models_do(self):
+        alone, parallel = models(Detached, {"x": P("dp")}, differentiable=("1",))
+        x, _ = doubles(0)
+        needed = [each.requires_grad for each in alone(x)]
+        assert needed == [True, True, False, False, False] == [each.requires_grad for each in parallel(x)]
+        for model in (parallel, alone):
+            sum(each.sum() for each in model(x) if each.requires_grad).backward()
+        assert_same(parallel.linear.weight.grad, alone.linear.weight.grad)
 
     def test_without_gradients_only_the_forward_is_compiled(self):
         alone, parallel = models()
