@@ -6,11 +6,15 @@ A change is free if it removes the collective, a rank sends fewer bytes a step, 
 without the optimizer's states, nor its floating-point operations grow. Changes are compiled group by group, the
 likeliest group first; of the first group with a free one, the free one that sends least is the advice. Where none is
 free, the advice is the change that removes the collective altogether and costs least, with its cost.
+
+Where a model repeats a block more than twice, changes are tried on two of its blocks. The best two are then compiled
+for the whole model, whose costs are told; where they do not do there what they did on blocks, all are tried on the
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,11 +25,12 @@ from shardc.program.collective import Collective
 from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.candidates import candidates, related_annotations, stage_candidates
+from shardc.report.explain.candidates import candidates, paths_near, related_annotations, stage_candidates
 from shardc.report.explain.collectives import Transfer, is_removed, replacement_kinds, transfers, why_needed
 from shardc.report.explain.retry import Attempt, Change, Figures, Retry
 
 REMOVE, SHRINK = "to remove it", "to send less between stages"
+FINALISTS = 2  # changes that are compiled for the whole model: on two blocks the second may look like the first
 WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
@@ -55,13 +60,19 @@ class Suggestion:
     all_flags: str
     instead: tuple[str, ...] = ()
 
+    @property
+    def excess(self) -> tuple[float, int]:
+        """What it costs: how much grows, then the bytes that are sent. A free change comes before all others."""
+        return 0.0 if self.is_free else self.after.excess(self.before), self.after.wire_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """Changes that would remove the collective ``name``, after ``tried`` changes were compiled.
 
     ``suggestion`` is None where none of them removes it. ``why``: what it is there for in any plan like this one.
-    ``aim``: for a message, to let less cross between stages.
+    ``aim``: for a message, to let less cross between stages. ``blocks``: the blocks of the model that stood for all of
+    them where changes were tried, in words; nothing for the whole model.
     """
 
     name: str
@@ -69,6 +80,7 @@ class Advice:
     why: str
     suggestion: Suggestion | None
     aim: str = REMOVE
+    blocks: str = ""
 
     def text(self, replaces: bool = False) -> str:
         """The text form; ``replaces``: ``--annotate`` replaces the target's annotations."""
@@ -83,6 +95,7 @@ class Advice:
 
     def _lines(self, replaces: bool) -> Iterator[str]:
         s, changes = self.suggestion, f"{self.tried} change{'s' * (self.tried != 1)}"
+        tried_on = f" tried on {self.blocks}" if self.blocks else ""
         if s is None:
             yield f"nothing was found {WHICH[self.aim]}: none of {changes} does"
             yield f"  {self.why}"
@@ -90,7 +103,7 @@ class Advice:
         if s.is_free:
             yield f"{self.aim}: {s.change.text}"
         else:
-            yield f"every change {WHICH[self.aim]} costs something; of {changes} this costs least:"
+            yield f"every change {WHICH[self.aim]} costs something; of {changes}{tried_on} this costs least:"
             yield f"  {s.change.text}"
         if s.before.crossing:
             yield f"  between stages go {_change_text(s.before.crossing, s.after.crossing)} a step"
@@ -104,13 +117,30 @@ class Advice:
             yield f"  it computes {s.after.flops / max(1, s.before.flops):.2f} times as much"
         yield f"  in Python        {s.python}"
         yield f"  on command line  {s.all_flags if replaces else s.flags}"
-        yield f"  {changes} compiled to find it" if s.is_free else f"  why: {self.why}"
+        yield f"  {changes}{tried_on or ' compiled'} to find it" if s.is_free else f"  why: {self.why}"
 
 
 def _change_text(before: int, after: int) -> str:
     if before == after:
         return f"{bytes_text(before)} as before"
     return f"{bytes_text(after)}, {bytes_text(abs(after - before))} {'more' if after > before else 'less'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a change is to bring about at the collective ``name``.
+
+    ``changes``: groups of those to try. ``is_met(attempt, altogether)``: whether a plan does. ``transfers``: those of
+    the collective. ``paths``: of modules and parameters that it is about.
+    """
+
+    name: str
+    aim: str
+    why: str
+    changes: list[list[Change]]
+    is_met: Callable[[Attempt, bool], bool]
+    transfers: frozenset[Transfer] = frozenset()
+    paths: tuple[str, ...] = ()
 
 
 class Advisor:
@@ -125,6 +155,19 @@ class Advisor:
 
     def advise(self, name: str) -> Advice:
         """What would remove a collective. Raises a ShardingError for a name that none has."""
+        goal = self._goal(name)
+        near = self._retry.near(goal.paths) if goal.transfers else None
+        if near is not None and is_removed(goal.transfers, near.transfers):
+            near = None  # two blocks do not have it
+        for retry in (near, self._retry) if near is not None else (self._retry,):
+            changes, is_free, tried = best_changes(goal, retry)
+            suggestions = filter(None, (self._suggestion(goal, change) for change in changes[:FINALISTS]))
+            suggestion = min(suggestions, key=lambda each: each.excess, default=None)
+            if suggestion is not None and suggestion.is_free >= is_free:
+                return Advice(name, tried, "" if suggestion.is_free else goal.why, suggestion, goal.aim, retry.blocks)
+        return Advice(name, tried, goal.why, None, goal.aim)
+
+    def _goal(self, name: str) -> Goal:
         if name not in self._transfers and name not in self._collectives:
             what, remedy = f"a program of {len(self._collectives)}", did_you_mean(name, self._collectives)
             none = "it has none of that name"
@@ -132,7 +175,7 @@ class Advisor:
         # With a pipeline, a collective of several stages has a name for each. A message has no node.
         node = self._nodes[name] if name in self._transfers else sender(self._nodes, name)
         if node is None:
-            return self._of_message(self._collectives[name])
+            return self._goal_of_message(self._collectives[name])
         before, retry = self._transfers[node.name], self._retry
         related = related_annotations(self.program, node, retry.annotations)
         zero = retry.request.options.zero
@@ -141,60 +184,51 @@ class Advisor:
         def is_met(attempt: Attempt, altogether: bool) -> bool:
             return is_removed(before, attempt.transfers, altogether)
 
-        return self._advice(name, changes, is_met, before, why_needed(self.program, node), REMOVE)
+        paths = tuple(paths_near(self.program, node))
+        return Goal(name, REMOVE, why_needed(self.program, node), changes, is_met, before, paths)
 
-    def _of_message(self, message: Collective) -> Advice:
-        """What would let less cross between stages, in all messages together."""
+    def _goal_of_message(self, message: Collective) -> Goal:
+        """That less crosses between stages, in all messages together."""
         (cause,), before = message.causes, self._retry.figures
         assert isinstance(cause, StageCrossing), message
         is_late, mesh = message.name.startswith("send_after"), self._retry.request.mesh
         changes = [[each] for each in stage_candidates(self.program, cause, is_late, mesh, self.tries)]
         why = f"{cause.text}; wherever stages were tried to begin, as much crosses or something else grows"
+        return Goal(message.name, SHRINK, why, changes, lambda attempt, _: attempt.figures.crossing < before.crossing)
 
-        def is_met(attempt: Attempt, altogether: bool) -> bool:
-            return attempt.figures.crossing < before.crossing
-
-        return self._advice(message.name, changes, is_met, frozenset(), why, SHRINK)
-
-    def _advice(
-        self,
-        name: str,
-        groups: Iterable[Iterable[Change]],
-        is_met: Callable[[Attempt, bool], bool],
-        transfers: frozenset[Transfer],
-        why: str,
-        aim: str,
-    ) -> Advice:
-        """Advice from the leanest free change of a group, or else from the cheapest that meets the aim altogether.
-
-        ``is_met(attempt, altogether)``: whether a plan meets the aim. ``why`` is said unless the change is free.
-        """
-        tried, before = 0, self._retry.figures
-        met: list[tuple[Change, Attempt]] = []
-        for group in groups:
-            free: list[tuple[Change, Attempt]] = []
-            for change in group:
-                attempt = self._retry.attempt(change)
-                tried += attempt is not None
-                if attempt is None or not is_met(attempt, False):
-                    continue
-                if attempt.figures.is_free_after(before):
-                    free.append((change, attempt))
-                elif is_met(attempt, True):
-                    met.append((change, attempt))
-            if free:
-                leanest = min(free, key=lambda pair: pair[1].figures.wire_bytes)
-                return Advice(name, tried, "", self._suggestion(transfers, *leanest), aim)
-        if not met:
-            return Advice(name, tried, why, None, aim)
-        cheapest = min(met, key=lambda pair: pair[1].figures.excess(before))
-        return Advice(name, tried, why, self._suggestion(transfers, *cheapest), aim)
-
-    def _suggestion(self, transfers: frozenset[Transfer], change: Change, attempt: Attempt) -> Suggestion:
+    def _suggestion(self, goal: Goal, change: Change) -> Suggestion | None:
+        """A change with its cost for the whole model; None where it does not meet the goal there."""
         before, annotations = self._retry.figures, self._retry.annotations
-        pipeline = self._retry.request.options.pipeline
+        attempt, pipeline = self._retry.attempt(change), self._retry.request.options.pipeline
+        if attempt is None or not goal.is_met(attempt, False):
+            return None
+        is_free = attempt.figures.is_free_after(before)
+        if not is_free and not goal.is_met(attempt, True):
+            return None
         flags, all_flags = (change.flags(annotations, pipeline, replaces) for replaces in (False, True))
-        return Suggestion(
-            change, before, attempt.figures, attempt.figures.is_free_after(before),
-            change.python(annotations, pipeline), flags, all_flags, replacement_kinds(transfers, attempt.transfers),
-        )  # fmt: skip
+        instead = replacement_kinds(goal.transfers, attempt.transfers)
+        python = change.python(annotations, pipeline)
+        return Suggestion(change, before, attempt.figures, is_free, python, flags, all_flags, instead)
+
+
+def best_changes(goal: Goal, retry: Retry) -> tuple[list[Change], bool, int]:
+    """The free changes of a group, the leanest first, or else those that meet the goal altogether, the cheapest first.
+
+    Of changes that cost the same, the first. With them, whether they are free, and how many changes were compiled.
+    """
+    tried, before = 0, retry.figures
+    met: dict[Figures, Change] = {}
+    for group in goal.changes:
+        free: dict[Figures, Change] = {}
+        for change in group:
+            attempt = retry.attempt(change)
+            tried += attempt is not None
+            if attempt is None or not goal.is_met(attempt, False):
+                continue
+            if attempt.figures.is_free_after(before):
+                free.setdefault(attempt.figures, change)
+            elif goal.is_met(attempt, True):
+                met.setdefault(attempt.figures, change)
+        if free:
+            return [free[each] for each in sorted(free, key=lambda each: each.wire_bytes)], True, tried
+    return [met[each] for each in sorted(met, key=lambda each: each.excess(before))], False, tried

@@ -144,6 +144,14 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
                 yield NamedValue(input_.kind, input_.name, input_.type.shape)
 
 
+def paths_near(program: Program, node: fx.Node) -> Iterator[str]:
+    """The paths of the modules and the parameters that a collective is about."""
+    for movement in movements(program, node):
+        for each in (movement.producer, movement.result, *movement.users):
+            yield program.source(each).module if each.op == "call_function" else ""
+        yield from (value.name for value in _values_beside(program, movement))
+
+
 # Changes of annotations.
 
 

@@ -183,7 +183,8 @@ class AdviceEntry:
     """What would remove a collective, or let less cross between stages.
 
     ``tried``: how many changes were compiled. ``why``: what it is there for, in any plan like this one.
-    ``suggestion``: null where no change was found.
+    ``suggestion``: null where no change was found. ``blocks``: the repeated blocks of the model that stood for all of
+    them where changes were tried; empty for the whole model.
     """
 
     name: str
@@ -191,6 +192,7 @@ class AdviceEntry:
     why: str
     suggestion: SuggestionEntry | None
     aim: Aim
+    blocks: str
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,28 @@
 """Compile a model again after a change of the plan, by no more passes than needed, and measure what it then costs.
 
 The model is captured again only where the annotations of its modules change, since those are in the graph. Passes
-before the first one that reads annotations are not run again.
+before the first one that reads annotations are not run again. Many changes are tried on a model of two of its repeated
+blocks (``Retry.near``), which compiles in a fraction of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.capture.annotations import spec_of
-from shardc.compiler import Compiled, Request, capture_model, first_program, match_annotations, resolve_pins
+from shardc.capture.annotations import named_by, spec_of
+from shardc.capture.call import names_of
+from shardc.compiler import (
+    Compiled,
+    Request,
+    capture_model,
+    compile_request,
+    first_program,
+    match_annotations,
+    resolve_pins,
+)
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
@@ -27,21 +37,53 @@ from shardc.program.node import is_annotation, operand
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, stages_of
 from shardc.program.traffic import collectives_of
+from shardc.report.explain.blocks import blocks_text, nearest_blocks, repeated_blocks, with_blocks
 from shardc.report.explain.collectives import Transfer, transfers
 
 
 class Retry:
-    """Compiles a model again after changes. A change is compiled once, however often it is attempted."""
+    """Compiles a model again after changes. A change is compiled once, however often it is attempted.
 
-    def __init__(self, compiled: Compiled) -> None:
+    ``blocks``: those that the model was cut down to, in words; nothing for the whole model.
+    """
+
+    def __init__(self, compiled: Compiled, blocks: str = "") -> None:
         assert compiled.request is not None, "compiled by hand"
-        self.compiled, self.request = compiled, compiled.request
+        self.compiled, self.request, self.blocks = compiled, compiled.request, blocks
         self._attempts: dict[object, Attempt | None] = {}
+        self._near: dict[object, Retry | None] = {}
+
+    def near(self, names: Iterable[str]) -> Retry | None:
+        """The same for a model with two of each list of repeated blocks, those near what is named by its path.
+
+        None where no block is repeated, a pipeline spreads blocks over stages, or the model needs all its blocks.
+        """
+        lists = {} if self.request.options.pipeline else repeated_blocks(self.compiled.model)
+        kept = nearest_blocks(lists, names)
+        key = tuple(kept.items())
+        if kept and key not in self._near:
+            self._near[key] = self._on_blocks(kept)
+        return self._near.get(key)
+
+    def _on_blocks(self, kept: Mapping[str, tuple[str, ...]]) -> Retry | None:
+        request, model = self.request, with_blocks(self.compiled.model, kept)
+        names = names_of(model, request.args, request.kwargs)
+        annotations = {pattern: spec for pattern, spec in request.annotations.items() if named_by(pattern, names)}
+        try:
+            request = replace(request, annotations=annotations, strict=False)
+            return Retry(compile_request(model, request), blocks_text(kept))
+        except Exception:  # the model's own code may fail in any way without its other blocks
+            return None
 
     @cached_property
     def figures(self) -> Figures:
         """The cost of the plan without a change."""
         return figures_of(self.compiled.program)
+
+    @cached_property
+    def transfers(self) -> frozenset[Transfer]:
+        """The transfers of the plan without a change."""
+        return frozenset(each for of_one in transfers(self.compiled.whole).values() for each in of_one)
 
     @cached_property
     def annotations(self) -> Mapping[str, P]:
