@@ -281,7 +281,8 @@ def unmatched(pattern: str, names: Names) -> ShardingError:
     kinds = [prefix] if colon else list(names)
     candidates = [name for kind in kinds for name in names.get(kind, {})]
     what = f"a pattern over {len(candidates)} name{'s' * (len(candidates) != 1)} ({', '.join(kinds)})"
-    remedy = did_you_mean(rest if colon else pattern, candidates) or f"use one of {', '.join(candidates[:8])}"
+    listed = ", ".join(f"{prefix}:{name}" if colon else name for name in candidates[:8])
+    remedy = did_you_mean(rest if colon else pattern, candidates) or f"use one of {listed}"
     return ShardingError(f"annotation {pattern!r}", what, "it matches nothing", remedy)
 
 

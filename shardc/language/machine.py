@@ -224,7 +224,10 @@ class Machine:
         return self.links.get(name) or self.links.get(ANY, DEFAULT_LINK)
 
     def check(self, mesh: Mesh) -> None:
-        """An OptionError for a link of an axis that the mesh does not have."""
+        """An OptionError for a link of an axis that the mesh does not have, or nodes that do not divide its ranks."""
+        if mesh.size > self.node > 0 and mesh.size % self.node:
+            problem = f"its {mesh.size} ranks are no whole number of such nodes"
+            raise OptionError(f"nodes of {self.node}", f"{mesh}", problem, f"say a size that divides {mesh.size}")
         for axis in self.links:
             if axis not in (*mesh.axis_names, ANY):
                 remedy = did_you_mean(axis, mesh.axis_names) or f"name one of {', '.join(mesh.axis_names)}, or '{ANY}'"

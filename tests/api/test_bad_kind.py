@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a priority that is no number": (
         lambda: P("dp", priority="first"),  # type: ignore[arg-type]
         "P('dp', priority=first): priority='first'\n"
-        "  it is no whole number\n"
+        "  it is no whole number from 0 on\n"
         "  say priority=0, 1, ...: lower propagates first",
     ),
     "a tuple for a P": (

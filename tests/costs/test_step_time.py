@@ -193,6 +193,20 @@ def test_there_is_no_warning_where_no_alternative_is_much_faster(links: dict[str
     assert not compiled(machine_of(links)).program.notes  # type: ignore[arg-type]
 
 
+def test_an_axis_of_one_rank_has_no_link_to_gain_from() -> None:
+    model, args, kwargs, annotations = gpt()
+    links, pipeline = {"tp": "nvlink", "dp": "nvlink", "pp": "infiniband"}, Pipeline(microbatches=2)
+    mesh = Mesh(dp=1, tp=2, pp=2)
+    found = shardc.compile(model, mesh, annotations, args=args, kwargs=kwargs, links=links, pipeline=pipeline)
+    assert not any("lay the mesh" in note for note in found.program.notes)
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
+    machine_of({"*": "nvlink"}, nodes=(4, "infiniband")).check(Mesh(dp=16))
+    with pytest.raises(OptionError, match=r"nodes of 6: Mesh\(dp=16\)\n  its 16 ranks are no whole number"):
+        machine_of({"*": "nvlink"}, nodes=(6, "infiniband")).check(Mesh(dp=16))
+
+
 def test_a_pipeline_whose_messages_are_slow_is_warned_of() -> None:
     model, args, kwargs, annotations = gpt()
     links = {"pp": Link(1e-6, 1e6, name="a wire"), "tp": Link(1e-6, 1e6, name="a wire"), "dp": LINKS["nvlink"]}
