@@ -16,6 +16,7 @@ from shardc import CaptureError, Mesh, P, Pipeline, Precision, Remat, Zero, comp
 from shardc.api import Compiled
 from shardc.compiler import Request
 from shardc.language.errors import OptionError
+from shardc.language.rule import RULES
 from shardc.program.program import Pin
 from shardc.program.text import program_text
 
@@ -143,7 +144,7 @@ def test_a_model_that_changed_is_captured_again(change: Callable[[Any], Any], ca
     assert printed(changed) == printed(shardc.compile(model, MESH, DATA, **arguments))
 
 
-def test_a_rule_that_was_registered_since_is_used() -> None:
+def test_a_rule_that_was_registered_since_is_used(request: pytest.FixtureRequest) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return unruled(x).sum()
@@ -151,6 +152,7 @@ def test_a_rule_that_was_registered_since_is_used() -> None:
     compiled = shardc.compile(Model(), MESH, {"x": P("dp")}, args=(torch.empty(8, 8, requires_grad=True),), train=False)
     assert "unruled" in compiled.dump(only="fallbacks")
     shardc.register_rule(torch.ops.recompiled.unruled.default, "a b -> a b")
+    request.addfinalizer(lambda: RULES.pop(torch.ops.recompiled.unruled.default))
     assert "unruled" not in compiled.recompile().dump(only="fallbacks")
 
 
