@@ -29,7 +29,7 @@ def _select(emit: Emitter) -> fx.Node:
 
 
 def _select_backward(emit: Emitter) -> fx.Node:
-    """A gradient at the one position that it is of."""
+    """The gradient of what a select read: zero but at the one position."""
     return emit(add_at, emit.given["grad_output"], *_place(emit, emit.shape(emit.node)))
 
 
@@ -115,9 +115,9 @@ def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> i
 
 
 def _select_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """What all selects of the same dim find, since one gather would serve all of them."""
-    others = [user for user in operand(node).users if user.target is node.target and user.args[1] == node.args[1]]
-    return min(NEVER, len(others) * lookup_moves(program, node, factors))
+    """The reductions of all selects along the dim: the one gather that they replace would serve all of them."""
+    selects = [user for user in operand(node).users if user.target is node.target and user.args[1] == node.args[1]]
+    return min(NEVER, len(selects) * lookup_moves(program, node, factors))
 
 
 def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:

@@ -36,7 +36,7 @@ from shardc.language.machine import LOCAL_KINDS
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
-from shardc.program.node import ancestors, is_free, is_getitem
+from shardc.program.node import ancestors, is_free, is_view
 from shardc.program.program import Program
 
 
@@ -62,7 +62,7 @@ def overlap_collectives(program: Program) -> Program:
                 move_before(place, node)
                 place.prepend(node)
     for node, reader in readers.items():
-        if not _sends(program, node):
+        if is_free(node):
             reader.prepend(node)
     return program
 
@@ -77,12 +77,12 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
         if _sends(program, node) or (is_free(node) and not views.keys().isdisjoint(node.all_input_nodes)):
             views[node] = None
     owners = owners_of(program, views)
-    copies = {node for node in views if not is_getitem(node) and owners[program.value(node)][0] is node}
+    copies = {node for node in views if is_view(node) and owners[program.value(node)][0] is node}
     readers: dict[fx.Node, fx.Node] = {}
     for node in reversed(views):
-        ways = ((user if user in copies else readers.get(user, user)) for user in node.users)
+        ways = (readers[user] if is_free(user) and user not in copies else user for user in node.users)
         readers[node] = min(ways, default=program.output_node)
-    return {node: readers[node] for node in views if node not in copies or _sends(program, node)}
+    return {node: readers[node] for node in views if node not in copies}
 
 
 def _sends(program: Program, node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -69,6 +70,8 @@ class CompiledCall:
         ends = [(i, node, output) for i, (node, output) in enumerate(results) if node is not None]
         self._outputs = {i: self._converter(node, output) for i, node, output in ends}
         self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
+        leaves = [leaf for _, leaf in compilation.convention.outputs if isinstance(leaf, TensorLeaf)]
+        self._needs_no_gradient = [not leaf.requires_grad for leaf in leaves]
         self.gather: ParameterGather | None = None
         if gathered is not None and indices.computed:
             self.gather = ParameterGather(self.program, runner, conversion.comm, indices.computed, gathered)
@@ -123,8 +126,7 @@ class CompiledCall:
 
     def without_gradient(self, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
         """The outputs that need no gradient in the model: those that are detached, or depend on data alone."""
-        leaves = [leaf for _, leaf in self.compilation.convention.outputs if isinstance(leaf, TensorLeaf)]
-        return (output for output, leaf in zip(outputs, leaves, strict=True) if not leaf.requires_grad)
+        return compress(outputs, self._needs_no_gradient)
 
     def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
         """The tensors of a call that its backward refers to, once the call has run."""

@@ -76,7 +76,7 @@ class UnknownNumber:
 
 
 def _is_formatting(frame: FrameType) -> bool:
-    """Whether a frame evaluates ``text % numbers``; of numbers ``%`` converts none."""
+    """Whether a frame formats a text with ``%``. Between two numbers ``%`` does not convert its operands."""
     at = (each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti)
     return any(each.opname == "BINARY_OP" and each.argrepr in ("%", "%=") for each in at)
 

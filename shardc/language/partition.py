@@ -64,9 +64,8 @@ class P:
         self.rest_open = bool(entries) and entries[-1] is Ellipsis
         self.entries = cast("tuple[Entry, ...]", entries[:-1] if self.rest_open else entries)
         self.priority = priority
-        if not all(
-            type(each) is int and each >= 0 for each in (priority if isinstance(priority, tuple) else (priority,))
-        ):
+        priorities = priority if isinstance(priority, tuple) else (priority,)
+        if not all(type(each) is int and each >= 0 for each in priorities):
             what, remedy = f"priority={priority!r}", "say priority=0, 1, ...: lower propagates first"
             raise ShardingError(repr(self), what, "it is no whole number from 0 on", remedy)
         for dim, entry in enumerate(self.entries):
@@ -145,10 +144,8 @@ class P:
         """
         where, dims = f"{self!r} on shape {list(shape)}", [WHOLE] * len(shape)
         if isinstance(self.priority, tuple) and len(self.priority) > len(shape):
-            count, num_dims = len(self.priority), _count(len(shape), "dim")
-            raise ShardingError(
-                who, where, f"{count} priorities for {num_dims}", "write one for each dim, or one number"
-            )
+            problem = f"{len(self.priority)} priorities for {_count(len(shape), 'dim')}"
+            raise ShardingError(who, where, problem, "write one for each dim, or one number")
         if len(self.entries) > len(shape):
             problem = f"{_count(len(self.entries), 'entry')} for {_count(len(shape), 'dim')}"
             remedy = f"write at most {_count(len(shape), 'entry')}" if shape else "write P(): it has no dim to cut"
