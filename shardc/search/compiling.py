@@ -29,8 +29,9 @@ DEFAULT = Options()
 class PlanCompiler:
     """Compiles a model for meshes, annotations and options, none of them with a pipeline.
 
-    State: ``_captured``, the captured program and the one before annotations are read, by the modules that have an
-    annotation, whose specs are set afterwards, and precision; ``_agreed``, the latest programs after ``insert_reshards``, which plans with other options share.
+    State: ``_captured``, the captured program and the one before annotations are read, by precision and the modules
+    that are annotated, whose specs are set afterwards; ``_agreed``, the latest programs after ``insert_reshards``, which
+    plans with other options share.
     """
 
     model: nn.Module

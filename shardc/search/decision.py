@@ -65,7 +65,7 @@ class Tensors:
 
     def places(self) -> Iterator[Place]:
         """Every dim of two or more elements; of inputs first, of parameters from the last one on."""
-        for shapes in (self.inputs, dict(reversed(self.parameters.items())), self.values):
+        for shapes in (self.inputs, dict(reversed([*self.parameters.items()])), self.values):
             for pattern, shape in shapes.items():
                 dims = range(1, len(shape) - 1) if pattern in self.values else range(len(shape))
                 yield from (Place(pattern, dim, len(shape)) for dim in dims if shape[dim] > 1)
@@ -73,7 +73,7 @@ class Tensors:
 
 def tensors_of(compiler: PlanCompiler, model: nn.Module) -> Tensors:
     """The tensors that ``compiler`` sees of a model, of which it may have few blocks."""
-    program = compiler.annotated(Mesh(**{AXIS: 1}), {}, PROPAGATED)
+    program = compiler.annotated(_mesh(1), {}, PROPAGATED)
     patterns = parameter_globs(model)
     inputs: dict[str, tuple[int, ...]] = {}
     parameters: dict[str, tuple[int, ...]] = {}
@@ -91,7 +91,9 @@ def tensors_of(compiler: PlanCompiler, model: nn.Module) -> Tensors:
 
 def _values(compiler: PlanCompiler) -> dict[str, tuple[int, ...]]:
     """The outputs of modules outside of all lists, of three dims or more: where positions may be cut between blocks."""
-    lists = [path for path, module in compiler.model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    lists = [
+        path for path, module in compiler.model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
     paths = [
         path
         for path, module in compiler.model.named_modules()
@@ -100,7 +102,7 @@ def _values(compiler: PlanCompiler) -> dict[str, tuple[int, ...]]:
     annotations = {f"module:{path}": P(...) for path in paths}
     if not annotations:
         return {}
-    program = compiler.annotated(Mesh(**{AXIS: 1}), annotations, PROPAGATED)
+    program = compiler.annotated(_mesh(1), annotations, PROPAGATED)
     found: dict[str, tuple[int, ...]] = {}
     for node in filter(is_annotation, program.calls):
         pattern, shape = str(arguments(node)["text"]).partition(": ")[0], program.type(node).shape
@@ -132,7 +134,7 @@ def _decision(places: frozenset[Place], seeds: list[Place], tensors: Tensors) ->
 def _cut_from(compiler: PlanCompiler, tensors: Tensors, seed: Place) -> frozenset[Place]:
     """The places that are cut where one is annotated."""
     try:
-        program = compiler.annotated(Mesh(**{AXIS: 2}), {seed.pattern: seed.spec(AXIS)}, PROPAGATED)
+        program = compiler.annotated(_mesh(2), {seed.pattern: seed.spec(AXIS)}, PROPAGATED)
     except ShardingError:  # uneven blocks, say
         return frozenset()
     return frozenset(_cut_places(program, tensors)) | ({seed} if seed.pattern in tensors.values else set())
@@ -142,7 +144,9 @@ def _cut_places(program: Program, tensors: Tensors) -> Iterator[Place]:
     for (kind, name), node in program.named_inputs.items():
         if pattern := tensors.pattern_of.get((kind, name)):
             sharding = program.sharding(node)
-            yield from (Place(pattern, dim, len(sharding.dims)) for dim, cut in enumerate(sharding.dims) if cut.all_axes)
+            yield from (
+                Place(pattern, dim, len(sharding.dims)) for dim, cut in enumerate(sharding.dims) if cut.all_axes
+            )
 
 
 def _kind(places: frozenset[Place], tensors: Tensors) -> str:
@@ -154,3 +158,7 @@ def _kind(places: frozenset[Place], tensors: Tensors) -> str:
     if patterns & tensors.inputs.keys():
         return "inputs"
     return "parameters"
+
+
+def _mesh(size: int) -> Mesh:
+    return Mesh(device_ids=None, **{AXIS: size})

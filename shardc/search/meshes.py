@@ -18,7 +18,9 @@ def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
             yield from ((size, *rest) for rest in shapes(devices // size, num_axes - 1))
 
 
-def named_axes(shape: Sequence[int], cuts: Sequence[Cuts], experts: frozenset[Decision] = frozenset()) -> tuple[Axis, ...]:
+def named_axes(
+    shape: Sequence[int], cuts: Sequence[Cuts], experts: frozenset[Decision] = frozenset()
+) -> tuple[Axis, ...]:
     """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
 
     ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -26,12 +26,14 @@ class Axis:
 class Plan:
     """A point of the search.
 
-    ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``pipeline``:
-    over ``num_stages`` ranks, on an axis before the others.
+    ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``written``:
+    annotations in place of those of the axes, which make the same program. ``pipeline``: over ``num_stages`` ranks, on
+    an axis before the others.
     """
 
     axes: tuple[Axis, ...]
     given: tuple[tuple[str, P], ...] = ()
+    written: tuple[tuple[str, P], ...] | None = None
     zero: Zero | None = None
     remat: Remat | None = None
     precision: Precision | None = None
@@ -52,7 +54,9 @@ class Plan:
 
     @property
     def annotations(self) -> dict[str, P]:
-        """One annotation for each tensor that is cut, whose other dims are open."""
+        """One annotation for each tensor that is cut, whose other dims are open; or what is ``written``."""
+        if self.written is not None:
+            return dict(self.written)
         dims: dict[str, dict[int, list[str]]] = {}
         num_dims: dict[str, int] = {}
         for place, axes in self._places():
@@ -73,10 +77,6 @@ class Plan:
             seed = (free or decision.seeds)[0]
             taken.setdefault(seed.pattern, set()).update(names)
             yield seed, names
-
-    def with_options(self, zero: Zero | None, remat: Remat | None) -> Plan:
-        """The plan with other options."""
-        return replace(self, zero=zero, remat=remat)
 
 
 def _spec(dims: Mapping[int, list[str]]) -> P:

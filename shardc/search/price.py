@@ -77,6 +77,11 @@ class Pricer:
         self.few = self._compiler(few)
         self.longer = {path: self._compiler({**few, path: names[: NUM_KEPT + 1]}) for path, names in self.lists.items()}
 
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of all lists."""
+        return sum(map(len, self.lists.values()))
+
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs, self.train)
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 
 from shardc.options import Zero
 from shardc.search.decision import Decision
 from shardc.search.meshes import is_possible, named_axes, shapes
-from shardc.search.plan import Cuts, Plan
+from shardc.search.plan import Axis, Cuts, Plan
 from shardc.search.pool import Pool
 from shardc.search.price import Price, Pricer
 from shardc.search.task import Task
 
 NUM_PAIRS = 8  # pairs of sets that are tried on meshes of every shape
-NUM_TRIPLES = 4
+NUM_FOR_STAGES = 4  # plans for the devices of a stage, the fastest and the smallest
 NUM_WITH_OPTIONS = 8  # plans that options are tried for
 NUM_REFINED = 2
 GAIN = 0.8  # options make a plan no faster than this part of its time
@@ -59,6 +59,9 @@ class Search:
     decisions: Sequence[Decision]
     task: Task
     progress: Progress = lambda what: None
+    breadth: int = NUM_PAIRS
+    data: Sequence[Cuts] = ()
+    model: Sequence[Cuts] = ()
     found: dict[Plan, Found] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -67,10 +70,9 @@ class Search:
         decisions = pool.distinct(self.decisions)
         samples = frozenset(each for each in decisions if each.kind == "samples")
         others = [each for each in decisions if each not in samples]
-        data, model = pool.sets(samples, others), pool.sets(frozenset(), others)
-        self.progress(f"{len(decisions)} decisions, {len(data) + len(model)} sets of them for an axis")
-        for precision in self.task.precisions:
-            self._meshes(data, model, replace(Plan(()), precision=precision))
+        self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
+        self.progress(f"{len(decisions)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
+        self._meshes()
         self.progress(f"{len(self.found)} plans on meshes, the best {self._text()}")
         self._options()
         self.progress(f"{len(self.found)} plans with options, the best {self._text()}")
@@ -107,16 +109,35 @@ class Search:
 
     # Meshes.
 
-    def _meshes(self, data: Sequence[Cuts], model: Sequence[Cuts], blank: Plan) -> None:
+    def _meshes(self) -> None:
         """Plans on meshes of up to three axes, those of samples before the others."""
-        self._all([(each,) for each in (*data, *model)], 1, blank)
-        pairs = self._all(list(product(data, model)), 2, blank, NUM_PAIRS)
-        if self.task.machine.between is not None:
-            self._all([(each, each) for each in data[:2]], 2, blank)
-        triples = [(first, other, second) for first, second in pairs for other in model if other != second]
-        self._all(triples, 3, blank, NUM_TRIPLES)
+        given = tuple(self.task.given.items())
+        for precision in self.task.precisions:
+            blank = Plan((), given, precision=precision)
+            self._all([(each,) for each in (*self.data, *self.model)], 1, blank)
+            pairs = self._all(list(product(self.data, self.model)), 2, blank, self.breadth)
+            if self.task.machine.between is not None:
+                self._all([(each, each) for each in self.data[:2]], 2, blank)
+            triples = [(first, other, second) for first, second in pairs for other in self.model if other != second]
+            self._all(triples, 3, blank, self.breadth // 2)
 
-    def _all(self, cuts: Sequence[tuple[Cuts, ...]], num_axes: int, blank: Plan, most: int = 0) -> list[tuple[Cuts, ...]]:
+    def for_devices(self, devices: int) -> list[Found]:
+        """The best plans for fewer devices, as the devices of one stage of a pipeline are."""
+        if devices == 1:
+            alone = self.price(Plan((Axis("dp", 1),), tuple(self.task.given.items())))
+            return [] if alone is None else [alone, *self._with_remat(alone.plan)]
+        task = replace(
+            self.task, devices=devices, sizes={name: n for name, n in self.task.sizes.items() if name != "pp"}
+        )
+        part = Search(self.pricer, (), task, breadth=3, data=self.data[:2], model=self.model[:2])
+        part._meshes()
+        part._options()
+        by_memory = sorted(part.found.values(), key=lambda each: each.price.peak)
+        return [*part.best(NUM_FOR_STAGES), *by_memory[:NUM_FOR_STAGES]]
+
+    def _all(
+        self, cuts: Sequence[tuple[Cuts, ...]], num_axes: int, blank: Plan, most: int = 0
+    ) -> list[tuple[Cuts, ...]]:
         """Price sets of cuts on all shapes; with ``most``, those alone that are best on the most even shape.
 
         Returns these.
@@ -126,9 +147,11 @@ class Search:
             return []
         if most:
             first = {each: self._on(every[0], each, blank) for each in cuts}
-            known = [(found.rank(self.task), i, each) for i, (each, found) in enumerate(first.items()) if found]
-            fastest = [(found.price.seconds, i, each) for i, (each, found) in enumerate(first.items()) if found]
-            cuts = list(dict.fromkeys(each for pair in zip(sorted(known), sorted(fastest)) for *_, each in pair))[:most]
+            known = [(each, found) for each, found in first.items() if found]
+            best = sorted(known, key=lambda pair: pair[1].rank(self.task))
+            fastest = sorted(known, key=lambda pair: pair[1].price.seconds)
+            pairs = chain.from_iterable(zip(best, fastest, strict=True))
+            cuts = list(dict.fromkeys(each for each, _ in pairs))[:most]
         for shape, each in product(every, cuts):
             self._on(shape, each, blank)
         return list(cuts)
