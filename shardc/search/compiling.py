@@ -30,8 +30,8 @@ class PlanCompiler:
     """Compiles a model for meshes, annotations and options, none of them with a pipeline.
 
     State: ``_captured``, the captured program and the one before annotations are read, by precision and the modules
-    that are annotated, whose specs are set afterwards; ``_agreed``, the latest programs after ``insert_reshards``, which
-    plans with other options share.
+    that are annotated, whose specs are set afterwards; ``_agreed``, the latest programs after ``insert_reshards``,
+    which plans with other options share.
     """
 
     model: nn.Module

@@ -147,7 +147,7 @@ def machine(links: Any, device: Device | str | None, devices: int, nodes: int) -
 def with_batch(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None
 ) -> tuple[Sequence[Any], Mapping[str, Any], int]:
-    """A call with ``batch`` samples, on meta, and their number: the first dim of the first tensor and of those like it."""
+    """A call with ``batch`` samples, and their number: the first dim of the first tensor and of those like it."""
     leaves, _ = call_leaves(model.forward, args, kwargs)
     lengths = [value.shape[0] for _, value in leaves if isinstance(value, torch.Tensor) and value.ndim]
     if batch is None or not lengths:
