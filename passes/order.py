@@ -18,7 +18,7 @@ README.md beside this file tells the same story with examples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from shardc.program.program import Program
 
@@ -72,6 +72,8 @@ PASSES: tuple[Pass, ...] = (
 UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
 SETTLED: Pass = fuse_collectives  # later passes join, move and repeat collectives, but reduce and gather nothing new
+WHOLE, LOCAL = PASSES[-2:]  # the last program in global shapes, and the one that ranks run
+KEPT = (UNANNOTATED, WHOLE, LOCAL)  # passes whose programs a compiled model keeps
 
 Watcher = Callable[[str, Program, float], None]
 
@@ -94,3 +96,35 @@ def run_passes(
             verify(program)
         watch(run.__name__, program, time.perf_counter() - start)
     return program
+
+
+CAPTURE = "capture"  # the name of the program before the first pass
+
+
+class Snapshots(Mapping[str, Program]):
+    """The program after capture and after each pass, by name.
+
+    Most are looked at rarely: one that was not kept is made again when it is asked for, by the passes after the nearest
+    one before it that was.
+    """
+
+    def __init__(self, kept: Mapping[str, Program]) -> None:
+        self._programs = dict(kept)
+
+    def __getitem__(self, name: str) -> Program:
+        if name not in self._programs:
+            names = list(self)
+            last = max(i for i, each in enumerate(names[: names.index(name)]) if each in self._programs)
+            after, until = (PASSES[i - 1] if i else None for i in (last, names.index(name)))
+            assert until is not None, name
+            run_passes(self._programs[names[last]], self._keep, after, until)
+        return self._programs[name]
+
+    def _keep(self, name: str, program: Program, seconds: float) -> None:
+        self._programs.setdefault(name, program)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((CAPTURE, *(each.__name__ for each in PASSES)))
+
+    def __len__(self) -> int:
+        return 1 + len(PASSES)
