@@ -20,8 +20,19 @@ from shardc.language.mesh import Mesh
 from shardc.language.rule import OpRule
 from shardc.ops import op_rule
 from shardc.options import Options
-from shardc.passes.order import CAPTURE, KEPT, LOCAL, PASSES, PROPAGATED, SETTLED, UNANNOTATED, WHOLE, Pass, Snapshots
-from shardc.passes.order import run_passes
+from shardc.passes.order import (
+    CAPTURE,
+    KEPT,
+    LOCAL,
+    PASSES,
+    PROPAGATED,
+    SETTLED,
+    UNANNOTATED,
+    WHOLE,
+    Pass,
+    Snapshots,
+    run_passes,
+)
 from shardc.passes.propagate.idle_annotations import idle_annotations
 from shardc.program.idle_axes import idle_axis_notes
 from shardc.program.program import Pin, Program
