@@ -19,7 +19,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 
+import torch
+from torch import fx
+
+from shardc.language.errors import REPORT, CaptureError, FourPartError, InternalError
 from shardc.program.program import Program
 
 from .canonicalize.canonicalize import canonicalize
@@ -38,7 +43,6 @@ from .reshard.accumulate import accumulate
 from .reshard.insert_reshards import insert_reshards
 from .reshard.lower_reshards import lower_reshards
 from .reshard.store import store
-from .run_pass import run_pass
 from .verify import verify
 
 Pass = Callable[[Program], Program]
@@ -91,11 +95,36 @@ def run_passes(
     """
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
-        before, program = program, run_pass(run, program)
-        if program is not before:
-            verify(program)
+        with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for models
+            after_run = run_pass(run, program)
+            if after_run is not program:
+                verify(after_run)
+        program = after_run
         watch(run.__name__, program, time.perf_counter() - start)
     return program
+
+
+def run_pass(run: Callable[[Program], Program], program: Program) -> Program:
+    """The program after a pass. Raises an InternalError for any other error than one about the user's input."""
+    try:
+        return run(program)
+    except (FourPartError, CaptureError):
+        raise
+    except Exception as error:
+        node = _op_at(error.__traceback__)
+        what = "in no op that is known" if node is None else f"at {node.target}, {program.source(node).place}"
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise InternalError(f"pass {run.__name__}", what, problem, REPORT) from error
+
+
+def _op_at(traceback: TracebackType | None) -> fx.Node | None:
+    """The op that the innermost function of a traceback had in hand, in a variable ``node``."""
+    found: fx.Node | None = None
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, fx.Node) and node.op == "call_function" else found
+        traceback = traceback.tb_next
+    return found
 
 
 CAPTURE = "capture"  # the name of the program before the first pass
@@ -114,10 +143,9 @@ class Snapshots(Mapping[str, Program]):
     def __getitem__(self, name: str) -> Program:
         if name not in self._programs:
             names = list(self)
-            last = max(i for i, each in enumerate(names[: names.index(name)]) if each in self._programs)
-            after, until = (PASSES[i - 1] if i else None for i in (last, names.index(name)))
-            assert until is not None, name
-            run_passes(self._programs[names[last]], self._keep, after, until)
+            until = names.index(name)
+            last = max(i for i in range(until) if names[i] in self._programs)
+            run_passes(self._programs[names[last]], self._keep, PASSES[last - 1] if last else None, PASSES[until - 1])
         return self._programs[name]
 
     def _keep(self, name: str, program: Program, seconds: float) -> None:

@@ -137,8 +137,7 @@ def compile_request(model: nn.Module, request: Request, known: Compiled | None =
     if resumed is not None:
         seconds |= {each.__name__: 0.0 for each in PASSES[: PASSES.index(UNANNOTATED) + 1]}
         kept[UNANNOTATED.__name__] = resumed
-    with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for the model's code
-        local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED)
+    local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED)
     rules = _entries(captured.program, kept[UNANNOTATED.__name__])
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
