@@ -131,9 +131,9 @@ def _local_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | No
         refused = "not asked: a table that is cut as inputs are is stored so, and gathered"
     apart, gathered = ceil_div(moved, _num_others(cuts, whole)), _gathered_bytes(program, node, rule, whole, cuts)
     count = num_pieces({factor: cuts[factor] for factor in whole})
-    sent = (nbytes * (count - 1) // count for nbytes in (apart, gathered))
     is_apart = not refused and apart < gathered
-    return _choice(program, node, cuts, whole, *sent, is_apart, refused), decomposition.expand
+    apart, gathered = (nbytes * (count - 1) // count for nbytes in (apart, gathered))  # what one rank sends
+    return _choice(program, node, cuts, whole, apart, gathered, is_apart, refused), decomposition.expand
 
 
 def _windowed_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property, lru_cache
 
 from torch import fx
@@ -34,6 +34,7 @@ from shardc.program.provenance import CutChoice, Cuts, FormChoice
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.collectives import Movement, movements, producer_of
+from shardc.report.explain.records import Alternative
 
 MOST = 4  # alternatives to one question
 
@@ -47,35 +48,6 @@ def choices(compiled: Compiled) -> dict[str, tuple[Alternative, ...]]:
     """The alternatives at every collective of a compiled model, by name."""
     finder = AlternativeFinder(compiled)
     return {each.name: finder.alternatives(each.name) for each in collectives_of(compiled.program)}
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """One of several ways to do the same, and what a rank sends by it.
-
-    ``question``: what is to be done; ``way``: how; ``note``: what else it costs.
-    """
-
-    question: str
-    way: str
-    wire_bytes: int
-    is_chosen: bool
-    note: str = ""
-
-
-def alternatives_text(alternatives: Sequence[Alternative]) -> str:
-    """The text form: under each question its ways, the chosen one first."""
-    lines: list[str] = []
-    for question in dict.fromkeys(each.question for each in alternatives):
-        ways = [each for each in alternatives if each.question == question]
-        sent = [bytes_text(each.wire_bytes) for each in ways]
-        width, digits = max(len(each.way) for each in ways), max(map(len, sent))
-        lines.append(f"ways {question}, and what a rank sends")
-        for each, nbytes in zip(ways, sent, strict=True):
-            note = ", ".join(filter(None, ("chosen" * each.is_chosen, each.note)))
-            line = f"  {each.way.ljust(width)}  {nbytes.rjust(digits)}"
-            lines.append(line + (f"  ({note})" if note else ""))
-    return "".join(f"{line}\n" for line in lines)
 
 
 class AlternativeFinder:
@@ -144,11 +116,9 @@ class AlternativeFinder:
                 "data come to the weights": choose_cuts(first).wire_bytes,
             }
             question = f"over {side.axis}, which cuts data and weights, in the whole step"
-            of_axes[side.axis] = [
-                Alternative(question, way, cost, cost == side.wire_bytes) for way, cost in ways.items()
-            ]
             if side.wire_bytes not in ways.values():
-                of_axes[side.axis].insert(0, Alternative(question, "each op as it costs least", side.wire_bytes, True))
+                ways = {"each op as it costs least": side.wire_bytes, **ways}
+            of_axes[side.axis] = [Alternative(question, way, n, n == side.wire_bytes) for way, n in ways.items()]
         return of_axes
 
 
@@ -192,7 +162,7 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
 # How an op is cut.
 
 
-def _cut_alternatives(program: Program, node: fx.Node, moved: Movement) -> Iterator[Alternative]:
+def _cut_alternatives(program: Program, node: fx.Node, moved: Movement) -> list[Alternative]:
     """Ways to compute the op that leaves a sum open, or else the op that reads the value."""
     is_sum = not program.has_many(moved.operand) and bool(program.sharding(moved.operand).partial)
     near = [moved.producer] if is_sum else [user for user in moved.users if user.op != "output"]
@@ -200,33 +170,12 @@ def _cut_alternatives(program: Program, node: fx.Node, moved: Movement) -> Itera
     op, choice = next(((op, choice) for op, choice in choices if choice is not None), (node, None))
     axes = tuple(program.mesh.axis(axis) for axis in axes_of(node)) if program.mesh else ()
     if choice is not None and is_sum:
-        op, choice = choice_of_partial_sum(program, op, choice, axes)
-    ways = () if choice is None else compare_cuts(choice, axes)
-    if len(ways) < 2 or not ways[0].wire_bytes:
-        return  # the collective is there for other reasons
-    for way in ways[: MOST + 1]:
-        note = "" if way.is_considered else "nothing that it takes or makes is cut so"
-        note = f"each rank computes {way.work:.0f} times as much" if way.work > 1 else note
-        yield Alternative(_question(program, op), way.text, way.wire_bytes, way.is_chosen, note)
+        op, choice = _where_sum_opens(program, op, choice, axes)
+    ways = [] if choice is None else _ways_to_cut(choice, axes, _question(program, op))
+    return ways[: MOST + 1] if len(ways) > 1 and ways[0].wire_bytes else []  # else it is there for other reasons
 
 
-@dataclass(frozen=True, slots=True)
-class OpWay:
-    """A way to compute an op: ``text`` says how it is cut over the axes.
-
-    ``wire_bytes``: what a rank sends to reshard its operands and results. ``work``: how many times as much a rank
-    computes as in the chosen way. ``is_considered``: an operand or a result is cut so, which is a condition for the
-    compiler to consider the way.
-    """
-
-    text: str
-    wire_bytes: int
-    work: float
-    is_chosen: bool
-    is_considered: bool = True
-
-
-def compare_cuts(choice: CutChoice, axes: Axes) -> tuple[OpWay, ...]:
+def _ways_to_cut(choice: CutChoice, axes: Axes, question: str) -> list[Alternative]:
     """The chosen way to compute an op, and the others over these axes, the cheapest first."""
     tensors, rule, names = choice.tensors, choice.tensors.rule, {part.name for part in axes}
     chosen = _chosen_cuts(choice)
@@ -240,18 +189,19 @@ def compare_cuts(choice: CutChoice, axes: Axes) -> tuple[OpWay, ...]:
             ways[factor] = {**rest, factor: cut}
     ways[""] = rest
     ways.pop(now, None)
-    others = []
+    others: list[tuple[float, Alternative]] = []
     for factor, cuts in ways.items():
-        cost = op_bytes(tensors, op_shardings(tensors, cuts))
         work = num_pieces(chosen) / num_pieces(cuts)
-        others.append(OpWay(_text(rule, factor, axes), cost, work, False, cuts in choice.considered))
-    way = OpWay(_text(rule, now, axes), op_bytes(tensors, choice), 1.0, True)
-    return (way, *sorted(others, key=lambda way: (way.wire_bytes, way.work)))
+        note = "" if cuts in choice.considered else "nothing that it takes or makes is cut so"
+        note = f"each rank computes {work:.0f} times as much" if work > 1 else note
+        sent = op_bytes(tensors, op_shardings(tensors, cuts))
+        others.append((work, Alternative(question, _cut_text(rule, factor, axes), sent, False, note)))
+    others.sort(key=lambda pair: (pair[1].wire_bytes, pair[0]))
+    way = Alternative(question, _cut_text(rule, now, axes), op_bytes(tensors, choice), True)
+    return [way, *(way for _, way in others)]
 
 
-def choice_of_partial_sum(
-    program: Program, op: fx.Node, choice: CutChoice, axes: Axes
-) -> tuple[fx.Node, CutChoice | None]:
+def _where_sum_opens(program: Program, op: fx.Node, choice: CutChoice, axes: Axes) -> tuple[fx.Node, CutChoice | None]:
     """The op that left a sum open which passed through ``op``, and its choice."""
     names = {part.name for part in axes}
     through = (
@@ -262,9 +212,9 @@ def choice_of_partial_sum(
     before = next(through, None)
     if before is None:
         return op, choice
-    op = program.value(before)[0]
-    choice = program.cut_choice(op)
-    return (op, None) if choice is None else choice_of_partial_sum(program, op, choice, axes)
+    producer = program.value(before)[0]
+    opened = program.cut_choice(producer)
+    return (producer, None) if opened is None else _where_sum_opens(program, producer, opened, axes)
 
 
 def _chosen_cuts(choice: CutChoice) -> Cuts:
@@ -278,7 +228,7 @@ def _chosen_cuts(choice: CutChoice) -> Cuts:
     return cuts
 
 
-def _text(rule: Rule, factor: str, axes: Axes) -> str:
+def _cut_text(rule: Rule, factor: str, axes: Axes) -> str:
     """The cut of a factor in words, by a dim of the result or of an operand."""
     over = " and ".join(dict.fromkeys(part.name for part in axes))
     for dims in rule.results:

@@ -17,8 +17,8 @@ from shardc.program.program import Program
 from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
-from shardc.report.explain.explanation import Chains, Explanation
-from shardc.report.explain.records import Chain, Reason, Side, Transmission
+from shardc.report.explain.chains import Chains
+from shardc.report.explain.explanation import Chain, Explanation, Reason, Side, Transmission
 from shardc.report.explain.stages import StageExplainer
 
 

@@ -39,6 +39,7 @@ from shardc.program.stages import has_stages, stages_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import blocks_text, nearest_blocks, repeated_blocks, with_blocks
 from shardc.report.explain.collectives import Transfer, transfers
+from shardc.report.explain.records import Figures
 
 
 class Retry:
@@ -163,35 +164,12 @@ class Attempt:
         return figures_of(run_passes(self.program, after=self.after))
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The cost of a step of a plan on one rank.
-
-    ``wire_bytes`` sent; ``peak`` bytes alive at once, ``optimizer`` of them in the optimizer's states; ``flops``. With
-    a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages. All
-    else is of the rank that has most of it.
-    """
-
-    wire_bytes: int
-    peak: int
-    optimizer: int
-    flops: int
-    num_collectives: int
-    crossing: int = 0
-
-    def is_free_after(self, before: Figures) -> bool:
-        """Whether less is sent, and neither peak memory, with and without the optimizer, nor operations grow."""
-        is_no_larger = self.peak <= before.peak and self.peak - self.optimizer <= before.peak - before.optimizer
-        return self.wire_bytes < before.wire_bytes and is_no_larger and self.flops <= before.flops
-
-    def excess(self, before: Figures) -> float:
-        """The sum of the relative growth of bytes sent, memory and operations."""
-        pairs = [(self.wire_bytes, before.wire_bytes), (self.peak, before.peak), (self.flops, before.flops)]
-        return sum(max(0, now - then) / max(1, then) for now, then in pairs)
-
-
 def figures_of(program: Program) -> Figures:
-    """The cost of a step of a localized program on one rank."""
+    """The cost of a step of a localized program on one rank.
+
+    With a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages.
+    All else is of the rank that has most of it.
+    """
     collectives, memory = collectives_of(program), memory_of(program)
     sent, crossing = (
         sum(each.wire_bytes * each.times for each in collectives if each.kind == "send" or not is_message)

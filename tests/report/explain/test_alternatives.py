@@ -16,11 +16,11 @@ from shardc.passes.reshard.plan_reshard import plan_reshard
 from shardc.report.explain.alternatives import (
     AlternativeFinder,
     alternatives,
-    alternatives_text,
     bytes_sent,
     compare_steps,
     kinds_of,
 )
+from shardc.report.explain.records import alternatives_text
 
 MESH = Mesh(dp=2, tp=2)
 TYPE = TensorType((8, 12, 4), torch.float32)
