@@ -84,7 +84,7 @@ class Retry:
     @cached_property
     def transfers(self) -> frozenset[Transfer]:
         """The transfers of the plan without a change."""
-        return frozenset(each for of_one in transfers(self.compiled.whole).values() for each in of_one)
+        return frozenset[Transfer]().union(*transfers(self.compiled.whole).values())
 
     @cached_property
     def annotations(self) -> Mapping[str, P]:
@@ -156,7 +156,7 @@ class Attempt:
     def transfers(self) -> frozenset[Transfer]:
         """The transfers of the plan. They are settled before the last passes, which run where figures are needed."""
         self.program, self.after = run_passes(self.program, after=self.after, until=SETTLED), SETTLED
-        return frozenset(each for of_one in transfers(self.program).values() for each in of_one)
+        return frozenset[Transfer]().union(*transfers(self.program).values())
 
     @cached_property
     def figures(self) -> Figures:
@@ -240,11 +240,7 @@ class Change:
     def python(self, annotations: Mapping[str, P], pipeline: Pipeline | None) -> str:
         """As one types it in Python, after the annotations and the option ``pipeline`` before the change."""
         if self.pipeline_fields or self.mesh:
-            after = self.pipeline_after(pipeline)
-            assert after is not None, self
-            settings = ", ".join(
-                f"{name}={value!r}" for name, value in {"axis": after.axis, **_settings(after)}.items()
-            )
+            settings = ", ".join(f"{name}={value!r}" for name, value in self._settings(pipeline).items())
             mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
             return "; ".join([*mesh, *[f"pipeline = Pipeline({settings})"] * bool(self.pipeline_fields)])
         after_edits = self.annotations_after(annotations).items()
@@ -258,11 +254,11 @@ class Change:
         and an annotation that is dropped is left open, which comes to the same.
         """
         if self.pipeline_fields or self.mesh:
-            after = self.pipeline_after(pipeline)
-            assert after is not None, self
-            words = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in _settings(after).items()]
+            settings = self._settings(pipeline)
+            axis = settings.pop("axis")
+            words = [axis, *(f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in settings.items())]
             mesh = [f"--mesh {_axes_text(self.mesh, ',')}"] * bool(self.mesh)
-            return " ".join([*mesh, *[f"--pipeline {','.join([after.axis, *words])}"] * bool(self.pipeline_fields)])
+            return " ".join([*mesh, *[f"--pipeline {','.join(words)}"] * bool(self.pipeline_fields)])
         dropped = {edit.pattern: P(...) for edit in self.edits if edit.after is None}
         kept = {edit.pattern: edit.after for edit in self.edits if edit.after is not None}
         specs = self.annotations_after(annotations) if replaces else dropped | kept
@@ -271,13 +267,14 @@ class Change:
             flags.append(f"--zero {self.zero.axis}={self.zero.stage}" if self.zero else "without --zero")
         return " ".join(flags)
 
+    def _settings(self, before: Pipeline | None) -> dict[str, Any]:
+        """The fields of the option ``pipeline`` to type after the change: the axis, microbatches, and no defaults."""
+        after = self.pipeline_after(before)
+        assert after is not None, self
+        values, default = {each.name: getattr(after, each.name) for each in fields(after)}, Pipeline(after.axis)
+        needed = ("axis", "microbatches")
+        return {name: value for name, value in values.items() if name in needed or value != getattr(default, name)}
+
 
 def _axes_text(axes: tuple[tuple[str, int], ...], separator: str) -> str:
     return separator.join(f"{name}={size}" for name, size in axes)
-
-
-def _settings(pipeline: Pipeline) -> dict[str, Any]:
-    """The fields that differ from their defaults, and the number of microbatches."""
-    default = Pipeline(pipeline.axis)
-    values = {each.name: getattr(pipeline, each.name) for each in fields(pipeline)}
-    return {name: value for name, value in values.items() if name == "microbatches" or value != getattr(default, name)}
