@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardc.costs.step import StepCost
-    from shardc.report.explain.advice import Advice
-    from shardc.report.explain.alternatives import Alternative
     from shardc.report.explain.explanation import Explanation
+    from shardc.report.explain.records import Advice, Alternative
     from shardc.runtime.module.module import ParallelModule
 
 

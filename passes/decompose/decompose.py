@@ -15,9 +15,9 @@ may cut the dims of further ops. Invariant: every value that is left is as befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from dataclasses import replace as replaced
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +28,17 @@ from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 from shardc.ops.index import lookup_rows, scatter_rows
 from shardc.program.communication import bytes_sent, is_collective
-from shardc.program.node import arguments
+from shardc.program.node import arguments, op_name
 from shardc.program.program import Program, Value
+from shardc.program.provenance import Cuts, FormChoice
 
 from ..emitter import NEVER, Decomposition, Emitter, Form
 from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import propagate, set_shardings
-from ..reshard.choose_cuts import Arrivals, Cuts, assign, claims_on, current_shardings, num_pieces
+from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings, num_pieces, op_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
-from .along import Along, Windowed
+from .along import Along, Results, Windowed
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
@@ -54,66 +55,126 @@ def decompose(program: Program) -> Program:
 
 def _decomposed(program: Program) -> Program:
     seen: set[Any] = set()
-    while forms := _forms(program):
-        kinds = {node.target for node in program.calls if node.name in forms}
+    taken_apart: list[FormChoice] = []
+    while True:
+        forms = _forms(program)
+        kinds = {node.target for node in program.calls if _is_apart(forms, node)}
+        if not kinds:
+            break
         if not seen.isdisjoint(kinds):
             forms = _forms_behind(program, forms, kinds)
         seen |= kinds
         program = program.copy(level="canonical")
-        for node in [node for node in program.calls if node.name in forms]:
+        for node in [node for node in program.calls if _is_apart(forms, node)]:
+            choice, expand = forms[node.name]
             with program.graph.inserting_before(node):
-                program.replace(node, forms[node.name](Emitter(program, node)))
+                program.replace(node, expand(Emitter(program, node)))
+            taken_apart.append(choice)
         program.remove_dead()
         program = set_shardings(cut_blocks(program))
-    return program
+    chosen = (*taken_apart, *(choice for choice, _ in forms.values()))
+    return replace(program, forms=chosen) if chosen else program
 
 
-def _forms(program: Program) -> dict[str, Form]:
-    """What to put in the place of which ops, by their names, where that pays."""
-    forms: dict[str, Form | None] = {}
+Forms = Mapping[str, tuple[FormChoice, Form]]  # by an op's name: what was chosen, and what takes it apart
+
+
+def _is_apart(forms: Forms, node: fx.Node) -> bool:
+    return node.name in forms and forms[node.name][0].is_apart
+
+
+def _forms(program: Program) -> Forms:
+    """For each op that can be taken apart, whether that sends less, and what to put in its place."""
+    forms: dict[str, tuple[FormChoice, Form]] = {}
     for node in program.calls:
-        if node.target in DECOMPOSITIONS and _pays(program, node):
-            forms[node.name] = DECOMPOSITIONS[node.target].expand
-        elif node.target in WINDOWED:
-            forms[node.name] = _windowed(program, node)
-    return {name: form for name, form in forms.items() if form}
+        form = None
+        if node.target in DECOMPOSITIONS:
+            form = _local_form(program, node)
+        if node.target in WINDOWED:
+            form = form or _windowed_form(program, node)
+        if form is not None:
+            forms[node.name] = form
+    return forms
 
 
-def _forms_behind(program: Program, forms: dict[str, Form], kinds: set[Any]) -> dict[str, Form]:
+def _forms_behind(program: Program, forms: Forms, kinds: set[Any]) -> Forms:
     """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains.
 
     Asked only where the last round let cuts through to ops of a kind that it had taken apart: it costs a propagation.
     """
-    if not any(node.target in kinds and node.name not in forms for node in program.calls):
+    if not any(node.target in kinds and not _is_apart(forms, node) for node in program.calls):
         return forms
     program = program.copy(level="canonical")
     for node in program.calls:
         if node.target in kinds and node.target in DECOMPOSITIONS:
-            program.bind_rule(node, replaced(program.rule(node), whole=frozenset()))
+            program.bind_rule(node, replace(program.rule(node), whole=frozenset()))
     program = set_shardings(cut_blocks(program))
     for node in program.calls:
         if node.target in kinds:
             program.forget_rule(node)
-    return _forms(program) | forms
+    apart = {name: form for name, form in forms.items() if form[0].is_apart}
+    return {**_forms(program), **apart}
 
 
-def _windowed(program: Program, node: fx.Node) -> Form | None:
-    """Along the first dim that arrives cut, has a windowed form, and of which windows move less than the whole."""
-    rule = program.rule(node)
-    for factor, along, moved in windows_of(program, node, rule):
-        if moved < (along.count - 1) * gathered_bytes(program, node, rule, {factor}, {}):
-            return lambda emit: WINDOWED[node.target].expand(replaced(along, emit=emit))
-    return None
+def _local_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | None:
+    """Whether an op becomes local work and a sum; None where no dim that it must have whole arrives cut."""
+    rule, decomposition = program.rule(node), DECOMPOSITIONS[node.target]
+    cuts = _arriving(program, node, rule)
+    whole = {factor for factor in cuts if factor in rule.whole}
+    moved = decomposition.moved(program, node, whole) if whole else NEVER
+    if moved >= NEVER:
+        return None
+    refused = ""
+    if _is_scattered(node, cuts, whole):
+        refused = "not asked: positions do not follow one another"
+    if any(_is_stored(program, node, cuts[factor]) for factor in whole):
+        refused = "not asked: a table that is cut as inputs are is stored so, and gathered"
+    apart, gathered = ceil_div(moved, _num_others(cuts, whole)), _gathered_bytes(program, node, rule, whole, cuts)
+    count = num_pieces({factor: cuts[factor] for factor in whole})
+    is_apart = not refused and apart < gathered
+    apart, gathered = (nbytes * (count - 1) // count for nbytes in (apart, gathered))  # what one rank sends
+    return _choice(program, node, cuts, whole, apart, gathered, is_apart, refused), decomposition.expand
 
 
-def windows_of(program: Program, node: fx.Node, rule: Rule) -> Iterator[tuple[str, Along, int]]:
+def _windowed_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | None:
+    """Whether an op becomes windows, along the first dim of which these move less than the whole, or else the first.
+
+    None where no dim arrives cut that has a windowed form.
+    """
+    rule, found = program.rule(node), None
+    cuts = _arriving(program, node, rule)
+    for factor, along, moved in _windows(program, node, rule, cuts):  # all ranks together send ``moved`` bytes
+        is_apart = moved < (along.count - 1) * _gathered_bytes(program, node, rule, {factor}, {})
+        if is_apart or found is None:
+            apart = ceil_div(moved, along.count * _num_others(cuts, {factor}))
+            gathered = _gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
+            found = _choice(program, node, cuts, {factor}, apart, gathered, is_apart), partial(_in_windows, along)
+        if is_apart:
+            break
+    return found
+
+
+def _in_windows(along: Along, emit: Emitter) -> Results:
+    return WINDOWED[along.node.target].expand(replace(along, emit=emit))
+
+
+def _windows(program: Program, node: fx.Node, rule: Rule, cuts: Cuts) -> Iterator[tuple[str, Along, int]]:
     """The factors along which an op can be taken apart into windows, and the bytes that all ranks then send."""
-    for factor, cut in arriving(program, node, rule).items():
+    for factor, cut in cuts.items():
         for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
             along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
             moved = WINDOWED[node.target].moved(along)
             if moved is not None:
                 yield factor, along, moved
+
+
+def _choice(
+    program: Program, node: fx.Node, cuts: Cuts, factors: set[str], apart: int, gathered: int, is_apart: bool,
+    refused: str = "",
+) -> FormChoice:  # fmt: skip
+    axes = frozenset(part.name for factor in factors for part in cuts[factor].all_axes)
+    target, source = op_name(node.target), program.source(node)
+    return FormChoice(node.name, target, source, axes, apart, gathered, is_apart, refused)
 
 
 def _cut_dims(
@@ -143,45 +204,26 @@ def _cut_dims(
                 yield dim, dim_cut
 
 
-def _pays(program: Program, node: fx.Node) -> bool:
-    """Whether a dim that must be whole arrives cut by axes that it may have, and gathering it moves more."""
-    rule, cuts = program.rule(node), arriving(program, node, program.rule(node))
-    whole = {factor for factor in cut_whole(rule, cuts) if not is_stored(program, node, cuts[factor])}
-    if not whole or is_scattered(node, cuts, whole):
-        return False
-    return apart_bytes(program, node, cuts, whole) < gathered_bytes(program, node, rule, whole, cuts)
-
-
-def cut_whole(rule: Rule, cuts: Cuts) -> set[str]:
-    """The factors that an op needs whole and that arrive cut."""
-    return {factor for factor in cuts if factor in rule.whole}
-
-
-def is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
+def _is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
     """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
     data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
     return node.target in TABLES and not data.isdisjoint(part.name for part in cut.all_axes)
 
 
-def is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:
+def _is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:
     """Whether a rank's positions do not follow one another, so that the first does not tell all."""
     is_index = node.target in TABLES or node.target in INDEXING
     return is_index and any(cuts[factor].minor for factor in whole if factor.startswith("v"))
 
 
-def apart_bytes(program: Program, node: fx.Node, cuts: Cuts, factors: set[str]) -> int:
-    """Bytes of one rank's tensors that move where an op is taken apart along ``factors``, as all others are cut."""
-    return ceil_div(DECOMPOSITIONS[node.target].moved(program, node, factors), num_others(cuts, factors))
-
-
-def num_others(cuts: Cuts, factors: set[str]) -> int:
+def _num_others(cuts: Cuts, factors: set[str]) -> int:
     """In how many pieces an op is cut along all factors but these."""
     return num_pieces({factor: cut for factor, cut in cuts.items() if factor not in factors})
 
 
-def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
+def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     """How the factors of an op would be cut, could all be."""
-    loose = replaced(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
+    loose = replace(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
 
     def sharding_of(value: Value) -> Sharding:
         sharding = program.shardings(value[0])[value[1]]
@@ -191,13 +233,13 @@ def arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
     return assign(loose, claims_on(program, node, loose, sharding_of))
 
 
-def gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
+def _gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
     """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
     total = 0
     for value, dims in _tensors(program, node, rule):
         if any(rule.has(factor, dims) for factor in factors):
             own_cuts = {factor: cut for factor, cut in cuts.items() if rule.has(factor, dims)}
-            total += ceil_div(program.value_type(value).nbytes, num_others(own_cuts, factors))
+            total += ceil_div(program.value_type(value).nbytes, _num_others(own_cuts, factors))
     return total
 
 
@@ -287,9 +329,9 @@ def _ends_conflict(program: Program) -> bool:
         return False
     arrivals = Arrivals(program, current_shardings(program))
     for node in program.calls:
-        op = arrivals.op_shardings(node, assign(program.rule(node), arrivals.claims(node)))
-        operands = [None if value is None else arrivals.shardings[value] for value in program.operand_values(node)]
-        pairs = [*zip(operands, op.operands, strict=True), *zip(program.shardings(node), op.results, strict=True)]
+        tensors = arrivals.tensors(node)
+        op = op_shardings(tensors, assign(tensors.rule, arrivals.claims(node)))
+        pairs = [*zip(tensors.arriving, op.operands, strict=True), *zip(tensors.propagated, op.results, strict=True)]
         for src, dst in ((src, dst) for src, dst in pairs if src is not None and dst is not None):
             src_dims, dst_dims = _dims_by_axis(src), _dims_by_axis(dst)
             if any(src_dims[axis] != dst_dims[axis] for axis in shared & src_dims.keys() & dst_dims.keys()):

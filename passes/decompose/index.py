@@ -53,7 +53,7 @@ def _gather(emit: Emitter) -> fx.Node:
     over ranks go together: in one dtype, that of exponentials' sums.
     """
     x, index = emit.given["self"], emit.given["index"]
-    rows, dim = _along(emit)
+    rows, dim = _along(emit, emit.shape(x))
     is_difference = x.target is aten.sub.Tensor and not x.kwargs and isinstance(x.args[1], fx.Node)
     shapes = [emit.shape(node) for node in (operand(x), operand(x, 1), index)] if is_difference else []
     row = one_along(dim, emit.shape(x))
@@ -70,7 +70,8 @@ def _gather(emit: Emitter) -> fx.Node:
 def _scatter_add(emit: Emitter) -> fx.Node:
     """The sum on its own, then added."""
     given = emit.given
-    return emit(aten.add.Tensor, given["self"], emit(scatter_add_at, given["index"], given["src"], *_along(emit)))
+    along = _along(emit, emit.shape(given["self"]))
+    return emit(aten.add.Tensor, given["self"], emit(scatter_add_at, given["index"], given["src"], *along))
 
 
 def _scatter(emit: Emitter) -> fx.Node:
@@ -80,7 +81,7 @@ def _scatter(emit: Emitter) -> fx.Node:
     if source is None:
         dtype = emit.type(given["self"]).dtype
         source = emit(aten.full.default, list(emit.shape(given["index"])), given["value"], dtype=dtype)
-    return emit(scatter_at, given["self"], given["index"], source, *_along(emit))
+    return emit(scatter_at, given["self"], given["index"], source, *_along(emit, emit.shape(given["self"])))
 
 
 def _places(emit: Emitter) -> tuple[Any, ...]:
@@ -93,14 +94,13 @@ def _places(emit: Emitter) -> tuple[Any, ...]:
 
 def _place(emit: Emitter, shape: Sequence[int]) -> tuple[Any, ...]:
     """The index of a select, counted from 0, the positions of its dim, and the dim."""
-    dim = emit.given["dim"] % len(shape)
+    rows, dim = _along(emit, shape)
     index = emit(aten.scalar_tensor.default, emit.given["index"] % shape[dim], dtype=torch.int64)
-    return index, emit(aten.arange.default, shape[dim]), (dim,)
+    return index, rows, (dim,)
 
 
-def _along(emit: Emitter) -> tuple[fx.Node, int]:
+def _along(emit: Emitter, shape: Sequence[int]) -> tuple[fx.Node, int]:
     """The positions of the dim, and the dim."""
-    shape = emit.shape(emit.given["self"])
     dim = emit.given["dim"] % len(shape)
     return emit(aten.arange.default, shape[dim]), dim
 

@@ -21,13 +21,11 @@ from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
 from shardc.program.node import is_annotation, is_cast, is_uniform
 from shardc.program.program import Program, Value, ends_of, is_small_output
-from shardc.program.provenance import PARAMETER
+from shardc.program.provenance import PARAMETER, CutChoice, Cuts, OpTensors, Shardings, SideChoice
 
 from .plan_reshard import move_bytes
 
-Shardings = tuple[Sharding | None, ...]
 Partial = tuple[tuple[AxisPart, ReduceOp], ...]
-Cuts = dict[str, DimSharding]  # by factor
 StandIns = Mapping[tuple[fx.Node, Value], Sharding]
 
 
@@ -91,12 +89,14 @@ class OpShardings(NamedTuple):
 class CutPlan:
     """How every op is computed, and how every output is returned.
 
-    ``arrivals``: how each value is cut between its producer and its readers.
+    ``arrivals``: how each value is cut between its producer and its readers. ``sides``: whether data or parameters
+    move.
     """
 
     arrivals: Arrivals
-    ops: Mapping[fx.Node, OpShardings]
+    ops: Mapping[fx.Node, CutChoice]
     outputs: list[Sharding | None]
+    sides: tuple[SideChoice, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -110,15 +110,15 @@ class CutPlan:
         reads = [(program.operand_values(node), op.operands) for node, op in self.ops.items()]
         results = tuple(None if node is None else program.value(node) for node in program.results)
         reads.append((results, tuple(self.outputs)))
-        moves = {(value, to) for values, shardings in reads for value, to in zip(values, shardings, strict=True)}
-        reductions = [
-            ((node, i), result) for node, op in self.ops.items() for i, result in enumerate(op.results) if result
-        ]
-        return sum(move_bytes(result, current[value], program.value_type(value)) for value, result in reductions) + sum(
-            move_bytes(current[value], to, program.value_type(value))
-            for value, to in moves
-            if value and to and not is_uniform(value[0])
-        )
+        moves = {
+            (value, current[value], to)
+            for values, shardings in reads
+            for value, to in zip(values, shardings, strict=True)
+            if value and to and to != current[value] and not is_uniform(value[0])
+        }
+        made = (((node, i), result) for node, op in self.ops.items() for i, result in enumerate(op.results) if result)
+        reductions = [(value, result, current[value]) for value, result in made]
+        return sum(move_bytes(src, dst, program.value_type(value)) for value, src, dst in (*moves, *reductions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,46 +140,52 @@ class Arrivals:
         """The sharding by which an operand claims cuts of an op."""
         return self.stand_ins.get((node, value)) or self.shardings[value]
 
-    def op_shardings(self, node: fx.Node, cuts: Cuts, ride: Ride | None = None) -> OpShardings:
-        """The shardings of operands and results when the factors are cut so.
+    def tensors(self, node: fx.Node) -> OpTensors:
+        """An op's operands as they arrive, and its results as propagated."""
+        program, values = self.program, self.program.operand_values(node)
+        assert program.mesh is not None
+        return OpTensors(
+            program.mesh,
+            program.rule(node),
+            tuple([None if value is None else program.value_type(value) for value in values]),
+            tuple([None if value is None else self.shardings[value] for value in values]),
+            frozenset([i for i, value in enumerate(values) if value and is_uniform(value[0])]),
+            program.types(node),
+            program.shardings(node),
+        )
 
-        A result is partial over the cuts of the factors that it does not have.
-        """
-        ride, program = ride or Ride(), self.program
-        rule, mesh = program.rule(node), program.mesh
-        assert mesh is not None
-        operands: list[Sharding | None] = []
-        for i, (value, dims) in enumerate(zip(program.operand_values(node), rule.operands, strict=True)):
-            if value is None or dims is None:
-                operands.append(value and Sharding.replicated(mesh, len(self.shardings[value].dims)))
-            else:
-                open_ = ride.partial if i in ride.operands else ()
-                operands.append(_like(self.shardings[value], dims_sharding(dims, cuts, rule.sizes), open_))
-        results: list[Sharding | None] = []
-        for i, (type_, propagated) in enumerate(zip(program.types(node), program.shardings(node), strict=True)):
-            dims = rule.results[i]
-            if type_ is None or propagated is None or dims is None:
-                results.append(None if type_ is None else Sharding.replicated(mesh, len(type_.shape)))
-            else:
-                summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, i)]
-                partial_axes = sorted(
-                    [*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial]
-                )
-                results.append(_like(propagated, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
-        return OpShardings(tuple(operands), tuple(results))
 
-    def cost(self, node: fx.Node, op: OpShardings) -> int:
-        """Bytes that a rank sends to bring the operands there, and the results to their propagated shardings."""
-        program = self.program
-        values = program.operand_values(node)
-        moves = [
-            (value, self.shardings[value], to)
-            for value, to in zip(values, op.operands, strict=True)
-            if value and not is_uniform(value[0])
-        ]
-        ends = enumerate(zip(op.results, program.shardings(node), strict=True))
-        moves += [((node, index), result, to) for index, (result, to) in ends if result]
-        return sum(move_bytes(src, to, program.value_type(value)) for value, src, to in moves if to)
+def op_shardings(tensors: OpTensors, cuts: Cuts, ride: Ride | None = None) -> OpShardings:
+    """The shardings of an op's operands and results when its factors are cut so.
+
+    A result is partial over the cuts of the factors that it does not have.
+    """
+    ride, rule, mesh = ride or Ride(), tensors.rule, tensors.mesh
+    operands: list[Sharding | None] = []
+    for i, (arriving, dims) in enumerate(zip(tensors.arriving, rule.operands, strict=True)):
+        if arriving is None or dims is None:
+            operands.append(None if arriving is None else Sharding.replicated(mesh, len(arriving.dims)))
+        else:
+            open_ = ride.partial if i in ride.operands else ()
+            operands.append(_like(arriving, dims_sharding(dims, cuts, rule.sizes), open_))
+    results: list[Sharding | None] = []
+    for i, (type_, propagated) in enumerate(zip(tensors.result_types, tensors.propagated, strict=True)):
+        dims = rule.results[i]
+        if type_ is None or propagated is None or dims is None:
+            results.append(None if type_ is None else Sharding.replicated(mesh, len(type_.shape)))
+        else:
+            summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, i)]
+            partial_axes = sorted([*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial])
+            results.append(_like(propagated, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
+    return OpShardings(tuple(operands), tuple(results))
+
+
+def op_bytes(tensors: OpTensors, op: OpShardings | CutChoice) -> int:
+    """Bytes that a rank sends to bring an op's operands there, and its results to their propagated shardings."""
+    operands = enumerate(zip(tensors.arriving, op.operands, tensors.operand_types, strict=True))
+    moves = [move for i, move in operands if i not in tensors.uniform]
+    moves += zip(op.results, tensors.propagated, tensors.result_types, strict=True)
+    return sum(move_bytes(src, dst, type_) for src, dst, type_ in moves if src and dst and type_)
 
 
 def _like(known: Sharding, dims: tuple[DimSharding, ...], partial: Partial) -> Sharding:
@@ -208,7 +214,7 @@ class _Planner:
     carried: set[Value]
     gradient_casts: set[fx.Node]
     last: _Planner | None = None
-    ops: dict[fx.Node, OpShardings] = field(default_factory=dict)
+    ops: dict[fx.Node, CutChoice] = field(default_factory=dict)
     blocked: set[Value] = field(default_factory=set)
 
     def decide(self, node: fx.Node) -> None:
@@ -220,7 +226,7 @@ class _Planner:
                 is_reduced = result.partial and (node, index) not in self.carried
                 shardings[node, index] = target if is_reduced and target else result
 
-    def _as_last(self, node: fx.Node) -> OpShardings | None:
+    def _as_last(self, node: fx.Node) -> CutChoice | None:
         """What the last planner decided, if the operands arrive as they did then."""
         if self.last is None:
             return None
@@ -228,8 +234,8 @@ class _Planner:
         is_same = all(before[value] == now[value] for value in self.arrivals.program.operand_values(node) if value)
         return self.last.ops[node] if is_same else None
 
-    def _undisputed(self, node: fx.Node) -> OpShardings | None:
-        """The op's shardings where its tensors agree about the cut of each factor, and no sum is open; else None.
+    def _undisputed(self, node: fx.Node) -> CutChoice | None:
+        """How the op is cut where its tensors agree about the cut of each factor, and no sum is open; else None.
 
         That depends on rule and shardings alone, so it is found once for like ops.
         """
@@ -239,27 +245,30 @@ class _Planner:
         stand_ins = self.arrivals.stand_ins
         if is_annotation(node) or (stand_ins and any((node, value) in stand_ins for value in values if value)):
             return None
-        key = _Planner._undisputed, arriving, propagated
+        key, tensors = (_Planner._undisputed, arriving, propagated), self.arrivals.tensors(node)
         if key not in rule.known:
-            shapes = [value and program.value_type(value).shape for value in values]
-            shapes += [type_ and type_.shape for type_ in program.types(node)]
+            types = (*tensors.operand_types, *tensors.result_types)
+            shapes = [None if type_ is None else type_.shape for type_ in types]
             cuts = undisputed_cuts(rule, arriving, propagated, shapes)
-            rule.known[key] = None if cuts is None else self.arrivals.op_shardings(node, cuts)
-        found: OpShardings | None = rule.known[key]
-        return found
+            rule.known[key] = None if cuts is None else (cuts, op_shardings(tensors, cuts))
+        if rule.known[key] is None:
+            return None
+        cuts, op = rule.known[key]
+        return CutChoice(tensors, (cuts,), op.operands, op.results)
 
-    def _cheapest(self, node: fx.Node) -> OpShardings:
+    def _cheapest(self, node: fx.Node) -> CutChoice:
         program, shardings = self.arrivals.program, self.arrivals.shardings
         claims = self.arrivals.claims(node)
         ride, values = self._ride(node, claims), program.operand_values(node)
         self.blocked |= {v for i, v in enumerate(values) if v and shardings[v].partial and i not in ride.operands}
-        propagated = program.shardings(node)
+        tensors, considered = self.arrivals.tensors(node), list[Cuts]()
         if is_annotation(node):
-            ways = [OpShardings(propagated, propagated)]  # as the user wrote it, even a cut of one element
+            ways = [OpShardings(tensors.propagated, tensors.propagated)]  # as the user wrote it, even of one element
         else:
-            cuts = choices(program.rule(node), claims, tuple(part for part, _ in ride.partial))
-            ways = [self.arrivals.op_shardings(node, each, ride) for each in cuts]
-        return ways[0] if len(ways) == 1 else min(ways, key=partial(self.arrivals.cost, node))
+            considered = choices(tensors.rule, claims, tuple(part for part, _ in ride.partial))
+            ways = [op_shardings(tensors, cuts, ride) for cuts in considered]
+        op = ways[0] if len(ways) == 1 else min(ways, key=partial(op_bytes, tensors))
+        return CutChoice(tensors, tuple(considered), op.operands, op.results)
 
     def _ride(self, node: fx.Node, claims: list[Claim]) -> Ride:
         """The operands whose partial sum may pass through an op: a whole linear group, open over the same axes."""

@@ -23,10 +23,10 @@ from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
 from shardc.program.node import ancestors, arguments, is_getitem
 from shardc.program.program import Program, Value
-from shardc.program.provenance import Origin
+from shardc.program.provenance import Origin, Shardings
 
 from ..propagate.propagate import spread
-from .choose_cuts import CutPlan, Shardings, StandIns, choose_cuts
+from .choose_cuts import CutPlan, StandIns, choose_cuts
 
 Way = tuple[str, DimSharding]  # a factor and its cut
 Moved = dict[Value, tuple[Sharding, Mapping[str, Origin]]]

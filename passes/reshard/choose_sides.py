@@ -15,7 +15,7 @@ plan that follows from it sends fewer bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -26,19 +26,20 @@ from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, Sharding
 from shardc.program.node import is_annotation
 from shardc.program.program import Program, Value, ends_of
+from shardc.program.provenance import Cuts, SideChoice
 
 from ..propagate.cut_blocks import cut_blocks
 from ..propagate.propagate import Precedence, propagate
 from .choose_cuts import (
     Arrivals,
     CutPlan,
-    Cuts,
     OpShardings,
     StandIns,
     assign,
     choose_cuts,
     current_shardings,
     num_pieces,
+    op_shardings,
 )
 from .choose_dims import Facts, set_facts, with_moved_axes
 from .plan_reshard import move_bytes
@@ -51,14 +52,23 @@ def cheapest_plan(program: Program) -> CutPlan:
 
     The program's shardings are set to it.
     """
-    plan = choose_cuts(program)
-    for axis in Precedence(program.pins).contested:
-        first = frozenset({axis})
-        other = propagate(cut_blocks(program, first), first)
+    plan = of_data = choose_cuts(program)
+    contested = Precedence(program.pins).contested
+    data_bytes = of_data.wire_bytes if contested else 0
+    for axis in contested:
+        other = with_parameters_first(program, axis)
         pairs = zip(program.calls, other.calls, strict=True)
         if any(_is_other_product(program, ours, other, theirs) for ours, theirs in pairs):
             plan = _divided(program, plan, other)
-    return with_moved_axes(plan)
+    plan = with_moved_axes(plan)
+    wire_bytes = data_bytes if plan is of_data or not contested else plan.wire_bytes
+    return replace(plan, sides=tuple([SideChoice(axis, data_bytes, wire_bytes) for axis in contested]))
+
+
+def with_parameters_first(program: Program, axis: str) -> Program:
+    """The program as it is propagated where parameters come before data over an axis."""
+    first = frozenset({axis})
+    return propagate(cut_blocks(program, first), first)
 
 
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:
@@ -127,7 +137,7 @@ class _Side:
         self.ops: dict[str, OpShardings] = {}
         for node in program.calls:
             cuts = self.cuts[node.name] = assign(program.rule(node), self._arrivals.claims(node))
-            self.ops[node.name] = self._arrivals.op_shardings(node, cuts)
+            self.ops[node.name] = op_shardings(self._arrivals.tensors(node), cuts)
 
     def sharding(self, value: Value) -> Sharding:
         """The sharding of a value."""

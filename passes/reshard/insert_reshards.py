@@ -42,6 +42,7 @@ def insert_reshards(program: Program) -> Program:
     """The program with a reshard between every producer and consumer that differ."""
     program = program.copy(level="agreed")
     plan = cheapest_plan(program)
+    program.sides = plan.sides
     rewriter = _Rewriter(program, plan)
     for node in list(program.graph.nodes)[:-1]:  # all but the output
         if node.op == "call_function" and not is_getitem(node):
@@ -95,6 +96,7 @@ class _Rewriter:
             new.append(self._operand(value, target, node, i, reasons) if value and target else value)
         if any(one is not other for one, other in zip(new, operands(node), strict=True)):
             set_operands(node, new)
+        program.set_cut_choice(node, op)
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])

@@ -66,55 +66,70 @@ class Refusals(TorchFunctionMode):
         self.comparisons: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func == _SET_DATA and args[0] is args[1]:  # a module converted to the dtype that it has
             return None
-        if func in _FROM_LISTS and (stacked := _stack_of_numbers(*args, **(kwargs or {}))) is not None:
+        if func in _FROM_LISTS and (stacked := _stack_of_numbers(*args, **kwargs)) is not None:
             return stacked
         if func in _INDEXING:
             args = (args[0], _with_stacks(args[1]), *args[2:])
         if func in _REFUSED:
             raise Unfit(*_REFUSED[func])
-        if (kwargs or {}).get("generator") is not None:
+        if kwargs.get("generator") is not None:
             raise Unfit(*_GENERATOR)
         before, self.is_user_read = self.is_user_read, func in _READS and is_users_line(sys._getframe())
         try:
-            if func is Tensor.tolist and self.reads_numbers and is_whole(args[0]):
-                return _nested(numbers(args[0]), args[0].shape)
-            if func is Tensor.__int__ and self.reads_numbers and args[0].is_floating_point():
-                return numbers(args[0].long())[0]
-            if func in _COMPARISONS and self.reads_numbers and all(map(_is_whole_number, args)):
-                self.comparisons.append(func(*args))
-                return self.comparisons[-1]
-            if func is not Tensor.__format__ or not self.is_user_read or args[0].ndim:
-                return func(*args, **(kwargs or {}))
-            number, spec = args
-            try:
-                return format(number.item(), spec)
-            except DATA_DEPENDENT:
-                return (
-                    format(UnknownNumber(self.pass_over), spec) if spec else str(number)
-                )  # it may be part of a message
+            if self.reads_numbers and (read := self._whole_numbers(func, args)) is not None:
+                return read
+            if func is Tensor.__format__ and self.is_user_read and not args[0].ndim:
+                return self._formatted(*args)
+            return func(*args, **kwargs)
         except DataDependentOutputException:
             frame = users_frame(sys._getframe()) if self.is_user_read and before is None else None
-            passing = None if frame is None or func not in _TESTS else passing_check(frame)
-            if frame is not None and passing is not None:
-                self.pass_over(frame)
-                return passing
-            caller = _caller(sys._getframe(), is_direct=True)
-            is_branch = frame is not None and caller is not None and caller.f_code.co_name == "__bool__"
-            is_compared = func in (Tensor.__bool__, Tensor.item) and any(args[0] is each for each in self.comparisons)
-            if is_compared or (is_branch and self.reads_numbers):
-                return bool(numbers((args[0] != 0).long())[0])
-            if frame is None or func not in (Tensor.item, Tensor.__float__):
-                raise
-            if caller is None or (caller is not frame and caller.f_code.co_name not in _TOLIST):
-                raise
-            self.gave_unknown = True
-            if func is Tensor.__float__:  # which returns nothing but numbers
-                raise UnknownValueError from None
-            return UnknownNumber(self.pass_over)
+            return self._unknown(func, args[0], frame, _caller(sys._getframe(), is_direct=True))
         finally:
             self.is_user_read = before
+
+    def _whole_numbers(self, func: Any, args: Any) -> Any:
+        """What a function gives that reads or compares whole numbers; None for any other."""
+        if func is Tensor.tolist and is_whole(args[0]):
+            return _nested(numbers(args[0]), args[0].shape)
+        if func is Tensor.__int__ and args[0].is_floating_point():
+            return numbers(args[0].long())[0]
+        if func in _COMPARISONS and all(map(_is_whole_number, args)):
+            self.comparisons.append(func(*args))
+            return self.comparisons[-1]
+        return None
+
+    def _formatted(self, number: Tensor, spec: str) -> str:
+        """A number as text; one that is unknown may be part of a message."""
+        try:
+            return format(number.item(), spec)
+        except DATA_DEPENDENT:
+            return format(UnknownNumber(self.pass_over), spec) if spec else str(number)
+
+    def _unknown(self, func: Any, x: Tensor, frame: FrameType | None, caller: FrameType | None) -> Any:
+        """What a reading of a value gives that is unknown during capture; raises the error that says so.
+
+        ``frame``: of the user's line, if that is what reads; ``caller``: of what called ``func``. A line that only
+        checks the value is passed over, a branch reads a number under a guard, any other line gets an UnknownNumber.
+        """
+        passing = None if frame is None or func not in _TESTS else passing_check(frame)
+        if frame is not None and passing is not None:
+            self.pass_over(frame)
+            return passing
+        is_branch = frame is not None and caller is not None and caller.f_code.co_name == "__bool__"
+        is_compared = func in (Tensor.__bool__, Tensor.item) and any(x is each for each in self.comparisons)
+        if is_compared or (is_branch and self.reads_numbers):
+            return bool(numbers((x != 0).long())[0])
+        if frame is None or func not in (Tensor.item, Tensor.__float__):
+            raise
+        if caller is None or (caller is not frame and caller.f_code.co_name not in _TOLIST):
+            raise
+        self.gave_unknown = True
+        if func is Tensor.__float__:  # which returns nothing but numbers
+            raise UnknownValueError from None
+        return UnknownNumber(self.pass_over)
 
     def pass_over(self, frame: FrameType) -> None:
         """Remember that no step runs the check of a line."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from shardc.cli import GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, count
 from shardc.cli.compile import compiled, progress, with_idle_axes, write
 from shardc.language.errors import ShardingError, UsageError
-from shardc.language.record import json_of, read
-from shardc.report.explain.records import AdviceEntry, AlternativeEntry, Explained, ExplainedCollective
+from shardc.language.record import json_of
+from shardc.report.explain.explanation import Explanation
+from shardc.report.explain.records import Advice, Alternative, Explained, ExplainedCollective, alternatives_text
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
-    from shardc.report.explain.advice import Advice
-    from shardc.report.explain.alternatives import Alternative
-    from shardc.report.explain.explanation import Explanation
 
 TRIES = 12
 LONGEST_CHAIN = 10  # steps, without --verbose
@@ -49,8 +46,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compile, and write the explanation of NAME."""
-    from shardc.report.explain.alternatives import alternatives_text
-
     program = compiled(options)
     try:
         explanation = program.explain(options.name)
@@ -68,13 +63,11 @@ def run(options: argparse.Namespace) -> int:
     return GOOD
 
 
-def _record(explanation: Explanation, choices: Sequence[Alternative], advice: Advice | None) -> Explained:
-    entry = explanation.record()
-    own = {field.name: getattr(entry, field.name) for field in fields(entry)}
+def _record(explanation: Explanation, choices: tuple[Alternative, ...], advice: Advice | None) -> Explained:
+    own = {field.name: getattr(explanation, field.name) for field in fields(explanation) if field.init}
     if explanation.kind != "collective":
         return Explained(**own)
-    alternatives = tuple(AlternativeEntry(**asdict(each)) for each in choices)
-    return ExplainedCollective(**own, alternatives=alternatives, advice=read(AdviceEntry, advice and advice.record()))
+    return ExplainedCollective(**own, alternatives=choices, advice=advice)
 
 
 def _of_collective(

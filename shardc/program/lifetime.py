@@ -88,7 +88,7 @@ def _layouts(
 
     Results are new tensors where a runtime allocates them.
     """
-    new = tuple([type_ and Layout.new(type_) for type_ in program.types(node)])
+    new = tuple([None if type_ is None else Layout.new(type_) for type_ in program.types(node)])
     if node.op == "placeholder":
         return new, False
     target, mesh = node.target, program.mesh

@@ -22,7 +22,7 @@ from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.inference import Types, result_types, typed
 from shardc.program.node import last_node, op_name, operands
-from shardc.program.provenance import Cause, Origin, Source
+from shardc.program.provenance import Cause, CutChoice, FormChoice, Origin, SideChoice, Source
 
 Shardings = Sharding | tuple[Sharding | None, ...] | None
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
@@ -109,6 +109,8 @@ class Program:
     options: Options = field(default_factory=Options)
     computed: Mapping[str, Sharding] = field(default_factory=dict)
     num_stages: int = 1
+    forms: tuple[FormChoice, ...] = ()
+    sides: tuple[SideChoice, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     rules: dict[Any, Rule] = field(default_factory=dict, init=False, repr=False, compare=False)
     reads: dict[fx.Node, Reads] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -277,6 +279,15 @@ class Program:
     def set_causes(self, node: fx.Node, causes: tuple[Cause, ...]) -> None:
         """Set the causes of a reshard or a collective."""
         node.meta["causes"] = causes
+
+    def cut_choice(self, node: fx.Node) -> CutChoice | None:
+        """What the cuts of an op were chosen among; None before insert_reshards, and for a call inserted since."""
+        found: CutChoice | None = node.meta.get("cut_choice")
+        return found
+
+    def set_cut_choice(self, node: fx.Node, choice: CutChoice) -> None:
+        """Set what the cuts of an op were chosen among."""
+        node.meta["cut_choice"] = choice
 
     def former_names(self, node: fx.Node) -> tuple[str, ...]:
         """The names of the nodes that this one replaced."""

@@ -1,4 +1,4 @@
-"""Provenance: where a node comes from, why an axis cuts a value, and why something is sent."""
+"""Provenance: where a node comes from, why an axis cuts a value, why something is sent, and what was chosen among."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from shardc.language.sharding import Sharding, TensorType
+from shardc.language.mesh import Mesh
+from shardc.language.rule import Rule
+from shardc.language.sharding import DimSharding, Sharding, TensorType
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -211,3 +213,69 @@ def cause_text(causes: Sequence[Cause], most: int | None = None) -> str:
         texts = [texts[0], f"and {len(texts) - 1} more"]
     annotations = (f"{axis} from {origin.annotation}" for each in causes for axis, origin in each.origins.items())
     return "; ".join([*texts, *dict.fromkeys(annotations)])
+
+
+# What passes chose among. They record it where they choose; a reader prices it.
+
+Shardings = tuple[Sharding | None, ...]
+Cuts = dict[str, DimSharding]  # by factor
+
+
+@dataclass(frozen=True, slots=True)
+class OpTensors:
+    """The operands and results of an op that is to be cut: what any way to cut it costs follows from them.
+
+    Types are global. ``arriving``: the sharding in which each operand arrives. ``propagated``: those to which the
+    results are brought. ``uniform``: the operands of one number, of which nothing is sent.
+    """
+
+    mesh: Mesh
+    rule: Rule
+    operand_types: tuple[TensorType | None, ...]
+    arriving: Shardings
+    uniform: frozenset[int]
+    result_types: tuple[TensorType | None, ...]
+    propagated: Shardings
+
+
+@dataclass(frozen=True, slots=True)
+class CutChoice:
+    """How an op is cut: ``operands`` and ``results`` are the shardings in which it takes and makes its ``tensors``.
+
+    ``considered``: the cuts of its factors that were compared; none where the user annotated the value.
+    """
+
+    tensors: OpTensors
+    considered: tuple[Cuts, ...]
+    operands: Shardings
+    results: Shardings
+
+
+@dataclass(frozen=True, slots=True)
+class FormChoice:
+    """Whether an op that needs a dim whole, which ``axes`` cut, was taken apart (``is_apart``) or gathers the dim.
+
+    ``op``: the name of its node, which is gone where it was taken apart; ``target``: what it calls. ``apart_bytes``,
+    ``gathered_bytes``: what a rank sends by either form. ``refused``: why taking it apart was not considered.
+    """
+
+    op: str
+    target: str
+    source: Source
+    axes: frozenset[str]
+    apart_bytes: int
+    gathered_bytes: int
+    is_apart: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SideChoice:
+    """Whether data or parameters move in an op that ``axis`` cuts in both.
+
+    ``data_bytes``: what a rank sends in a step if all parameters come to the data; ``wire_bytes``: as it was chosen.
+    """
+
+    axis: str
+    data_bytes: int
+    wire_bytes: int

@@ -55,6 +55,7 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.diff",
     "shardc.report.dump.records",
     "shardc.report.dump.schema",
+    "shardc.report.explain.explanation",
     "shardc.report.explain.records",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")

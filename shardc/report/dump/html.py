@@ -29,11 +29,11 @@ from shardc.program.stages import has_stages, sender
 from shardc.program.text import call_text, op_names, value_names
 from shardc.report.dump.program_record import program_record
 from shardc.report.dump.selection import Selection
-from shardc.report.explain.alternatives import Alternative, choices
+from shardc.report.explain.alternatives import choices
 from shardc.report.explain.collectives import why_needed
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import Explanation, reason_text
-from shardc.report.explain.records import Chain
+from shardc.report.explain.explanation import Chain, Explanation, reason_text
+from shardc.report.explain.records import Alternative
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.clock import Task
 from shardc.schedules.schedule import Action

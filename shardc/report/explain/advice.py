@@ -14,24 +14,21 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError, did_you_mean
-from shardc.language.text import bytes_text, printable
 from shardc.program.collective import Collective
 from shardc.program.provenance import StageCrossing
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.candidates import candidates, paths_near, related_annotations, stage_candidates
 from shardc.report.explain.collectives import Transfer, is_removed, replacement_kinds, transfers, why_needed
-from shardc.report.explain.retry import Attempt, Change, Figures, Retry
+from shardc.report.explain.records import REMOVE, SHRINK, Advice, Aim, Figures, Suggestion
+from shardc.report.explain.retry import Attempt, Change, Retry
 
-REMOVE, SHRINK = "to remove it", "to send less between stages"
 FINALISTS = 2  # changes that are compiled for the whole model: on two blocks the second may look like the first
-WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
 def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
@@ -43,90 +40,6 @@ def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A change that removes a collective, and what a step costs a rank before and after it.
-
-    ``is_free``: less is sent, and neither memory nor operations grow. ``python`` and ``flags``: the change as one types
-    it; ``flags`` where ``--annotate`` adds to a target's annotations, ``all_flags`` where it replaces them, as for
-    ``hf:``. ``instead``: the kinds of collectives that then move the same values.
-    """
-
-    change: Change
-    before: Figures
-    after: Figures
-    is_free: bool
-    python: str
-    flags: str
-    all_flags: str
-    instead: tuple[str, ...] = ()
-
-    @property
-    def excess(self) -> tuple[float, int]:
-        """What it costs: how much grows, then the bytes that are sent. A free change comes before all others."""
-        return 0.0 if self.is_free else self.after.excess(self.before), self.after.wire_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Changes that would remove the collective ``name``, after ``tried`` changes were compiled.
-
-    ``suggestion`` is None where none of them removes it. ``why``: what it is there for in any plan like this one.
-    ``aim``: for a message, to let less cross between stages. ``blocks``: the blocks of the model that stood for all of
-    them where changes were tried, in words; nothing for the whole model.
-    """
-
-    name: str
-    tried: int
-    why: str
-    suggestion: Suggestion | None
-    aim: str = REMOVE
-    blocks: str = ""
-
-    def text(self, replaces: bool = False) -> str:
-        """The text form; ``replaces``: ``--annotate`` replaces the target's annotations."""
-        return "\n".join(map(printable, self._lines(replaces))) + "\n"
-
-    def record(self) -> dict[str, Any]:
-        """The JSON form."""
-        record = asdict(self)
-        if self.suggestion is not None:
-            record["suggestion"]["change"] = self.suggestion.change.text
-        return record
-
-    def _lines(self, replaces: bool) -> Iterator[str]:
-        s, changes = self.suggestion, f"{self.tried} change{'s' * (self.tried != 1)}"
-        tried_on = f" tried on {self.blocks}" if self.blocks else ""
-        if s is None:
-            yield f"nothing was found {WHICH[self.aim]}: none of {changes} does"
-            yield f"  {self.why}"
-            return
-        if s.is_free:
-            yield f"{self.aim}: {s.change.text}"
-        else:
-            yield f"every change {WHICH[self.aim]} costs something; of {changes}{tried_on} this costs least:"
-            yield f"  {s.change.text}"
-        if s.before.crossing:
-            yield f"  between stages go {_change_text(s.before.crossing, s.after.crossing)} a step"
-        if s.instead:
-            yield f"  what it moves then goes by {' and '.join(s.instead)}"
-        yield f"  a rank then sends {_change_text(s.before.wire_bytes, s.after.wire_bytes)} a step"
-        yield f"  its peak memory with the optimizer is {_change_text(s.before.peak, s.after.peak)}"
-        if s.after.optimizer != s.before.optimizer:
-            yield f"  of that the optimizer's states are {_change_text(s.before.optimizer, s.after.optimizer)}"
-        if s.after.flops != s.before.flops:
-            yield f"  it computes {s.after.flops / max(1, s.before.flops):.2f} times as much"
-        yield f"  in Python        {s.python}"
-        yield f"  on command line  {s.all_flags if replaces else s.flags}"
-        yield f"  {changes}{tried_on or ' compiled'} to find it" if s.is_free else f"  why: {self.why}"
-
-
-def _change_text(before: int, after: int) -> str:
-    if before == after:
-        return f"{bytes_text(before)} as before"
-    return f"{bytes_text(after)}, {bytes_text(abs(after - before))} {'more' if after > before else 'less'}"
-
-
-@dataclass(frozen=True, slots=True)
 class Goal:
     """What a change is to bring about at the collective ``name``.
 
@@ -135,7 +48,7 @@ class Goal:
     """
 
     name: str
-    aim: str
+    aim: Aim
     why: str
     changes: list[list[Change]]
     is_met: Callable[[Attempt, bool], bool]
@@ -208,7 +121,7 @@ class Advisor:
         flags, all_flags = (change.flags(annotations, pipeline, replaces) for replaces in (False, True))
         instead = replacement_kinds(goal.transfers, attempt.transfers)
         python = change.python(annotations, pipeline)
-        return Suggestion(change, before, attempt.figures, is_free, python, flags, all_flags, instead)
+        return Suggestion(change.text, before, attempt.figures, is_free, python, flags, all_flags, instead)
 
 
 def best_changes(goal: Goal, retry: Retry) -> tuple[list[Change], bool, int]:

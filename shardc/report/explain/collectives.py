@@ -17,8 +17,8 @@ from shardc.program.program import Program
 from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
-from shardc.report.explain.explanation import Chains, Explanation
-from shardc.report.explain.records import Chain, Reason, Side, Transmission
+from shardc.report.explain.chains import Chains
+from shardc.report.explain.explanation import Chain, Explanation, Reason, Side, Transmission
 from shardc.report.explain.stages import StageExplainer
 
 
@@ -254,11 +254,16 @@ def movements(program: Program, node: fx.Node) -> Iterator[Movement]:
         lasts = list(dict.fromkeys(last for each in firsts for last in _last_steps(program, each)))
         users = tuple(dict.fromkeys(user for last in lasts for user in last.users if not _is_step(program, user)))
         outputs = tuple(i for i, result in enumerate(program.results) if result in lasts)
-        producer = moved  # the node before all steps of reshards, and before casts
-        while producer.op == "call_function" and (_is_step(program, producer) or is_cast(producer)):
-            value, index = program.value(producer)
-            producer = operand(value, 3 + index) if _is_of_bucket(producer) else operand(producer)
+        producer = producer_of(program, moved)
         yield Movement(producer, moved, (lasts or firsts or [node])[0], users, outputs)
+
+
+def producer_of(program: Program, node: fx.Node) -> fx.Node:
+    """The node that computes a value, before all steps of reshards, and before casts."""
+    while node.op == "call_function" and (_is_step(program, node) or is_cast(node)):
+        value, index = program.value(node)
+        node = operand(value, 3 + index) if _is_of_bucket(node) else operand(node)
+    return node
 
 
 def _last_steps(program: Program, node: fx.Node) -> Iterator[fx.Node]:

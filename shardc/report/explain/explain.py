@@ -27,9 +27,9 @@ from shardc.program.provenance import Source
 from shardc.program.stages import has_stages
 from shardc.program.text import type_text
 from shardc.program.traffic import collectives_of, fallbacks_of
+from shardc.report.explain.chains import Chains
 from shardc.report.explain.collectives import CollectiveExplainer
-from shardc.report.explain.explanation import Chains, Explanation
-from shardc.report.explain.records import Subject
+from shardc.report.explain.explanation import Explanation, Subject
 from shardc.report.explain.stages import StageExplainer
 
 if TYPE_CHECKING:

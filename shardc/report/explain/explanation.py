@@ -1,32 +1,121 @@
-"""The answer of ``explain`` as data and text: chains from annotations to a value, and how chains are followed."""
+"""The answer of ``explain`` as data and text. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Literal
 
-from torch import fx
-
+from shardc.language.machine import SentKind
+from shardc.language.record import Amount, Count, Size
 from shardc.language.text import aligned, bytes_text, folded, over_calls, printable, seconds_text, table
-from shardc.program.collective import COLLECTIVES
-from shardc.program.node import is_getitem
-from shardc.program.program import Program
-from shardc.program.provenance import Origin
-from shardc.program.text import op_names, type_text, value_names
-from shardc.report.explain.records import Chain, ChainStep, ExplanationEntry, Reason, Role, Side, Subject, Transmission
+from shardc.program.provenance import NeedKind, Phase
+
+Subject = Literal[
+    "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
+]
+Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
+ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "stages"]
 
 REPLICATED = "default: replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStep:
+    """A value that an axis cuts, or over which a sum is open, and how the axis came to it.
+
+    ``value``: as in the dump. ``type``: with its sharding. ``role``: one of
+
+    - annotated: the user annotated the value
+    - made: the op computes it in pieces along the axis; summed: the op leaves a sum over the axis open
+    - passed: the axis passed through the op, which is not computed in pieces in the end
+    - read: the op reads it beside the value before, so that both are cut alike; wanted: the op needs it cut, and it is
+      resharded
+    - tied: it is cut as another value is, as a gradient is as its parameter
+    - moved: it is the value before, resharded; repeated: the value before, computed again
+
+    ``via``: the op that the axis came through. ``call``: the op's node in the dump. ``module``: of the op, the path.
+    ``location``: of the op, file.py:line.
+    """
+
+    value: str
+    type: str
+    role: Role
+    via: str = ""
+    call: str = ""
+    module: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """How an axis came from an annotation or an option to a value.
+
+    ``end``: the annotation or the option. ``steps``: the first is the annotated value.
+    """
+
+    axis: str
+    end: str
+    steps: tuple[ChainStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transmission:
+    """What a collective sends, each of its times a step; bytes are those of one rank.
+
+    ``seconds``: predicted, on the machine that was compiled for. ``stage``: of a pipeline, which runs it.
+    """
+
+    kind: SentKind
+    axes: tuple[str, ...]
+    phase: Phase
+    bytes: Count
+    wire_bytes: Count
+    seconds: Amount
+    stage: int | None
+    times: Size
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a collective: the producer of its operand, or the reader of its result.
+
+    ``name``: as in the dump, or a result of the program such as the gradient w. ``type``: what the producer has or the
+    reader needs. ``op``: what it calls. ``operand``: which operand the value is, from 0.
+    """
+
+    name: str
+    type: str
+    op: str
+    operand: int | None
+    module: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a value has to change its sharding over an axis.
+
+    ``dim``: of the value. ``end``: the annotation or option that causes it, where that is not the one of the chain.
+    """
+
+    axis: str
+    kind: ReasonKind
+    dim: int | None
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why something of a program is as it is.
 
-    ``name`` reads as in the dump. ``chains``: one for each axis that cuts it, or over which a sum is open; of a
-    collective, one for each axis that it acts over. ``placed``: the annotation of the value itself, if there is one.
-    ``sent``, ``has``, ``wants``, ``reasons``: of a collective. ``notes``: further sentences. ``parts``: of a module its
-    results and then its collectives, of a stage its collectives, of a bucket its members, of a message its values.
+    ``name``: as the dump has it. ``type``: as f32[8@dp, 64]{sum tp}. ``module``: the path of the user's module.
+    ``location``: the user's line, file.py:line. ``chains``: one for each axis that cuts it, over which a sum is open,
+    or over which it is sent. ``placed``: the annotation of the value itself, if there is one. ``sent``, ``reasons``: of
+    a collective. ``has``: of a collective, what makes the value. ``wants``: of a collective, what takes it.
+    ``notes``: further sentences. ``parts``: of a module what it returns, then what it sends; of a bucket its members.
+    ``ends``: the annotations and options that it comes from, or default: replicated.
     """
 
     name: str
@@ -36,28 +125,25 @@ class Explanation:
     location: str = ""
     chains: tuple[Chain, ...] = ()
     placed: str = ""
-    sent: Transmission | None = None
-    has: Side | None = None
-    wants: Side | None = None
+    sent: Transmission | None = field(default_factory=NoneType)  # null in JSON, where a plain None were left out
+    has: Side | None = field(default_factory=NoneType)
+    wants: Side | None = field(default_factory=NoneType)
     reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
     parts: tuple[Explanation, ...] = ()
+    ends: tuple[str, ...] = field(init=False)
 
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """The annotations and options that it comes from; ``default: replicated`` where there is none."""
+    def __post_init__(self) -> None:
         ends = [chain.end for chain in self.chains] + [self.placed] + [reason.end for reason in self.reasons]
         ends += [end for part in self.parts for end in part.ends if end != REPLICATED]
-        return tuple(dict.fromkeys(filter(None, ends))) or (REPLICATED,)
+        object.__setattr__(self, "ends", tuple(dict.fromkeys(filter(None, ends))) or (REPLICATED,))
 
     def text(self, most: int | None = 10) -> str:
         """The text form. Chains of more than ``most`` steps are shortened in the middle; None prints them whole."""
         return "\n".join(map(printable, _lines(self, most))) + "\n"
 
-    def record(self) -> ExplanationEntry:
-        """The record, with those of its parts."""
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ExplanationEntry(**{**own, "parts": tuple(part.record() for part in self.parts), "ends": self.ends})
+
+# Text.
 
 
 REASONS = {
@@ -91,9 +177,6 @@ def reason_text(reason: Reason, reader: Side | None) -> str:
     """A sentence that says why a value has to change its sharding for its ``reader``."""
     name, op = (reader.name, reader.op or reader.name) if reader else ("what reads it", "what reads it")
     return REASONS[reason.kind].format(axis=reason.axis, dim=reason.dim, end=reason.end, user=name, op=op)
-
-
-# Text.
 
 
 def _lines(explanation: Explanation, most: int | None) -> Iterator[str]:
@@ -184,102 +267,3 @@ def _collective_row(part: Explanation) -> tuple[object, ...]:
     if sent is None:
         return part.name, "", "", "", of, ends, "; ".join(part.notes)
     return part.name, "+".join(sent.axes), sent.phase, bytes_text(sent.wire_bytes), of, ends, seconds_text(sent.seconds)
-
-
-class Chains:
-    """The chains of one program, from the origins that propagation recorded at its values.
-
-    ``names``: the printed name of each node; ``nodes``: the nodes by their own names. A chain that an early pass
-    recorded may name a node that another node has replaced since.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.names = value_names(program)
-        self.nodes = {node.name: node for node in program.graph.nodes if node.op != "output"}
-        former = ((name, node) for node in program.graph.nodes for name in program.former_names(node))
-        self._known = {**dict(reversed(list(former))), **self.nodes}
-        self._ops = op_names(program)
-        self._steps: dict[tuple[int, str], ChainStep] = {}  # chains share their first steps
-
-    def node(self, name: str) -> fx.Node | None:
-        """The node of a name, or the node that replaced it; None where there was none."""
-        return self._known.get(name)
-
-    def op(self, node: fx.Node) -> str:
-        """The op that a node calls, as the dump prints it."""
-        return self._ops.get(node.target, "")
-
-    def side(self, node: fx.Node) -> Side:
-        """A node as the producer of what a collective sends."""
-        source = self.program.source(node)
-        type_ = type_text(self.program, node)
-        return Side(self.names[node], type_, self.op(node), None, source.module, source.location)
-
-    def of(self, node: fx.Node) -> Iterator[Chain]:
-        """One chain for each axis that cuts a node's value, or over which a sum is open."""
-        producer, index = self.program.value(node)
-        indices = range(len(self.program.types(node))) if producer is node else [index]
-        shardings, origins = self.program.shardings(producer), self.program.origins(producer)
-        chains: dict[str, Chain] = {}
-        for i in indices if shardings else ():
-            sharding = shardings[i]
-            for part in () if sharding is None else (*sharding.partial_axes, *sharding.cut_axes):
-                if part.name in origins[i]:
-                    chains.setdefault(part.name, self.chain(part.name, origins[i][part.name], node))
-                    for other in origins[i][part.name].further_annotations:
-                        chains.setdefault(other.annotation, self.chain(part.name, other))
-        yield from chains.values()
-
-    def chain(self, axis: str, origin: Origin, to: fx.Node | None = None) -> Chain:
-        """The chain to the value of an origin, and on to the node ``to``, which holds or reshards that value."""
-        steps = [self._step(each, axis) for each in origin.chain]
-        if to is not None and steps[-1].value != self.names[to]:
-            before, call = self._known.get(origin.value[0]), self.program.value(to)[0]
-            is_reshard = call.target in COLLECTIVES or bool(self.program.causes(call))  # also a view in a reshard
-            is_same_op = before is not None and before.target == call.target and call.op == "call_function"
-            role: Role = "moved" if is_reshard else "repeated" if is_same_op else "made"
-            if call.name != origin.value[0]:
-                steps.append(self._step_through(call, self.names[to], type_text(self.program, to), role))
-        return Chain(axis, origin.annotation, tuple(steps))
-
-    def _step(self, origin: Origin, axis: str) -> ChainStep:
-        key = id(origin), axis
-        if key not in self._steps:
-            self._steps[key] = self._new_step(origin, axis)
-        return self._steps[key]
-
-    def _new_step(self, origin: Origin, axis: str) -> ChainStep:
-        holder, via = self._printed_node(*origin.value), self._known.get(origin.via)
-        value = origin.value[0] if holder is None else self.names[holder]
-        type_ = "" if holder is None else type_text(self.program, holder)
-        if origin.previous is None:
-            return ChainStep(value, type_, "annotated")
-        if via is None:
-            return ChainStep(value, type_, "tied" if " " in origin.via else "read", origin.via)
-        sharding = None if holder is None or self.program.has_many(holder) else self.program.sharding(holder)
-        is_cut = sharding is None or axis in {part.name for part in sharding.cut_axes}
-        if origin.value[0] != origin.via:  # an operand of the op
-            role: Role = "read" if is_cut else "wanted"
-        elif is_cut or not self._is_open(holder, axis):
-            role = "made" if is_cut else "passed"
-        else:  # a sum that was open already is passed on
-            role = "made" if self._is_open(self._printed_node(*origin.previous.value), axis) else "summed"
-        return self._step_through(via, value, type_, role)
-
-    def _is_open(self, node: fx.Node | None, axis: str) -> bool:
-        """Whether a sum over an axis is open in a node's value."""
-        if node is None or self.program.has_many(node):
-            return False
-        return axis in {part.name for part in self.program.sharding(node).partial_axes}
-
-    def _step_through(self, node: fx.Node, value: str, type_: str, role: Role) -> ChainStep:
-        source = self.program.source(node)
-        return ChainStep(value, type_, role, self.op(node), node.name, source.module, source.location)
-
-    def _printed_node(self, name: str, index: int) -> fx.Node | None:
-        """The node that the dump prints for one result of a node."""
-        node = self._known.get(name)
-        if node is None or not self.program.has_many(node):
-            return node
-        return next((user for user in node.users if is_getitem(user) and user.args[1] == index), node)

@@ -1,140 +1,23 @@
-"""The answer of ``explain`` as records. Needs no torch."""
+"""What ``explain`` says of a collective beside its explanation, and what the command writes. Needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardc.language.machine import SentKind
-from shardc.language.record import Amount, Count, Size
-from shardc.program.provenance import NeedKind, Phase
+from shardc.language.record import Count
+from shardc.language.text import bytes_text, printable
+from shardc.report.explain.explanation import Explanation
 
-Subject = Literal[
-    "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
-]
-Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
-ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "stages"]
 Aim = Literal["to remove it", "to send less between stages"]
+REMOVE: Aim = "to remove it"
+SHRINK: Aim = "to send less between stages"
+WHICH = {REMOVE: "that removes it", SHRINK: "that lets less cross"}
 
 
 @dataclass(frozen=True, slots=True)
-class ChainStep:
-    """A value that an axis cuts, or over which a sum is open, and how the axis came to it.
-
-    ``value``: as in the dump. ``type``: with its sharding. ``role``: one of
-
-    - annotated: the user annotated the value
-    - made: the op computes it in pieces along the axis; summed: the op leaves a sum over the axis open
-    - passed: the axis passed through the op, which is not computed in pieces in the end
-    - read: the op reads it beside the value before, so that both are cut alike; wanted: the op needs it cut, and it is
-      resharded
-    - tied: it is cut as another value is, as a gradient is as its parameter
-    - moved: it is the value before, resharded; repeated: the value before, computed again
-
-    ``via``: the op that the axis came through. ``call``: the op's node in the dump. ``module``: of the op, the path.
-    ``location``: of the op, file.py:line.
-    """
-
-    value: str
-    type: str
-    role: Role
-    via: str = ""
-    call: str = ""
-    module: str = ""
-    location: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """How an axis came from an annotation or an option to a value.
-
-    ``end``: the annotation or the option. ``steps``: the first is the annotated value.
-    """
-
-    axis: str
-    end: str
-    steps: tuple[ChainStep, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Transmission:
-    """What a collective sends, each of its times a step; bytes are those of one rank.
-
-    ``seconds``: predicted, on the machine that was compiled for. ``stage``: of a pipeline, which runs it.
-    """
-
-    kind: SentKind
-    axes: tuple[str, ...]
-    phase: Phase
-    bytes: Count
-    wire_bytes: Count
-    seconds: Amount
-    stage: int | None
-    times: Size
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a collective: the producer of its operand, or the reader of its result.
-
-    ``name``: as in the dump, or a result of the program such as the gradient w. ``type``: what the producer has or the
-    reader needs. ``op``: what it calls. ``operand``: which operand the value is, from 0.
-    """
-
-    name: str
-    type: str
-    op: str
-    operand: int | None
-    module: str = ""
-    location: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a value has to change its sharding over an axis.
-
-    ``dim``: of the value. ``end``: the annotation or option that causes it, where that is not the one of the chain.
-    """
-
-    axis: str
-    kind: ReasonKind
-    dim: int | None
-    end: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ExplanationEntry:
-    """Why something of a program is as it is.
-
-    ``name``: as the dump has it. ``type``: as f32[8@dp, 64]{sum tp}. ``module``: the path of the user's module.
-    ``location``: the user's line, file.py:line. ``chains``: one for each axis that cuts it, over which a sum is open,
-    or over which it is sent. ``placed``: the annotation of the value itself, if there is one. ``sent``, ``reasons``: of
-    a collective. ``has``: of a collective, what makes the value. ``wants``: of a collective, what takes it.
-    ``notes``: further sentences. ``parts``: of a module what it returns, then what it sends; of a bucket its members.
-    ``ends``: the annotations and options that it comes from, or default: replicated.
-    """
-
-    name: str
-    kind: Subject
-    type: str
-    module: str
-    location: str
-    chains: tuple[Chain, ...]
-    placed: str
-    sent: Transmission | None
-    has: Side | None
-    wants: Side | None
-    reasons: tuple[Reason, ...]
-    notes: tuple[str, ...]
-    parts: tuple[ExplanationEntry, ...]
-    ends: tuple[str, ...]
-
-
-# What a command writes.
-
-
-@dataclass(frozen=True, slots=True)
-class AlternativeEntry:
+class Alternative:
     """One of several ways to do the same.
 
     ``question``: what is to be done. ``wire_bytes``: of one rank. ``note``: what else it costs.
@@ -144,11 +27,26 @@ class AlternativeEntry:
     way: str
     wire_bytes: Count
     is_chosen: bool
-    note: str
+    note: str = ""
+
+
+def alternatives_text(alternatives: Sequence[Alternative]) -> str:
+    """The text form: under each question its ways, the chosen one first."""
+    lines: list[str] = []
+    for question in dict.fromkeys(each.question for each in alternatives):
+        ways = [each for each in alternatives if each.question == question]
+        sent = [bytes_text(each.wire_bytes) for each in ways]
+        width, digits = max(len(each.way) for each in ways), max(map(len, sent))
+        lines.append(f"ways {question}, and what a rank sends")
+        for each, nbytes in zip(ways, sent, strict=True):
+            note = ", ".join(filter(None, ("chosen" * each.is_chosen, each.note)))
+            line = f"  {each.way.ljust(width)}  {nbytes.rjust(digits)}"
+            lines.append(line + (f"  ({note})" if note else ""))
+    return "".join(f"{line}\n" for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
-class FiguresEntry:
+class Figures:
     """What a step costs one rank. ``crossing``: bytes that cross between stages."""
 
     wire_bytes: Count
@@ -156,11 +54,21 @@ class FiguresEntry:
     optimizer: Count
     flops: Count
     num_collectives: Count
-    crossing: Count
+    crossing: Count = 0
+
+    def is_free_after(self, before: Figures) -> bool:
+        """Whether less is sent, and neither peak memory, with and without the optimizer, nor operations grow."""
+        is_no_larger = self.peak <= before.peak and self.peak - self.optimizer <= before.peak - before.optimizer
+        return self.wire_bytes < before.wire_bytes and is_no_larger and self.flops <= before.flops
+
+    def excess(self, before: Figures) -> float:
+        """The sum of the relative growth of bytes sent, memory and operations."""
+        pairs = [(self.wire_bytes, before.wire_bytes), (self.peak, before.peak), (self.flops, before.flops)]
+        return sum(max(0, now - then) / max(1, then) for now, then in pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class SuggestionEntry:
+class Suggestion:
     """A change that removes a collective, and what a step costs a rank before and after.
 
     ``change``: in words. ``is_free``: whether less is sent, and nothing else grows. ``python``: as one types it.
@@ -169,17 +77,22 @@ class SuggestionEntry:
     """
 
     change: str
-    before: FiguresEntry
-    after: FiguresEntry
+    before: Figures
+    after: Figures
     is_free: bool
     python: str
     flags: str
     all_flags: str
-    instead: tuple[str, ...]
+    instead: tuple[str, ...] = ()
+
+    @property
+    def excess(self) -> tuple[float, int]:
+        """What it costs: how much grows, then the bytes that are sent. A free change comes before all others."""
+        return 0.0 if self.is_free else self.after.excess(self.before), self.after.wire_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class AdviceEntry:
+class Advice:
     """What would remove a collective, or let less cross between stages.
 
     ``tried``: how many changes were compiled. ``why``: what it is there for, in any plan like this one.
@@ -190,9 +103,48 @@ class AdviceEntry:
     name: str
     tried: Count
     why: str
-    suggestion: SuggestionEntry | None
-    aim: Aim
-    blocks: str
+    suggestion: Suggestion | None
+    aim: Aim = REMOVE
+    blocks: str = ""
+
+    def text(self, replaces: bool = False) -> str:
+        """The text form; ``replaces``: ``--annotate`` replaces the target's annotations."""
+        return "\n".join(map(printable, self._lines(replaces))) + "\n"
+
+    def _lines(self, replaces: bool) -> Iterator[str]:
+        s, changes = self.suggestion, f"{self.tried} change{'s' * (self.tried != 1)}"
+        tried_on = f" tried on {self.blocks}" if self.blocks else ""
+        if s is None:
+            yield f"nothing was found {WHICH[self.aim]}: none of {changes} does"
+            yield f"  {self.why}"
+            return
+        if s.is_free:
+            yield f"{self.aim}: {s.change}"
+        else:
+            yield f"every change {WHICH[self.aim]} costs something; of {changes}{tried_on} this costs least:"
+            yield f"  {s.change}"
+        if s.before.crossing:
+            yield f"  between stages go {_change_text(s.before.crossing, s.after.crossing)} a step"
+        if s.instead:
+            yield f"  what it moves then goes by {' and '.join(s.instead)}"
+        yield f"  a rank then sends {_change_text(s.before.wire_bytes, s.after.wire_bytes)} a step"
+        yield f"  its peak memory with the optimizer is {_change_text(s.before.peak, s.after.peak)}"
+        if s.after.optimizer != s.before.optimizer:
+            yield f"  of that the optimizer's states are {_change_text(s.before.optimizer, s.after.optimizer)}"
+        if s.after.flops != s.before.flops:
+            yield f"  it computes {s.after.flops / max(1, s.before.flops):.2f} times as much"
+        yield f"  in Python        {s.python}"
+        yield f"  on command line  {s.all_flags if replaces else s.flags}"
+        yield f"  {changes}{tried_on or ' compiled'} to find it" if s.is_free else f"  why: {self.why}"
+
+
+def _change_text(before: int, after: int) -> str:
+    if before == after:
+        return f"{bytes_text(before)} as before"
+    return f"{bytes_text(after)}, {bytes_text(abs(after - before))} {'more' if after > before else 'less'}"
+
+
+# What the command writes.
 
 
 @dataclass(frozen=True)
@@ -203,16 +155,16 @@ class Versioned:
 
 
 @dataclass(frozen=True)
-class Explained(ExplanationEntry, Versioned):
+class Explained(Explanation, Versioned):
     """Why something of a program is as it is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExplainedCollective(Explained):
     """Why a collective is there.
 
     ``alternatives``: what the compiler chose among. ``advice``: null where none was asked for.
     """
 
-    alternatives: tuple[AlternativeEntry, ...]
-    advice: AdviceEntry | None
+    alternatives: tuple[Alternative, ...]
+    advice: Advice | None

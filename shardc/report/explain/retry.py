@@ -39,6 +39,7 @@ from shardc.program.stages import has_stages, stages_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import blocks_text, nearest_blocks, repeated_blocks, with_blocks
 from shardc.report.explain.collectives import Transfer, transfers
+from shardc.report.explain.records import Figures
 
 
 class Retry:
@@ -83,7 +84,7 @@ class Retry:
     @cached_property
     def transfers(self) -> frozenset[Transfer]:
         """The transfers of the plan without a change."""
-        return frozenset(each for of_one in transfers(self.compiled.whole).values() for each in of_one)
+        return frozenset[Transfer]().union(*transfers(self.compiled.whole).values())
 
     @cached_property
     def annotations(self) -> Mapping[str, P]:
@@ -155,7 +156,7 @@ class Attempt:
     def transfers(self) -> frozenset[Transfer]:
         """The transfers of the plan. They are settled before the last passes, which run where figures are needed."""
         self.program, self.after = run_passes(self.program, after=self.after, until=SETTLED), SETTLED
-        return frozenset(each for of_one in transfers(self.program).values() for each in of_one)
+        return frozenset[Transfer]().union(*transfers(self.program).values())
 
     @cached_property
     def figures(self) -> Figures:
@@ -163,35 +164,12 @@ class Attempt:
         return figures_of(run_passes(self.program, after=self.after))
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The cost of a step of a plan on one rank.
-
-    ``wire_bytes`` sent; ``peak`` bytes alive at once, ``optimizer`` of them in the optimizer's states; ``flops``. With
-    a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages. All
-    else is of the rank that has most of it.
-    """
-
-    wire_bytes: int
-    peak: int
-    optimizer: int
-    flops: int
-    num_collectives: int
-    crossing: int = 0
-
-    def is_free_after(self, before: Figures) -> bool:
-        """Whether less is sent, and neither peak memory, with and without the optimizer, nor operations grow."""
-        is_no_larger = self.peak <= before.peak and self.peak - self.optimizer <= before.peak - before.optimizer
-        return self.wire_bytes < before.wire_bytes and is_no_larger and self.flops <= before.flops
-
-    def excess(self, before: Figures) -> float:
-        """The sum of the relative growth of bytes sent, memory and operations."""
-        pairs = [(self.wire_bytes, before.wire_bytes), (self.peak, before.peak), (self.flops, before.flops)]
-        return sum(max(0, now - then) / max(1, then) for now, then in pairs)
-
-
 def figures_of(program: Program) -> Figures:
-    """The cost of a step of a localized program on one rank."""
+    """The cost of a step of a localized program on one rank.
+
+    With a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages.
+    All else is of the rank that has most of it.
+    """
     collectives, memory = collectives_of(program), memory_of(program)
     sent, crossing = (
         sum(each.wire_bytes * each.times for each in collectives if each.kind == "send" or not is_message)
@@ -262,11 +240,7 @@ class Change:
     def python(self, annotations: Mapping[str, P], pipeline: Pipeline | None) -> str:
         """As one types it in Python, after the annotations and the option ``pipeline`` before the change."""
         if self.pipeline_fields or self.mesh:
-            after = self.pipeline_after(pipeline)
-            assert after is not None, self
-            settings = ", ".join(
-                f"{name}={value!r}" for name, value in {"axis": after.axis, **_settings(after)}.items()
-            )
+            settings = ", ".join(f"{name}={value!r}" for name, value in self._settings(pipeline).items())
             mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
             return "; ".join([*mesh, *[f"pipeline = Pipeline({settings})"] * bool(self.pipeline_fields)])
         after_edits = self.annotations_after(annotations).items()
@@ -280,11 +254,11 @@ class Change:
         and an annotation that is dropped is left open, which comes to the same.
         """
         if self.pipeline_fields or self.mesh:
-            after = self.pipeline_after(pipeline)
-            assert after is not None, self
-            words = [f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in _settings(after).items()]
+            settings = self._settings(pipeline)
+            axis = settings.pop("axis")
+            words = [axis, *(f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in settings.items())]
             mesh = [f"--mesh {_axes_text(self.mesh, ',')}"] * bool(self.mesh)
-            return " ".join([*mesh, *[f"--pipeline {','.join([after.axis, *words])}"] * bool(self.pipeline_fields)])
+            return " ".join([*mesh, *[f"--pipeline {','.join(words)}"] * bool(self.pipeline_fields)])
         dropped = {edit.pattern: P(...) for edit in self.edits if edit.after is None}
         kept = {edit.pattern: edit.after for edit in self.edits if edit.after is not None}
         specs = self.annotations_after(annotations) if replaces else dropped | kept
@@ -293,13 +267,14 @@ class Change:
             flags.append(f"--zero {self.zero.axis}={self.zero.stage}" if self.zero else "without --zero")
         return " ".join(flags)
 
+    def _settings(self, before: Pipeline | None) -> dict[str, Any]:
+        """The fields of the option ``pipeline`` to type after the change: the axis, microbatches, and no defaults."""
+        after = self.pipeline_after(before)
+        assert after is not None, self
+        values, default = {each.name: getattr(after, each.name) for each in fields(after)}, Pipeline(after.axis)
+        needed = ("axis", "microbatches")
+        return {name: value for name, value in values.items() if name in needed or value != getattr(default, name)}
+
 
 def _axes_text(axes: tuple[tuple[str, int], ...], separator: str) -> str:
     return separator.join(f"{name}={size}" for name, size in axes)
-
-
-def _settings(pipeline: Pipeline) -> dict[str, Any]:
-    """The fields that differ from their defaults, and the number of microbatches."""
-    default = Pipeline(pipeline.axis)
-    values = {each.name: getattr(pipeline, each.name) for each in fields(pipeline)}
-    return {name: value for name, value in values.items() if name == "microbatches" or value != getattr(default, name)}

@@ -15,8 +15,8 @@ from shardc.program.node import descendants, operands
 from shardc.program.program import Program
 from shardc.program.provenance import Source, StageCrossing
 from shardc.program.text import type_text
-from shardc.report.explain.explanation import Chains, Explanation
-from shardc.report.explain.records import Reason, Side, Transmission
+from shardc.report.explain.chains import Chains
+from shardc.report.explain.explanation import Explanation, Reason, Side, Transmission
 
 BALANCED = {"params": "parameters", "flops": "operations", "time": "estimated time", "memory": "memory"}
 

@@ -6,6 +6,7 @@ from printed import after, block, compiled, parameter, printed, value
 from torch import Tensor
 
 from shardc import Mesh, P
+from shardc.passes.reshard.choose_cuts import op_bytes, op_shardings
 from shardc.program.provenance import cause_text
 
 MESH = Mesh(dp=2, tp=4)
@@ -149,3 +150,22 @@ def test_of_two_cuts_that_want_one_axis_the_cheaper_wins_where_both_are_inputs()
         b=value(16, 16),
     )
     assert [(each.kind, each.wire_bytes) for each in program.collectives] == [("all_gather", 128), ("all_gather", 384)]
+
+
+def test_every_op_records_what_its_cuts_were_chosen_among_of_which_nothing_sends_less() -> None:
+    def products(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return ((x @ y).relu() @ w).square()
+
+    cuts = {"x": P("tp"), "y": P("dp", "tp")}
+    made = compiled(products, MESH, cuts, x=value(64, 16), y=value(16, 8), w=parameter(8, 4))
+    names, last = {node.name for node in made.at("decompose").calls}, {node.name: node for node in made.whole.calls}
+    agreed, num_considered = made.at("insert_reshards"), []
+    for node in (each for each in agreed.calls if each.name in names):
+        choice = agreed.cut_choice(node)
+        assert choice is not None, node
+        assert node.name not in last or made.whole.cut_choice(last[node.name]) == choice, node
+        num_considered.append(len(choice.considered))
+        if not any(each.partial for each in choice.operands if each):  # else an open sum passes, in each way
+            sent = [op_bytes(choice.tensors, op_shardings(choice.tensors, cuts)) for cuts in choice.considered]
+            assert op_bytes(choice.tensors, choice) == min(sent), node
+    assert max(num_considered) == 2

@@ -21,8 +21,8 @@ from shardc.report.dump.diff import diff
 from shardc.report.dump.program_record import program_record
 from shardc.report.dump.records import Dump
 from shardc.report.dump.schema import form_schema
-from shardc.report.explain import advice, explanation
-from shardc.report.explain.records import ReasonKind
+from shardc.report.explain import explanation, records
+from shardc.report.explain.explanation import ReasonKind
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 COMMANDS = {
@@ -78,7 +78,7 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
         assert main([*command, "--try", "4", name]) == 0
         found.append(json.loads(capsys.readouterr().out))
     named = {"plain": ("x", "all_reduce_dp_bucket"), "zero": ("x", "reduce_scatter_dp_bucket"), "piped": ("x", "y")}
-    others = [json_of(plans[plan].explain(name).record()) for plan, names in named.items() for name in names]
+    others = [json_of(plans[plan].explain(name)) for plan, names in named.items() for name in names]
     return [*found, *({"version": 1, **each} for each in others)]
 
 
@@ -154,7 +154,7 @@ def replaced(record: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def test_the_words_of_advice_are_those_of_its_schema() -> None:
-    assert [advice.REMOVE, advice.SHRINK] == form_schema("explain")["$defs"]["advice"]["properties"]["aim"]["enum"]
+    assert [records.REMOVE, records.SHRINK] == form_schema("explain")["$defs"]["advice"]["properties"]["aim"]["enum"]
     assert {*get_args(ReasonKind)} == {*explanation.REASONS}
 
 

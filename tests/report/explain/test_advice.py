@@ -18,9 +18,10 @@ import shardc
 from shardc import Mesh, P, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
-from shardc.report.explain.advice import Advice, Advisor, Suggestion, advise
+from shardc.report.explain.advice import Advisor, advise
 from shardc.report.explain.collectives import is_removed, transfers
-from shardc.report.explain.retry import Figures, figures_of
+from shardc.report.explain.records import Advice, Figures, Suggestion
+from shardc.report.explain.retry import figures_of
 
 Target = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any], Mapping[str, P]]
 MESH = Mesh(dp=2, tp=2)
@@ -118,7 +119,9 @@ def test_advice_on_zero_trades_bytes_sent_for_memory() -> None:
              if (made.kind, made.phase) == ("all_gather", "backward")]  # fmt: skip
     assert again
     for advice in again:
-        assert advice.suggestion is not None and advice.suggestion.change.zero == Zero("dp", 2), advice.text()
+        assert advice.suggestion is not None and advice.suggestion.change == f"say zero={Zero('dp', 2)!r}", (
+            advice.text()
+        )
 
 
 @pytest.mark.sweep
@@ -129,7 +132,7 @@ def test_advice_on_many_layers_uses_patterns_over_all_of_them() -> None:
     of_third = [each.name for each in compiled.collectives if each.kind == "all_gather"][2]
     (advice,) = hold_all(target, MESH, compiled, of_third)
     assert advice.suggestion is not None
-    assert advice.suggestion.change.text == "drop 'transformer.h.*.mlp.c_fc.bias': P()"
+    assert advice.suggestion.change == "drop 'transformer.h.*.mlp.c_fc.bias': P()"
 
 
 class WithLogits(nn.Module):
@@ -202,7 +205,7 @@ def test_advice_on_a_bad_plan_is_the_obvious_change(name: str) -> None:
     meant = [each for each, known in zip(compiled.collectives, is_meant, strict=True) if known]
     advisor = Advisor(compiled)
     found = (advisor.advise(each.name).suggestion for each in meant)
-    good = next(each for each in found if each is not None and each.change.text == expected)
+    good = next(each for each in found if each is not None and each.change == expected)
     assert good.after.wire_bytes < good.before.wire_bytes
     hold(good, figures_of(compiled.program), figures_of(apply(target, mesh, good).program))
 
@@ -226,7 +229,7 @@ def test_an_annotation_in_the_model_may_be_the_one_to_take_out() -> None:
     gathered = [each for each in compiled.collectives if each.kind == "all_gather"]
     found = advise(compiled, gathered[0].name)
     assert found.suggestion is not None and found.suggestion.is_free
-    said = found.suggestion.change.text
+    said = found.suggestion.change
     assert said.startswith("take out of the model shardc.annotate(..., P('dp')) at test_advice.py:"), said
     assert figures_of(compile(plain, MESH, annotations).program) == found.suggestion.after
 

@@ -16,11 +16,11 @@ from shardc.passes.reshard.plan_reshard import plan_reshard
 from shardc.report.explain.alternatives import (
     AlternativeFinder,
     alternatives,
-    alternatives_text,
     bytes_sent,
     compare_steps,
     kinds_of,
 )
+from shardc.report.explain.records import alternatives_text
 
 MESH = Mesh(dp=2, tp=2)
 TYPE = TensorType((8, 12, 4), torch.float32)
@@ -133,3 +133,11 @@ def test_an_op_that_is_taken_apart_says_what_gathering_would_have_cost() -> None
         in text
     )
     assert "gather the whole dim" in text
+
+
+def test_an_op_that_a_cut_reaches_after_others_were_taken_apart_says_what_gathering_would_have_cost() -> None:
+    """Only behind the first softmax, once it is local work, does the second one's dim arrive cut."""
+    model, x = nn.Sequential(nn.Softmax(-1), nn.Softmax(-1)), torch.randn(4, 8, requires_grad=True)
+    compiled = shardc.compile(model, Mesh(tp=2), {"input": P(None, "tp")}, args=(x,))
+    questions = {each.question for ways in compiled.choices().values() for each in ways if each.is_chosen}
+    assert len([each for each in questions if each.startswith("to compute softmax (")]) == 2

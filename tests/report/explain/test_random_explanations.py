@@ -19,8 +19,7 @@ from shardc.program.node import is_cast, is_getitem
 from shardc.program.program import Program
 from shardc.program.text import value_names
 from shardc.report.explain.explain import Explainer
-from shardc.report.explain.explanation import REPLICATED, Explanation
-from shardc.report.explain.records import Chain
+from shardc.report.explain.explanation import REPLICATED, Chain, Explanation
 
 pytestmark = pytest.mark.slow
 
