@@ -118,17 +118,20 @@ class PartGraph:
         while node is not self.clear and node.name not in self.places:
             self.places[node.name], node = place, node.prev
 
-    def product(self, spec: str, operands: Sequence[fx.Node], program: Program, bias: fx.Node | None = None) -> fx.Node:
+    def product(self, node: fx.Node, program: Program, bias: fx.Node | None = None) -> fx.Node:
         """Add a contraction; matrices that several products share are made once."""
-        shapes = [program.value_type(program.value(each)).shape for each in operands]
-        bound, tracer = BoundDot(spec, *shapes), GraphAppendingTracer(self.graph)
-        matrices = []
-        for each, steps in zip(map(self.of, operands), (bound.left, bound.right), strict=True):
+        a, b = operand(node), operand(node, 1)
+        shapes = [program.value_type(program.value(each)).shape for each in (a, b)]
+        bound, tracer = BoundDot(str(node.args[2]), *shapes), GraphAppendingTracer(self.graph)
+
+        def matrix(each: fx.Node, steps: Steps) -> fx.Proxy:
             if (each, steps) not in self._matrices:
                 self._matrices[each, steps] = stepped(fx.Proxy(each, tracer), steps).node
-            matrices.append(fx.Proxy(self._matrices[each, steps], tracer))
-        node: fx.Node = bound.product(*matrices, None if bias is None else fx.Proxy(self.of(bias), tracer)).node
-        return node
+            return fx.Proxy(self._matrices[each, steps], tracer)
+
+        added = None if bias is None else fx.Proxy(self.of(bias), tracer)
+        result: fx.Proxy = bound.product(matrix(self.of(a), bound.left), matrix(self.of(b), bound.right), added)
+        return result.node
 
     def call(self, node: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         """Add the call of a kernel, or of a method of tensors."""
@@ -165,12 +168,11 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
             lowered = result.start(node, collective)
             overwritten = operand(node) if collective.is_own and collective.layout is None else None
         elif product.target is dot and is_eager:
-            bias = operand(node, 1) if product is not node else None
-            lowered = result.product(str(product.args[2]), (operand(product), operand(product, 1)), program, bias)
+            lowered = result.product(product, program, operand(node, 1) if product is not node else None)
         else:
             in_place = overwriting(node, order, program, device)
             target, args = in_place or (node.target, node.args)
-            overwritten = args[0] if in_place else None
+            overwritten = in_place[1][0] if in_place else None
             kwargs = {**node.kwargs, **({"device": device} if takes_device(node.target) else {})}
             lowered = result.call(node, target, args, kwargs)
         chain = view_chain(overwritten) if overwritten is not None else ()
@@ -182,16 +184,17 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
 
 def _collective(program: Program, node: fx.Node, order: Mapping[fx.Node, int]) -> Collective | None:
     """The collective of a call; None for an op, in groups of one, where nothing is exchanged, and before localize."""
-    parts, args = members(node), tuple(node.args[1:])
-    if program.level != "localized" or not (parts or node.target in EXCHANGES):
+    parts = members(node)
+    args: tuple[Any, ...] = node.args[1:]
+    target: Any = node.target
+    if program.level != "localized" or not (parts or target in EXCHANGES):
         return None
     if not parts:
-        return Collective(EXCHANGES[node.target], args, args[0], None, is_own=False) if args[0] else None
+        return Collective(EXCHANGES[target], args, args[0], None, is_own=False) if args[0] else None
     assert program.mesh is not None
-    kind, named = parts[0].kind, parts[0].args[: 2 if parts[0].kind == "collective_permute" else 1]
-    if group_size(program.mesh, kind, parts[0].args) == 1:
+    if group_size(program.mesh, parts[0].kind, parts[0].args) == 1:
         return None
-    axes = tuple(dict.fromkeys(part for each in named for part in each))
-    if node.target is bucket:
-        return Collective(kind, args, axes, BucketLayout.of(program, node), is_own=True)
-    return Collective(kind, args, axes, None, dies_at(operand(node), node, order))
+    if target is bucket:
+        return Collective(parts[0].kind, args, args[0], BucketLayout.of(program, node), is_own=True)
+    axes = tuple(dict.fromkeys((*args[0], *args[1]))) if parts[0].kind == "collective_permute" else args[0]
+    return Collective(parts[0].kind, args, axes, None, dies_at(operand(node), node, order))

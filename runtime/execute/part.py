@@ -49,7 +49,8 @@ class PartRunner:
         """
         if not self.results and not self.places:
             return
-        module = self.module(len(envs), is_profiled())
+        key = len(envs), is_profiled()
+        module = self._modules.get(key) or self.module(*key)
         try:
             results = module.forward(self.take(envs), comm)
         except Exception as error:
@@ -72,9 +73,9 @@ class PartRunner:
     def take(self, envs: Sequence[Env]) -> list[Any]:
         """The values that the part reads; those that nobody reads later are no longer in the envs."""
         if len(envs) == 1:
-            values = [envs[0][slot] for slot in self.reads]
+            values: list[Any] = list(map(envs[0].__getitem__, self.reads))
         else:
-            values = [[env[slot] for env in envs] for slot in self.reads]
+            values = list(zip(*(map(env.__getitem__, self.reads) for env in envs), strict=True))
         for slot, env in product(self.dead, envs):
             env[slot] = None
         return values

@@ -37,9 +37,10 @@ def with_targets(part: PartGraph, targets: Mapping[int, int], in_place: bool) ->
     into: dict[fx.Node, list[fx.Node | None]] = {}
     for slot, target in targets.items():
         value, place = part.read(slot), part.read(target)
-        producer, member = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
+        producer, member = value.args[:2] if value.target is operator.getitem else (value, 0)
         if in_place and isinstance(producer, fx.Node) and collective_of(producer) is not None:
-            into.setdefault(producer, [None] * (len(producer.args) - 1))[member] = place  # type: ignore[call-overload]
+            assert isinstance(member, int)
+            into.setdefault(producer, [None] * (len(producer.args) - 1))[member] = place
         with graph.inserting_after(None if in_place else value):
             part.nodes[slot] = graph.call_function(_stored, (place, value))
     for start, row in into.items():
@@ -132,7 +133,8 @@ def with_waits(graph: fx.Graph) -> dict[str, str]:
             with graph.inserting_before(node):
                 wait = graph.call_function(operator.call, (each,))
                 value = graph.call_function(operator.getitem, (wait, 0))
-            each.replace_all_uses_with(value, delete_user_cb=lambda user, wait=wait: user is not wait)
+            each.replace_all_uses_with(value)
+            wait.args = (each,)
             waits[wait.name] = each.name
         if collective is not None:
             started[node] = None

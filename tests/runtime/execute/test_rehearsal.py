@@ -135,7 +135,8 @@ def test_a_collective_that_is_waited_for_before_its_first_reader_is_an_error(mon
             with graph.inserting_before(start.next):
                 wait = graph.call_function(operator.call, (start,))
                 result = graph.call_function(operator.getitem, (wait, 0))
-            start.replace_all_uses_with(result, delete_user_cb=lambda user, wait=wait: user is not wait)
+            start.replace_all_uses_with(result)
+            wait.args = (start,)
             waits[wait.name] = start.name
         return waits
 
