@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.dtensor import local
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute import rewrite
+from shardc.runtime.execute.deferred import Totals
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.simulator import cut_inputs
 
@@ -228,3 +230,29 @@ def test_large_gradients_are_made_in_their_buckets_buffer(gloo: Any) -> None:
         assert [copied for copied, _ in steps] == [small, small]
         for _, gradients in steps:
             torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
+def test_a_product_that_nobody_else_reads_adds_to_the_sum_of_earlier_backwards_by_itself() -> None:
+    program = shardc.compile(Wide(), Mesh(dp=2), {"x": shardc.P(None, "dp")}, args=(torch.randn(4, 8, 256),))
+    deferred = executor_of(program)._deferred
+    for is_own, names in ((True, {"addmm_", "baddbmm_"}), (False, {"addmm", "baddbmm"})):
+        nodes = deferred.part(Totals([], is_own), is_last=False).graph.nodes
+        found = {node.target if node.op == "call_method" else getattr(node.target, "__name__", "") for node in nodes}
+        assert names <= found, found
+
+
+def test_a_collective_is_waited_for_by_its_first_reader() -> None:
+    program = shardc.compile(Wide(), Mesh(dp=2), {"x": shardc.P(None, "dp")}, args=(torch.randn(4, 8, 256),))
+    nodes = list(executor_of(program)._bwd.graph.nodes)
+    waits = [(i, node) for i, node in enumerate(nodes) if node.target is operator.call]
+    assert waits
+    for i, wait in waits:
+        assert rewrite.collective_of(wait.args[0]) is not None
+        (result,) = wait.users
+        following = (node for node in nodes[i + 2 :] if node.target not in (operator.call, operator.getitem))
+        assert nodes[i + 1] is result and next(following) in result.users | {nodes[-1]: None, **users_of(result)}
+
+
+def users_of(node: Any) -> dict[Any, None]:
+    """The readers of a node's entries."""
+    return {reader: None for entry in node.users for reader in entry.users}
