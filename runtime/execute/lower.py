@@ -43,6 +43,7 @@ METHODS: dict[Any, str] = {  # methods of tensors, which take their arguments in
     aten.reshape.default: "reshape",
     aten.view.default: "view",
     aten.unsqueeze.default: "unsqueeze",
+    **{getattr(aten, name).Tensor: name for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")},
 }
 
 
